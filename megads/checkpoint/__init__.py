@@ -1,0 +1,1 @@
+"""Mechanism of checkpoints: manifest, store, resharding reads. Policy lives elsewhere."""

@@ -1,0 +1,25 @@
+"""When checkpoints are written and which one a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megads.errors import ConfigError
+
+
+@dataclass
+class CheckpointConfig:
+    """Checkpoints live in <run.dir>/checkpoints/step_XXXXXXXX."""
+
+    every_steps: int = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = 2
+    """Newest checkpoints kept; 0 keeps all."""
+    load: str = "auto"
+    """auto: the newest usable one of this run, else start fresh; none: start fresh; or a checkpoint's path."""
+
+    def check(self) -> None:
+        """Raises ConfigError on negative numbers."""
+        for name in ("every_steps", "keep"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")

@@ -1,0 +1,1 @@
+"""The only room that imports deepspeed: joins stages, grid, schedule and optimizer."""

@@ -1,0 +1,107 @@
+"""What the loop, the checkpoints and the resilience rooms see of an engine: one interface, no deepspeed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megads.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Who made a step non-finite.
+
+    Attributes:
+        rank: global rank that went non-finite first in the order of computation.
+        where: "weights", "forward" or "backward".
+        parameters: up to eight names of local parameters whose weight or gradient is not finite.
+    """
+
+    rank: int
+    where: str
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        names = f" ({', '.join(self.parameters)})" if self.parameters else ""
+        return f"rank {self.rank} in its {self.where}{names}"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, the same on every rank.
+
+    Attributes:
+        loss: mean over the unmasked tokens of the global batch, in nats.
+        tokens: unmasked tokens of the global batch.
+        grad_norm: global 2-norm before clipping; inf when skipped.
+        skipped: True when a non-finite gradient left weights and optimizer untouched.
+        culprit: set when skipped.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: bool = False
+    culprit: Culprit | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Sum over all ranks of the micro-batches given to one `evaluate` call."""
+
+    loss_sum: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of one named global tensor, held by this rank.
+
+    Attributes:
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq".
+        global_shape: shape of the unsharded tensor, vocabulary padding excluded.
+        offset: where the rectangle starts in it, one entry per dim.
+        tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+class TrainEngine(Protocol):
+    """One training engine, driven identically on every rank."""
+
+    device: torch.device
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch."""
+        ...
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        """Sums the loss without dropout or gradients; every rank gets the total over all ranks."""
+        ...
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        """This rank's optimizer state as rectangles of global tensors.
+
+        Args:
+            owned: True leaves out copies that another rank also holds (replicated over TP, tied over stages), so
+                that the union over ranks covers every tensor exactly once; False lists all this rank holds.
+        """
+        ...
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps the optimizer has taken; skipped ones are not counted."""
+        ...
+
+    def load_shards(self, fill: Callable[[list[Shard]], None], optimizer_steps: int) -> None:
+        """Lets `fill` write into every shard this rank holds, then derives the working weights from the masters."""
+        ...

@@ -1,0 +1,63 @@
+"""The failures a user can meet, one class per documented exit code.
+
+A message says what was wrong, the value, where it came from and what to do about it.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_BUG = 1
+
+
+class MegadsError(Exception):
+    """A failure with a message meant for the user and a documented exit code."""
+
+    exit_code = EXIT_BUG
+
+
+class ConfigError(MegadsError):
+    """The configuration cannot be run as it stands."""
+
+    exit_code = 2
+
+
+class DataError(MegadsError):
+    """The data is missing, corrupt, empty or does not fit the model."""
+
+    exit_code = 3
+
+
+class CheckpointError(MegadsError):
+    """No usable checkpoint where one was asked for, or one of another model."""
+
+    exit_code = 4
+
+
+class StopRequested(MegadsError):
+    """Somebody asked the run to stop; it saved first."""
+
+    exit_code = 5
+
+
+class Preempted(MegadsError):
+    """The scheduler takes the machine back; the run saved first and wants to be requeued."""
+
+    exit_code = 6
+
+
+class NumericalError(MegadsError):
+    """Training cannot go on: too many non-finite steps in a row."""
+
+    exit_code = 7
+
+
+class RestartsExhausted(MegadsError):
+    """The run failed more often than it may restart."""
+
+    exit_code = 8
+
+
+class UnhealthyNode(MegadsError):
+    """A node or a rank is not fit to train."""
+
+    exit_code = 9

@@ -1,0 +1,1 @@
+"""Validation loss and perplexity, through TrainEngine.evaluate."""

@@ -1,0 +1,74 @@
+"""The shape of the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megads.errors import ConfigError
+
+
+class Position(StrEnum):
+    """How the model knows the order of its tokens."""
+
+    alibi = "alibi"
+    learned = "learned"
+
+
+@dataclass
+class ModelConfig:
+    """A GPT/BLOOM-like decoder: pre-LayerNorm blocks, tanh GELU, causal attention."""
+
+    num_layers: int = 2
+    """Transformer blocks."""
+    hidden_size: int = 64
+    """Width of the residual stream; a multiple of num_heads."""
+    num_heads: int = 4
+    """Attention heads."""
+    ffn_size: int | None = None
+    """Width of the MLP; null is 4 * hidden_size."""
+    vocab_size: int = 512
+    """The model's true output size. Rows that tensor parallelism adds beyond it are masked and never saved."""
+    max_seq_len: int = 2048
+    """Longest trained sequence; the number of learned positions."""
+    position: Position = Position.alibi
+    """alibi (a bias linear in the distance, Press et al. 2021) or learned (an embedding per position)."""
+    embedding_norm: bool = True
+    """A LayerNorm after the word embedding, as in BLOOM."""
+    tie_embeddings: bool = True
+    """The output projection is the word embedding."""
+    hidden_dropout: float = 0.0
+    """Dropout on the embedding and on the output of attention and MLP."""
+    attention_dropout: float = 0.0
+    """Dropout on the attention probabilities."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every LayerNorm."""
+    init_std: float | None = None
+    """Standard deviation of the initial weights; null is sqrt(1 / (3 * hidden_size)), BLOOM's rule."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        return self.ffn_size if self.ffn_size is not None else 4 * self.hidden_size
+
+    @property
+    def weight_std(self) -> float:
+        return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * self.hidden_size))
+
+    def check(self) -> None:
+        """Raises ConfigError on a shape that cannot be built."""
+        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name} = {getattr(self, name)}: must be at least 1")
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}: "
+                "choose a number of heads that divides the width"
+            )
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")

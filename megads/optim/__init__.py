@@ -1,0 +1,1 @@
+"""Optimizer arithmetic: parameter groups, learning-rate schedules, gradient norms."""

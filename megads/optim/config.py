@@ -1,0 +1,65 @@
+"""The optimizer and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from megads.errors import ConfigError
+
+
+class ScheduleName(StrEnum):
+    """Shape of the learning rate after the warmup."""
+
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+@dataclass
+class OptimConfig:
+    """AdamW (Loshchilov and Hutter 2019) with decoupled weight decay on matrices only."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay; biases and every norm are exempt, by name."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+
+    def check(self) -> None:
+        """Raises ConfigError on values that cannot train."""
+        if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(f"optim.lr = {self.lr}, optim.min_lr = {self.min_lr}: want 0 <= min_lr <= lr, lr > 0")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"optim.betas = {self.betas}: want two values in [0, 1)")
+        if self.clip_grad < 0:
+            raise ConfigError(f"optim.clip_grad = {self.clip_grad}: must be 0 (off) or positive")
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of samples consumed, so that it does not depend on the batch size."""
+
+    name: ScheduleName = ScheduleName.cosine
+    """cosine, linear or constant."""
+    warmup_samples: int = 0
+    """Samples over which the rate rises linearly from 0 to optim.lr."""
+    decay_samples: int | None = None
+    """Samples at which the decay ends; null is the end of training."""
+
+    def check(self) -> None:
+        """Raises ConfigError when the decay would end inside the warmup."""
+        if self.warmup_samples < 0:
+            raise ConfigError(f"schedule.warmup_samples = {self.warmup_samples}: must not be negative")
+        if self.decay_samples is not None and self.decay_samples <= self.warmup_samples:
+            raise ConfigError(
+                f"schedule.decay_samples = {self.decay_samples} must exceed "
+                f"schedule.warmup_samples = {self.warmup_samples}"
+            )

@@ -1,0 +1,1 @@
+"""HOW the model is split, in pure torch.distributed; knows no model."""

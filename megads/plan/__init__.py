@@ -1,0 +1,1 @@
+"""Arithmetic about a run: parameters, FLOPs, throughput."""

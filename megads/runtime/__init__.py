@@ -1,0 +1,1 @@
+"""Owns the process: environment, process groups, the hook protocol, metrics, timers, logging, launching."""
