@@ -1,0 +1,101 @@
+"""Validation in mid-run: the token mean of the loss over the whole validation set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from megads.batch import MicroBatch
+from megads.engine.interface import TrainEngine
+from megads.errors import DataError
+from megads.evaluate.config import EvaluationConfig
+from megads.runtime.hooks import StepInfo, TrainState
+
+
+class MetricsSink(Protocol):
+    """Takes one line of metrics; called on every rank, it decides which ranks write."""
+
+    def write(self, line: dict[str, float | int | str | bool], /) -> object: ...
+
+
+class ValidationHook:
+    """Validates every evaluation.every_steps steps and after the last one.
+
+    A run that is stopped or preempted has not had its last step: the resumed run's metrics shall equal those of an
+    uninterrupted one. Register it after the checkpoint's hook, so that a preempted run saves first.
+
+    Args:
+        engine: computes the loss.
+        batches: starts a pass over the validation set; yields this rank's micro-batches of one global batch after
+            another, equally many batches on every rank.
+        name: the set's name in the metrics.
+        unigram_loss: nats a token of the best model that ignores context, which a trained one must beat.
+        config: when.
+        metrics: where the line goes.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        batches: Callable[[], Iterator[list[MicroBatch]]],
+        name: str,
+        unigram_loss: float,
+        config: EvaluationConfig,
+        metrics: MetricsSink,
+    ) -> None:
+        self._engine = engine
+        self._batches = batches
+        self._name = name
+        self._unigram_loss = unigram_loss
+        self._config = config
+        self._metrics = metrics
+
+    def on_start(self, state: TrainState) -> None:
+        pass
+
+    def on_step(self, info: StepInfo) -> None:
+        every = self._config.every_steps
+        regular = every > 0 and info.step % every == 0
+        finished = info.last and not info.stop_reason
+        if not (regular or (finished and self._config.at_end)):
+            return
+        loss = self.validate()
+        self._metrics.write(
+            {
+                "step": info.step,
+                "samples": info.samples,
+                "tokens": info.tokens,
+                f"valid/{self._name}/loss": loss,
+                f"valid/{self._name}/ppl": perplexity(loss),
+                f"valid/{self._name}/unigram_loss": self._unigram_loss,
+            }
+        )
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    def validate(self) -> float:
+        """Mean loss in nats over every unmasked token of the validation set; collective.
+
+        Raises:
+            DataError: the set has no unmasked token.
+        """
+        loss_sum, tokens = 0.0, 0
+        for micro_batches in self._batches():
+            result = self._engine.evaluate(micro_batches)
+            loss_sum += result.loss_sum
+            tokens += result.tokens
+        if not tokens:
+            raise DataError(
+                f"validation set {self._name!r} has no token that counts: give a larger data.valid or data.split"
+            )
+        return loss_sum / tokens
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that exceeds a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

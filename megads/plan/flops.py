@@ -1,0 +1,54 @@
+"""Floating-point operations of training.
+
+Convention of megads: MODEL operations, those the algorithm needs. Two per multiply-add, forward once and backward
+twice, causal attention counted in full, no recomputation; norms, biases, activations and the embedding lookup are left
+out.
+"""
+
+from __future__ import annotations
+
+from megads.model.config import ModelConfig
+
+
+def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*h*S.
+
+    The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B).
+
+    Args:
+        config: the model; L = num_layers, h = hidden_size.
+        seq_len: tokens a sample, S.
+    """
+    hidden = config.hidden_size
+    block_weights = 4 * hidden * hidden + 2 * hidden * config.ffn_width
+    weights = config.num_layers * block_weights + config.vocab_size * hidden
+    return 6 * weights + 12 * config.num_layers * hidden * seq_len
+
+
+def hardware_tflops_bloom(
+    *,
+    samples: int,
+    seq_len: int,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    step_time_s: float,
+    world_size: int,
+) -> float:
+    """TFLOPs per GPU as BLOOM's logs report them; for comparison with published figures only.
+
+    24*4*B*S*L*h^2 * (1 + S/(6h) + V/(16Lh)) / (t * world), Narayanan et al. 2021. The factor 4 counts a full
+    recomputation of the forward pass, so this is a hardware, not a model, figure.
+
+    Args:
+        samples: samples a step, B.
+        seq_len: tokens a sample, S.
+        num_layers: L.
+        hidden_size: h; the MLP is taken to be 4h wide.
+        vocab_size: V, padding included.
+        step_time_s: t.
+        world_size: GPUs.
+    """
+    blocks = 24 * 4 * samples * seq_len * num_layers * hidden_size**2
+    attention_and_head = 1 + seq_len / (6 * hidden_size) + vocab_size / (16 * num_layers * hidden_size)
+    return blocks * attention_and_head / (step_time_s * world_size) / 1e12

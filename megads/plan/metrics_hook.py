@@ -1,0 +1,79 @@
+"""Writes the step line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Protocol
+
+import torch
+
+from megads.plan.throughput import throughput
+from megads.runtime.hooks import StepInfo, TrainState
+
+
+class MetricsSink(Protocol):
+    """Takes one line of metrics; called on every rank, it decides which ranks write."""
+
+    def write(self, line: dict[str, float | int | str | bool], /) -> object: ...
+
+
+class MetricsHook:
+    """Writes one line a step.
+
+    Args:
+        metrics: where lines go.
+        flops_per_token: model operations a token, forward and backward.
+        world_size: devices.
+        peak_tflops: peak of one device.
+    """
+
+    def __init__(self, metrics: MetricsSink, flops_per_token: float, world_size: int, peak_tflops: float) -> None:
+        self._metrics = metrics
+        self._flops_per_token = flops_per_token
+        self._world_size = world_size
+        self._peak_tflops = peak_tflops
+
+    def on_start(self, state: TrainState) -> None:
+        pass
+
+    def on_step(self, info: StepInfo) -> None:
+        speed = throughput(
+            info.global_batch_size * info.seq_len,
+            info.step_time_s,
+            self._world_size,
+            self._flops_per_token,
+            self._peak_tflops,
+        )
+        self._metrics.write(
+            {
+                "step": info.step,
+                "samples": info.samples,
+                "tokens": info.tokens,
+                "loss": info.loss,
+                "grad_norm": info.grad_norm,
+                "lr": info.lr,
+                "global_batch_size": info.global_batch_size,
+                "seq_len": info.seq_len,
+                "step_time_s": info.step_time_s,
+                "data_time_s": info.data_time_s,
+                "tokens_per_s": speed.tokens_per_s,
+                "tflops_per_device": speed.tflops_per_device,
+                "mfu": speed.mfu,
+                "peak_memory_bytes": peak_memory_bytes(),
+                "skipped": info.skipped,
+                "batch_hash": info.batch_hash,
+            }
+        )
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this rank has held: allocated on its GPU, or resident where it has none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

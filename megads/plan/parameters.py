@@ -1,0 +1,40 @@
+"""Names, shapes and number of a model's parameters, without building it."""
+
+from __future__ import annotations
+
+from math import prod
+
+from megads.model.config import ModelConfig, Position
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
+    hidden, ffn = config.hidden_size, config.ffn_width
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocab_size, hidden)}
+    if config.position is Position.learned:
+        shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
+    if config.embedding_norm:
+        shapes |= norm("embedding.norm")
+    for block in range(config.num_layers):
+        shapes |= norm(f"blocks.{block}.input_norm")
+        shapes |= linear(f"blocks.{block}.attention.qkv", 3 * hidden, hidden)
+        shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
+        shapes |= norm(f"blocks.{block}.post_attention_norm")
+        shapes |= linear(f"blocks.{block}.mlp.up", ffn, hidden)
+        shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
+    shapes |= norm("final_norm")
+    if not config.tie_embeddings:
+        shapes["head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters, vocabulary padding excluded and a tied embedding counted once."""
+    return sum(prod(shape) for shape in parameter_shapes(config).values())

@@ -1,0 +1,129 @@
+"""The peak of one device, the denominator of MFU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+KNOWN_BF16_TFLOPS = (
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L4", 121.0),
+)
+"""Dense bf16 TFLOPs from the vendor's data sheets by a part of the device's name; the first match counts."""
+
+_GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
+_MEASURE_S = 1.0
+
+
+def device_peak_tflops(
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int,
+    configured: float | None = None,
+    cache_dir: Path | None = None,
+) -> float:
+    """Peak TFLOPs of one device.
+
+    The configured figure, else the data sheet's for a known GPU in bf16, else the best matrix product measured on this
+    device, which is cached. Where several ranks share a CPU, call it on one rank while the others wait: they would
+    measure each other.
+
+    Args:
+        device: where the rank computes.
+        dtype: dtype of its matrix products.
+        threads: CPU threads of the rank; does not matter on a GPU.
+        configured: cluster.peak_tflops.
+        cache_dir: folder of measurements; None is ~/.cache/megads.
+    """
+    if configured is not None:
+        return configured
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = next((tflops for part, tflops in KNOWN_BF16_TFLOPS if part in name), None)
+        if known is not None and dtype is torch.bfloat16:
+            return known
+    else:
+        name = _cpu_model()
+    key = {"device": name, "threads": threads, "dtype": str(dtype), "torch": torch.__version__}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    folder = cache_dir if cache_dir is not None else Path.home() / ".cache" / "megads"
+    path = folder / f"peak_{digest}.json"
+    cached = _read_cache(path, key)
+    if cached is not None:
+        return cached
+    measured = _measure_tflops(device, dtype, threads)
+    _write_cache(path, {**key, "tflops": measured})
+    return measured
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _read_cache(path: Path, key: dict[str, object]) -> float | None:
+    """The cached figure, None when there is none, it is damaged or it belongs to another key."""
+    try:
+        entry = json.loads(path.read_text())
+        tflops = float(entry.pop("tflops"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return tflops if entry == key and tflops > 0 else None
+
+
+def _write_cache(path: Path, entry: dict[str, object]) -> None:
+    """Replaces the entry atomically; a folder that cannot be written only costs the next run a measurement."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            json.dump(entry, file)
+        Path(file.name).replace(path)
+    except OSError:
+        pass
+
+
+def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+    """TFLOPs of the fastest of several square matrix products, in about a second."""
+    size = _GEMM_SIZE.get(device.type, 1024)
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    right, product = torch.ones_like(left), torch.empty_like(left)
+    best_s = float("inf")
+    with _num_threads(threads):
+        stop = time.perf_counter() + _MEASURE_S
+        while time.perf_counter() < stop:
+            start = time.perf_counter()
+            torch.mm(left, right, out=product)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best_s = min(best_s, time.perf_counter() - start)
+    return 2 * size**3 / best_s / 1e12
+
+
+@contextmanager
+def _num_threads(threads: int) -> Iterator[None]:
+    previous = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)

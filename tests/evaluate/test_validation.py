@@ -1,0 +1,105 @@
+"""When and how a run validates, with a real model behind the engine's interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.engine.interface import EvaluationResult
+from megads.errors import DataError
+from megads.evaluate.config import EvaluationConfig
+from megads.evaluate.validation import ValidationHook, perplexity
+from megads.runtime.hooks import StepInfo
+
+
+class BigramEngine:
+    """Predicts the next token from a table of logits; the one part of an engine that validation calls."""
+
+    def __init__(self) -> None:
+        self.logits_vv = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        total, tokens = 0.0, 0
+        for batch in micro_batches:
+            assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+            losses = F.cross_entropy(self.logits_vv[batch.tokens_bs].transpose(1, 2), batch.labels_bs, reduction="none")
+            total += float((losses * batch.loss_mask_bs).sum())
+            tokens += int(batch.loss_mask_bs.sum())
+        return EvaluationResult(total, tokens)
+
+
+class Lines(list[dict[str, float | int | str | bool]]):
+    """Keeps what is written."""
+
+    write = list.append
+
+
+def micro_batches() -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for index, size in enumerate((3, 3, 1)):
+        tokens = torch.randint(8, (2, size, 5), generator=generator)
+        mask = (torch.rand(size, 5, generator=generator) < 0.2 + 0.3 * index).float()
+        made.append(MicroBatch(BatchInfo(torch.arange(size)), tokens[0], tokens[1], mask))
+    return made
+
+
+def passes() -> Iterator[list[MicroBatch]]:
+    first, second, rest = micro_batches()
+    yield [first, second]
+    yield [rest]
+
+
+def info(step: int, last: bool = False, stop_reason: str = "") -> StepInfo:
+    return StepInfo(
+        step=step, samples=8 * step, tokens=40 * step, loss=2.0, grad_norm=1.0, lr=1e-3, global_batch_size=8, seq_len=5,
+        step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="", last=last, stop_reason=stop_reason,
+    )  # fmt: skip
+
+
+def hook(lines: Lines, every_steps: int = 0, at_end: bool = True) -> ValidationHook:
+    config = EvaluationConfig(every_steps=every_steps, at_end=at_end)
+    return ValidationHook(BigramEngine(), passes, "main", 2.5, config, lines)  # type: ignore[arg-type]
+
+
+def test_loss_is_the_token_mean_of_the_whole_set() -> None:
+    """Catches a mean of batch means, and an incomplete last batch left out (N10)."""
+    lines = Lines()
+    hook(lines).on_step(info(4, last=True))
+    whole = BigramEngine().evaluate(micro_batches())
+    [line] = lines
+    assert line["valid/main/loss"] == pytest.approx(whole.loss_sum / whole.tokens, rel=1e-6)
+    assert line["valid/main/ppl"] == pytest.approx(math.exp(whole.loss_sum / whole.tokens), rel=1e-6)
+    assert {key: line[key] for key in ("step", "samples", "tokens", "valid/main/unigram_loss")} == {
+        "step": 4, "samples": 32, "tokens": 160, "valid/main/unigram_loss": 2.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "at_end", "stop_reason", "steps"),
+    [(2, True, "", [2, 4, 5]), (2, False, "", [2, 4]), (0, True, "", [5]), (2, True, "preempted", [2, 4])],
+)
+def test_when(every_steps: int, at_end: bool, stop_reason: str, steps: list[int]) -> None:
+    """Catches a validation at the wrong step, and an extra one when a run stops early and will be resumed."""
+    lines = Lines()
+    validation = hook(lines, every_steps, at_end)
+    for step in range(1, 6):
+        validation.on_step(info(step, last=step == 5, stop_reason=stop_reason if step == 5 else ""))
+    assert [line["step"] for line in lines] == steps
+
+
+def test_empty_set_is_refused() -> None:
+    """Catches a division by zero where a message should be."""
+    validation = ValidationHook(BigramEngine(), lambda: iter([]), "main", 2.5, EvaluationConfig(), Lines())  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="'main' has no token"):
+        validation.validate()
+
+
+def test_perplexity_of_a_huge_loss() -> None:
+    """Catches a crash of a diverged run at exp(1000)."""
+    assert perplexity(1000.0) == math.inf

@@ -1,0 +1,40 @@
+"""FLOP counts against a count by torch and a published figure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from megads.model.config import ModelConfig
+from megads.plan.flops import hardware_tflops_bloom, model_flops_per_token
+
+
+def test_model_flops_equal_counted_ones() -> None:
+    """Catches a missing head, a wrong attention term or a factor of two: torch counts the real matrix products."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, ffn_size=40, vocab_size=50)
+    seq_len, heads, head_dim = 12, config.num_heads, config.head_dim
+    shapes = [(48, 16), (16, 16), (40, 16), (16, 40), (50, 16)]
+    qkv, dense, up, down, head = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    hidden_sh = torch.randn(seq_len, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        q_nsd, k_nsd, v_nsd = F.linear(hidden_sh, qkv).view(seq_len, 3, heads, head_dim).permute(1, 2, 0, 3)
+        context_nsd = (q_nsd @ k_nsd.transpose(1, 2)).softmax(-1) @ v_nsd
+        out_sh = F.linear(context_nsd.transpose(0, 1).reshape(seq_len, 16), dense)
+        F.linear(F.linear(F.linear(out_sh, up), down), head).sum().backward()  # type: ignore[no-untyped-call]
+    assert model_flops_per_token(config, seq_len) * seq_len == counter.get_total_flops()
+
+
+def test_bloom_published_figure() -> None:
+    """Catches a changed term of the published formula."""
+    tflops = hardware_tflops_bloom(
+        samples=2048,
+        seq_len=2048,
+        num_layers=70,
+        hidden_size=14336,
+        vocab_size=250_880,
+        step_time_s=105.22,
+        world_size=384,
+    )
+    assert tflops == pytest.approx(149.02, abs=0.01)

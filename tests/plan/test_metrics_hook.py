@@ -1,0 +1,36 @@
+"""The step line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from megads.plan.metrics_hook import MetricsHook
+from megads.runtime.hooks import StepInfo
+
+KEYS = (
+    "step samples tokens loss grad_norm lr global_batch_size seq_len step_time_s data_time_s tokens_per_s "
+    "tflops_per_device mfu peak_memory_bytes skipped batch_hash"
+)
+
+
+class Lines(list[dict[str, float | int | str | bool]]):
+    """Keeps what is written."""
+
+    write = list.append
+
+
+def test_step_line() -> None:
+    """Catches a key missing from the public contract, or a speed that leaves out masked tokens."""
+    lines = Lines()
+    info = StepInfo(
+        step=3, samples=24, tokens=2990, loss=4.5, grad_norm=1.25, lr=1e-3, global_batch_size=8, seq_len=128,
+        step_time_s=0.5, data_time_s=0.1, skipped=False, culprit="", batch_hash="ab",
+    )  # fmt: skip
+    MetricsHook(lines, flops_per_token=1e9, world_size=2, peak_tflops=4.0).on_step(info)
+    [line] = lines
+    assert list(line) == KEYS.split()
+    assert line["tokens_per_s"] == 2048.0
+    assert line["mfu"] == pytest.approx(0.256)
+    assert line["peak_memory_bytes"] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
