@@ -1,0 +1,113 @@
+"""The global batch size as a function of the samples consumed: constant, or Megatron's ramp."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+from megads.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """A stretch of steps of one size; the last one never ends."""
+
+    first_step: int
+    first_sample: int
+    size: int
+
+
+@dataclass(frozen=True)
+class BatchSizeSchedule:
+    """Grows the batch from `start` by `increment`, each size lasting an equal share of `ramp_samples`.
+
+    Attributes:
+        global_batch_size: samples a step once the ramp is over.
+        start: samples in the first step; 0 switches the ramp off.
+        increment: samples added at each rise.
+        ramp_samples: samples over which the batch grows.
+
+    Raises:
+        ConfigError: the sizes do not make a ramp.
+    """
+
+    global_batch_size: int
+    start: int = 0
+    increment: int = 1
+    ramp_samples: int = 0
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise ConfigError(f"train.global_batch_size = {self.global_batch_size}: must be at least 1")
+        if self.start == 0:
+            return
+        if not 0 < self.start <= self.global_batch_size:
+            raise ConfigError(
+                f"train.batch_ramp.start = {self.start}: must be above 0 and at most train.global_batch_size = "
+                f"{self.global_batch_size}; 0 switches the ramp off"
+            )
+        if self.increment < 1 or (self.global_batch_size - self.start) % self.increment:
+            raise ConfigError(
+                f"train.batch_ramp.increment = {self.increment}: must divide the {self.global_batch_size - self.start} "
+                f"samples between train.batch_ramp.start = {self.start} and train.global_batch_size = "
+                f"{self.global_batch_size}"
+            )
+        if self._num_increments and self.ramp_samples < 1:
+            raise ConfigError(f"train.batch_ramp.samples = {self.ramp_samples}: the ramp needs at least 1")
+
+    @property
+    def _num_increments(self) -> int:
+        return (self.global_batch_size - self.start) // self.increment if self.start else 0
+
+    def at(self, samples_consumed: int) -> int:
+        """Returns the size of the step that starts after that many samples."""
+        if self._num_increments == 0 or samples_consumed > self.ramp_samples:
+            return self.global_batch_size
+        # The division in floating point is Megatron's: its rounding decides where the size changes.
+        per_increment = self.ramp_samples / self._num_increments
+        return self.start + int(samples_consumed / per_increment) * self.increment
+
+    def samples_after(self, steps: int) -> int:
+        """Returns the samples consumed by the first `steps` steps."""
+        phase = self._phases[bisect_right(self._phases, steps, key=lambda phase: phase.first_step) - 1]
+        return phase.first_sample + (steps - phase.first_step) * phase.size
+
+    def steps_for(self, samples: int) -> int:
+        """Returns the number of whole steps that `samples` are enough for, as Megatron counts its iterations."""
+        phase = self._phases[bisect_right(self._phases, samples, key=lambda phase: phase.first_sample) - 1]
+        return phase.first_step + (samples - phase.first_sample) // phase.size
+
+    def check(self, micro_batch_size: int, dp: int) -> None:
+        """Refuses sizes that do not divide into micro-batches.
+
+        Args:
+            micro_batch_size: samples in one forward pass of one rank.
+            dp: data-parallel ranks.
+
+        Raises:
+            ConfigError: names the first size that micro_batch_size * dp does not divide.
+        """
+        block = micro_batch_size * dp
+        for size in range(self.start or self.global_batch_size, self.global_batch_size + 1, self.increment):
+            if size % block:
+                name = "train.global_batch_size" if size == self.global_batch_size else "a step of train.batch_ramp"
+                raise ConfigError(
+                    f"{name} is {size} samples: must be a multiple of train.micro_batch_size * dp = "
+                    f"{micro_batch_size} * {dp} = {block}"
+                )
+
+    @cached_property
+    def _phases(self) -> list[_Phase]:
+        phases, step, sample = [], 0, 0
+        while True:
+            size = self.at(sample)
+            phases.append(_Phase(step, sample, size))
+            if size == self.global_batch_size:
+                return phases
+            rises = (size - self.start) // self.increment + 1
+            # An estimate first, then `at` itself decides, because it rounds.
+            steps = max(1, int((rises * self.ramp_samples / self._num_increments - sample) / size) - 1)
+            while self.at(sample + steps * size) == size:
+                steps += 1
+            step, sample = step + steps, sample + steps * size

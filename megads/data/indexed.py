@@ -1,0 +1,382 @@
+"""Megatron's indexed dataset, byte for byte: `<prefix>.bin` holds tokens, `<prefix>.idx` says where each document is.
+
+Layout of `.idx`, little-endian: 9 bytes of magic, u64 version, u8 dtype code, u64 N sequences, u64 D = documents + 1,
+then int32 [N] lengths in tokens, int64 [N] byte offsets into `.bin`, int64 [D] first sequence of each document and N.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.data.atomic_file import sync, sync_directory, temporary_path
+from megads.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))}
+REMEDY = "copy the pair of files again, or make it anew with `megads preprocess`"
+# Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
+CHUNK = 1 << 20
+
+Array = npt.NDArray[Any]
+IntArray = npt.NDArray[np.int64]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Returns Megatron's choice of token dtype: uint16 for a vocabulary below 65,500, else int32."""
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """Returns the file of tokens of the dataset at `prefix`."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """Returns the index file of the dataset at `prefix`."""
+    return Path(f"{prefix}.idx")
+
+
+def _refusal(path: Path, byte: int, found: str, remedy: str = REMEDY) -> DataError:
+    return DataError(f"{path}: byte {byte}: {found}; {remedy}")
+
+
+class IndexedDataset:
+    """A dataset in Megatron's format, memory-mapped and checked in full when opened.
+
+    A document is one or more consecutive sequences. Sequences lie in `.bin` without gaps (checked), so any run of
+    consecutive documents is one contiguous stream of tokens.
+
+    Args:
+        prefix: path without the `.bin` and `.idx` endings.
+
+    Raises:
+        DataError: a file is missing, empty or corrupt; the message names file, byte offset, value and remedy.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        index, tokens = idx_path(prefix), bin_path(prefix)
+        for path in (index, tokens):
+            if not path.is_file():
+                raise DataError(
+                    f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`"
+                )
+        self._path = index
+        self.dtype, self.num_sequences, num_entries = _read_header(index)
+        self.num_documents = num_entries - 1
+        raw = _map_bytes(index)
+        self._sizes = np.frombuffer(raw, "<i4", self.num_sequences, HEADER.size)
+        self._offsets = np.frombuffer(raw, "<i8", self.num_sequences, HEADER.size + 4 * self.num_sequences)
+        self._document_index = np.frombuffer(raw, "<i8", num_entries, HEADER.size + 12 * self.num_sequences)
+        self._bin_bytes = tokens.stat().st_size
+        end = self._check_offsets()
+        self._check_document_index()
+        if end != self._bin_bytes:
+            raise DataError(
+                f"{tokens}: has {self._bin_bytes} bytes, {index} describes {end}: "
+                f"the two files do not belong together or one is truncated; {REMEDY}"
+            )
+        if end == 0:
+            raise DataError(f"{tokens}: holds no tokens; give `megads preprocess` documents with text")
+        self._tokens: Array = np.frombuffer(_map_bytes(tokens), self.dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the dataset."""
+        return self._tokens.size
+
+    def tokens(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
+        """Returns tokens of one sequence.
+
+        Args:
+            sequence: number of the sequence.
+            offset: first token wanted.
+            length: how many; None is up to the end of the sequence.
+
+        Returns:
+            A read-only view [length] of the file in the dataset's dtype.
+
+        Raises:
+            IndexError: the sequence has no such tokens.
+        """
+        if not 0 <= sequence < self.num_sequences:
+            raise IndexError(f"sequence {sequence} of {self.num_sequences}")
+        begin = int(self._offsets[sequence]) // self.dtype.itemsize
+        return self._slice(begin, begin + int(self._sizes[sequence]), offset, length)
+
+    def document_tokens(self, document: int, offset: int = 0, length: int | None = None) -> Array:
+        """Returns tokens of one document, all its sequences joined; arguments and errors as in `tokens`."""
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
+        return self._slice(self.document_start(document), self.document_start(document + 1), offset, length)
+
+    def stream(self, documents: range) -> Array:
+        """Returns the tokens of consecutive documents as one read-only view of the file."""
+        assert documents.step == 1
+        return self._tokens[self.document_start(documents.start) : self.document_start(documents.stop)]
+
+    def document_start(self, document: int) -> int:
+        """Returns the position of a document's first token in `.bin`; that of `num_documents` is the end."""
+        sequence = int(self._document_index[document])
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        return int(self._offsets[sequence]) // self.dtype.itemsize
+
+    def document_sizes(self, documents: range) -> IntArray:
+        """Returns int64 [len(documents)], tokens in each of consecutive documents."""
+        assert documents.step == 1
+        first = self._document_index[documents.start : documents.stop + 1]
+        starts = np.full(first.size, self.num_tokens, np.int64)
+        inside = first < self.num_sequences
+        starts[inside] = self._offsets[first[inside]] // self.dtype.itemsize
+        return np.diff(starts)
+
+    def document_of(self, position: int) -> int:
+        """Returns the number of the document that holds the token at `position` in `.bin`."""
+        return bisect_right(range(self.num_documents), position, key=self.document_start) - 1
+
+    def fingerprint(self) -> str:
+        """Returns 16 hex digits that change with the index or the size of `.bin`; it does not read the tokens."""
+        digest = hashlib.sha256(HEADER.pack(*_unpack_header(self._path)))
+        digest.update(self._bin_bytes.to_bytes(8, "little"))
+        for part in (self._sizes, self._document_index):
+            for begin in range(0, part.size, CHUNK):
+                digest.update(part[begin : begin + CHUNK].tobytes())
+        return digest.hexdigest()[:16]
+
+    def _slice(self, begin: int, end: int, offset: int, length: int | None) -> Array:
+        wanted = end - begin - offset if length is None else length
+        if offset < 0 or wanted < 0 or begin + offset + wanted > end:
+            raise IndexError(f"tokens [{offset}, {offset + wanted}) of {end - begin}")
+        return self._tokens[begin + offset : begin + offset + wanted]
+
+    def _check_offsets(self) -> int:
+        """Refuses lengths and offsets that do not tile `.bin`; returns the byte at which they end."""
+        end = 0
+        for begin in range(0, self.num_sequences, CHUNK):
+            sizes = self._sizes[begin : begin + CHUNK].astype(np.int64)
+            if sizes.min() < 0:
+                bad = begin + int(np.argmax(sizes < 0))
+                byte = HEADER.size + 4 * bad
+                raise _refusal(self._path, byte, f"sequence {bad} has a length of {self._sizes[bad]} tokens")
+            ends = end + np.cumsum(sizes) * self.dtype.itemsize
+            expected = np.concatenate(([end], ends[:-1]))
+            wrong = self._offsets[begin : begin + CHUNK] != expected
+            if wrong.any():
+                bad = begin + int(np.argmax(wrong))
+                byte = HEADER.size + 4 * self.num_sequences + 8 * bad
+                found = (
+                    f"sequence {bad} starts at byte {self._offsets[bad]} of the .bin file, its predecessors end at "
+                    f"{expected[bad - begin]} and the .bin file has {self._bin_bytes} bytes"
+                )
+                raise _refusal(self._path, byte, found)
+            end = int(ends[-1])
+        return end
+
+    def _check_document_index(self) -> None:
+        base = HEADER.size + 12 * self.num_sequences
+        index = self._document_index
+        if index[0] != 0:
+            raise _refusal(self._path, base, f"the document index starts at sequence {index[0]}, not 0")
+        for begin in range(0, index.size - 1, CHUNK):
+            steps = np.diff(index[begin : begin + CHUNK + 1])
+            if steps.min() < 0:
+                bad = begin + int(np.argmax(steps < 0)) + 1
+                found = f"the document index decreases from {index[bad - 1]} to {index[bad]}"
+                raise _refusal(self._path, base + 8 * bad, found)
+        if index[-1] != self.num_sequences:
+            found = f"the document index ends at sequence {index[-1]}, the dataset has {self.num_sequences}"
+            raise _refusal(self._path, base + 8 * (index.size - 1), found)
+
+
+def _map_bytes(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _unpack_header(path: Path) -> tuple[bytes, int, int, int, int]:
+    with path.open("rb") as file:
+        magic, version, code, num_sequences, num_entries = HEADER.unpack(file.read(HEADER.size))
+    return magic, version, code, num_sequences, num_entries
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
+    """Returns token dtype, number of sequences and length of the document index; refuses all that does not fit."""
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
+    file_bytes = path.stat().st_size
+    if start.startswith(LEGACY_MAGIC):
+        raise _refusal(
+            path,
+            0,
+            f"magic {start!r} is Megatron's legacy format (`lazy` and `cached` datasets)",
+            "convert it: read it with the legacy reader of an old Megatron-LM and add its documents to an `mmap` "
+            "builder, or make it anew from the raw text with `megads preprocess`",
+        )
+    if len(start) == len(MAGIC) and start != MAGIC:
+        raise _refusal(path, 0, f"magic {start!r}, want {MAGIC!r}: not an indexed dataset", "check data.train path")
+    if file_bytes < HEADER.size:
+        raise _refusal(path, file_bytes, f"the file ends inside its header of {HEADER.size} bytes")
+    _, version, code, num_sequences, num_entries = _unpack_header(path)
+    if version != VERSION:
+        raise _refusal(path, 9, f"version {version}, only {VERSION} is known")
+    if code in (6, 7):
+        raise _refusal(
+            path,
+            17,
+            f"dtype code {code}: codes 6 and 7 are float64 and float32 in Megatron-LM and swapped in GPT-NeoX, "
+            "and tokens are never floats",
+            "make the dataset anew with `megads preprocess`",
+        )
+    if code not in DTYPES:
+        raise _refusal(path, 17, f"dtype code {code} is unknown, want one of {sorted(DTYPES)}")
+    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+    if expected != file_bytes:
+        state = "truncated" if file_bytes < expected else "longer than that"
+        found = (
+            f"{num_sequences} sequences and {num_entries} document index entries take {expected} bytes, "
+            f"the file has {file_bytes}: it is {state} or the counts are wrong"
+        )
+        raise _refusal(path, 18, found)
+    if num_sequences == 0 or num_entries < 2:
+        found = f"{num_sequences} sequences in {max(num_entries - 1, 0)} documents: the dataset is empty"
+        raise _refusal(path, 18, found, "give `megads preprocess` documents with text")
+    return DTYPES[code], num_sequences, num_entries
+
+
+class IndexedDatasetWriter:
+    """Writes an indexed dataset of one sequence a document; it appears complete or not at all.
+
+    As a context manager it commits on success and removes its temporaries on failure.
+
+    Args:
+        prefix: path without the `.bin` and `.idx` endings; its folder is made where missing.
+        dtype: a token dtype, see `token_dtype`.
+
+    Raises:
+        DataError: the folder or the file cannot be written.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        self._limits = np.iinfo(self.dtype)
+        self._sizes = array("i")
+        self.num_tokens = 0
+        self._temporary_bin = temporary_path(bin_path(prefix))
+        self._temporary_idx = temporary_path(idx_path(prefix))
+        try:
+            self._temporary_bin.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self._temporary_bin.open("wb")
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    @property
+    def num_documents(self) -> int:
+        """Documents appended so far."""
+        return len(self._sizes)
+
+    def append(self, tokens: Sequence[int] | Array) -> None:
+        """Appends one document.
+
+        Args:
+            tokens: [length] token ids; may be empty.
+
+        Raises:
+            DataError: a token does not fit the dtype, the document is longer than 2^31 - 1 tokens, or the disk is full.
+        """
+        wide: IntArray = np.asarray(tokens, dtype=np.int64)
+        if wide.size and (wide.min() < self._limits.min or wide.max() > self._limits.max):
+            raise DataError(
+                f"{self.prefix}: document {self.num_documents} has tokens from {wide.min()} to {wide.max()}, "
+                f"{self.dtype} holds {self._limits.min} to {self._limits.max}; write it with a wider dtype"
+            )
+        if wide.size > np.iinfo(np.int32).max:
+            raise DataError(
+                f"{self.prefix}: document {self.num_documents} has {wide.size} tokens, the format's limit is 2^31 - 1; "
+                "split the document"
+            )
+        try:
+            self._file.write(wide.astype(self.dtype).tobytes())
+        except OSError as error:
+            raise self._write_error(error) from error
+        self._sizes.append(wide.size)
+        self.num_tokens += int(wide.size)
+
+    def commit(self) -> None:
+        """Puts both files on disk and gives them their names, `.idx` last: without it there is no dataset.
+
+        Raises:
+            DataError: nothing was appended, or the disk is full.
+        """
+        if self.num_tokens == 0:
+            raise DataError(f"{self.prefix}: no tokens to write; the dataset would be empty")
+        try:
+            sync(self._file)
+            self._file.close()
+            with self._temporary_idx.open("wb") as file:
+                for piece in self._index_bytes():
+                    file.write(piece)
+                sync(file)
+            # An old index must never be seen beside the new tokens, not even after a crash between the renames.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            self._temporary_bin.replace(bin_path(self.prefix))
+            self._temporary_idx.replace(idx_path(self.prefix))
+            sync_directory(self._temporary_bin.parent)
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def abort(self) -> None:
+        """Removes the temporaries; a dataset that was there before stays."""
+        # Closing flushes, and fails once more on the full disk that brought us here.
+        with suppress(OSError):
+            self._file.close()
+        self._temporary_bin.unlink(missing_ok=True)
+        self._temporary_idx.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.abort()
+
+    def _index_bytes(self) -> Iterator[bytes]:
+        sizes = np.frombuffer(self._sizes, np.int32)
+        count = sizes.size
+        yield HEADER.pack(MAGIC, VERSION, self._code, count, count + 1)
+        yield sizes.astype("<i4").tobytes()
+        end = 0
+        for begin in range(0, count, CHUNK):
+            ends = end + np.cumsum(sizes[begin : begin + CHUNK], dtype=np.int64) * self.dtype.itemsize
+            yield np.concatenate(([end], ends[:-1])).astype("<i8").tobytes()
+            end = int(ends[-1])
+        for begin in range(0, count + 1, CHUNK):
+            yield np.arange(begin, min(begin + CHUNK, count + 1), dtype="<i8").tobytes()
+
+    def _write_error(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self._temporary_bin}: writing failed after {self.num_tokens * self.dtype.itemsize} bytes of tokens: "
+            f"{error.strerror}; free space or permissions there, or choose another output"
+        )

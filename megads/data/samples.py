@@ -1,0 +1,227 @@
+"""Samples of a dataset by number: shuffled for training, complete and in order for validation."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.data.index_maps import EpochMap, EpochMapCache, EpochMapKey
+from megads.data.indexed import IndexedDataset, IntArray
+from megads.errors import DataError
+
+KEPT_EPOCHS = 16
+CHUNK_TOKENS = 1 << 22
+# A token id above this is damage: counting it would take memory for that many tokens.
+MAX_TOKEN_ID = 1 << 24
+
+
+class TrainSamples:
+    """The endless stream of a run's training samples, epoch after epoch, each in an order of its own.
+
+    Args:
+        dataset: where the tokens are.
+        documents: the documents to train on.
+        seq_len: S, tokens that a sample predicts.
+        seed: of the order.
+        cache_dir: where index maps are cached; None is beside the dataset.
+
+    Raises:
+        DataError: the documents have too few tokens for one sample.
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, documents: range, seq_len: int, seed: int, cache_dir: str | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.documents = documents
+        self.seq_len = seq_len
+        self._seed = seed
+        self._fingerprint = dataset.fingerprint()
+        self._cache = EpochMapCache(dataset.prefix, cache_dir)
+        self._maps: OrderedDict[int, EpochMap] = OrderedDict()
+        tokens = dataset.stream(documents).size
+        self.samples_per_epoch = max(tokens - 1, 0) // seq_len
+        """Samples in one pass over the documents."""
+        if self.samples_per_epoch == 0:
+            raise DataError(
+                f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {tokens} tokens, one "
+                f"sample needs train.seq_len + 1 = {seq_len + 1}; give more text, a shorter train.seq_len, or a larger "
+                "training share in data.split"
+            )
+
+    def dataset_sample(self, sample: int) -> tuple[int, int]:
+        """Returns (epoch, row of that epoch's sample index) of the run's sample with that number."""
+        epoch, position = divmod(sample, self.samples_per_epoch)
+        return epoch, int(self._epoch_map(epoch).shuffle[position])
+
+    def dataset_samples(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 2], `dataset_sample` of each of n sample numbers."""
+        epochs, positions = np.divmod(samples, self.samples_per_epoch)
+        rows = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            rows[of_epoch] = self._epoch_map(int(epoch)).shuffle[positions[of_epoch]]
+        return np.stack((epochs, rows), axis=1)
+
+    def read(self, sample: int, out: IntArray) -> None:
+        """Reads the S + 1 tokens of a sample.
+
+        Args:
+            sample: number of the sample in the run's global order, from 0, across epochs.
+            out: int64 [S + 1], filled: inputs are out[:-1], labels out[1:].
+        """
+        epoch, row = self.dataset_sample(sample)
+        epoch_map = self._epoch_map(epoch)
+        position, offset = (int(value) for value in epoch_map.sample_index[row])
+        filled = 0
+        while filled < out.size:
+            tokens = self.dataset.document_tokens(int(epoch_map.document_order[position]), offset)
+            tokens = tokens[: out.size - filled]
+            out[filled : filled + tokens.size] = tokens
+            filled += tokens.size
+            position, offset = position + 1, 0
+
+    def document_at(self, sample: int, token: int) -> int:
+        """Returns the number of the document from which a sample's token with that index comes."""
+        epoch, row = self.dataset_sample(sample)
+        epoch_map = self._epoch_map(epoch)
+        position, offset = (int(value) for value in epoch_map.sample_index[row])
+        while True:
+            document = int(epoch_map.document_order[position])
+            size = self.dataset.document_tokens(document).size
+            if offset + token < size:
+                return document
+            token -= size - offset
+            position, offset = position + 1, 0
+
+    def _epoch_map(self, epoch: int) -> EpochMap:
+        found = self._maps.get(epoch)
+        if found is None:
+            key = EpochMapKey(
+                self._fingerprint, self.documents.start, self.documents.stop, self.seq_len, self._seed, epoch
+            )
+            found = self._maps[epoch] = self._cache.get(self.dataset, key)
+            if len(self._maps) > KEPT_EPOCHS:
+                self._maps.popitem(last=False)
+        return found
+
+
+class ValidationSamples:
+    """Windows that predict every token of the documents' stream but the first exactly once.
+
+    Window i predicts tokens i*S + 1 to (i+1)*S of the stream; what the last one has too much is masked.
+
+    Args:
+        dataset: where the tokens are.
+        documents: the documents to validate on.
+        seq_len: S, tokens that a window predicts.
+
+    Raises:
+        DataError: the documents have no token to predict.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int) -> None:
+        self.dataset = dataset
+        self.documents = documents
+        self.seq_len = seq_len
+        self._stream = dataset.stream(documents)
+        if self._stream.size < 2:
+            raise DataError(
+                f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {self._stream.size} "
+                "tokens, validation needs at least 2; give a larger share in data.split or another data.valid"
+            )
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_predicted_tokens / self.seq_len)
+
+    @property
+    def num_predicted_tokens(self) -> int:
+        """Unmasked labels over all windows."""
+        return self._stream.size - 1
+
+    def read(self, window: int, out_tokens: IntArray, out_mask: npt.NDArray[np.float32]) -> None:
+        """Reads one window.
+
+        Args:
+            window: its number, below len(self).
+            out_tokens: int64 [S + 1], filled: inputs are [:-1], labels [1:]; 0 beyond the end of the stream.
+            out_mask: float32 [S], filled: 1 where the label is a token of the stream, else 0.
+        """
+        begin = window * self.seq_len
+        tokens = self._stream[begin : begin + self.seq_len + 1]
+        out_tokens[: tokens.size] = tokens
+        out_tokens[tokens.size :] = 0
+        out_mask[: tokens.size - 1] = 1
+        out_mask[tokens.size - 1 :] = 0
+
+    def document_at(self, window: int, token: int) -> int:
+        """Returns the number of the document from which a window's token with that index comes."""
+        start = self.dataset.document_start(self.documents.start)
+        return self.dataset.document_of(start + window * self.seq_len + token)
+
+
+def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
+    """Divides a dataset's documents, in order, by the method of largest remainders.
+
+    Args:
+        dataset: what to divide.
+        shares: one weight a part; need not sum to 1.
+
+    Returns:
+        One range of documents a share; empty only where the share is 0.
+
+    Raises:
+        DataError: fewer documents than shares above 0.
+    """
+    total, parts = sum(shares), range(len(shares))
+    exact = [dataset.num_documents * share / total for share in shares]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted((part for part in parts if shares[part] > 0), key=lambda part: counts[part] - exact[part])
+    for part in by_remainder[: dataset.num_documents - sum(counts)]:
+        counts[part] += 1
+    if dataset.num_documents < len(by_remainder):
+        raise DataError(
+            f"{dataset.prefix}: {dataset.num_documents} documents cannot be split by {list(shares)}: every share above "
+            "0 needs one; give more documents, or data.split=[1,0]"
+        )
+    for part in by_remainder:
+        if counts[part] == 0:
+            counts[counts.index(max(counts))] -= 1
+            counts[part] = 1
+    ends = [sum(counts[: part + 1]) for part in parts]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def unigram_entropy(dataset: IndexedDataset, documents: range) -> float:
+    """Computes the loss of the best model that ignores context, on exactly the tokens that validation predicts.
+
+    Args:
+        dataset: where the tokens are.
+        documents: the validation documents.
+
+    Returns:
+        Entropy, in nats, of the distribution of all tokens of the stream but the first.
+
+    Raises:
+        DataError: a token that cannot be one.
+    """
+    labels = dataset.stream(documents)[1:]
+    counts = np.zeros(0, np.int64)
+    for begin in range(0, labels.size, CHUNK_TOKENS):
+        chunk = labels[begin : begin + CHUNK_TOKENS].astype(np.int64)
+        if chunk.min() < 0 or chunk.max() > MAX_TOKEN_ID:
+            bad = int(np.argmax((chunk < 0) | (chunk > MAX_TOKEN_ID)))
+            document = dataset.document_of(dataset.document_start(documents.start) + 1 + begin + bad)
+            raise DataError(
+                f"{dataset.prefix}: document {document} holds token {chunk[bad]}, which no vocabulary has; "
+                "make the dataset anew with `megads preprocess`"
+            )
+        more = np.bincount(chunk, minlength=counts.size)
+        more[: counts.size] += counts
+        counts = more
+    probabilities = counts[counts > 0] / counts.sum()
+    return float(-(probabilities * np.log(probabilities)).sum())
