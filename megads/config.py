@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from megads.checkpoint.config import CheckpointConfig
+from megads.data.batch_size import BatchSizeSchedule
 from megads.data.config import DataConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.config import ModelConfig
+from megads.model.config import ModelConfig, Position
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+
+_LENGTHS = ("steps", "samples", "tokens")
 
 
 class Precision(StrEnum):
@@ -59,6 +71,21 @@ class TrainConfig:
     max_nonfinite_steps: int = 5
     """Non-finite steps in a row after which the run gives up (exit 7)."""
 
+    def check(self) -> None:
+        """Raises ConfigError on a length given twice or never, and on sizes below one."""
+        given = {name: getattr(self, name) for name in _LENGTHS if getattr(self, name) is not None}
+        if len(given) != 1:
+            found = ", ".join(f"train.{name} = {value}" for name, value in given.items()) or "none of them is set"
+            raise ConfigError(
+                f"train needs exactly one of steps, samples and tokens, but {found}: "
+                "set one (for example train.steps=100) and the others to null"
+            )
+        for name in ("global_batch_size", "micro_batch_size", "seq_len", "max_nonfinite_steps", *given):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"train.seed = {self.seed}: must not be negative")
+
 
 @dataclass
 class RootConfig:
@@ -86,3 +113,149 @@ class RootConfig:
     """Console."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The machine."""
+
+
+def check_config(config: RootConfig) -> None:
+    """Checks every room's config, then what spans rooms.
+
+    Raises:
+        ConfigError: the config cannot be run; says the value, why, and what to change.
+    """
+    for part in (
+        config.model,
+        config.parallel,
+        config.train,
+        config.optim,
+        config.schedule,
+        config.data,
+        config.checkpoint,
+        config.evaluation,
+        config.run,
+        config.logging,
+        config.cluster,
+    ):
+        part.check()
+    _check_layout(config)
+    _check_batches(config)
+    _check_lengths(config)
+
+
+def _check_layout(config: RootConfig) -> None:
+    """The model must divide over tensor parallel ranks and pipeline stages."""
+    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
+    for name, value in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
+        if value % tp:
+            shown = "model.ffn_size (4 * hidden_size unless set)" if name == "ffn_width" else f"model.{name}"
+            raise ConfigError(
+                f"{shown} = {value} is not divisible by parallel.tp = {tp}: every tensor parallel rank takes an equal "
+                "share; lower parallel.tp or change the model"
+            )
+    if model.num_layers < pp:
+        raise ConfigError(
+            f"model.num_layers = {model.num_layers} is below parallel.pp = {pp}: every pipeline stage needs a block; "
+            "lower parallel.pp"
+        )
+
+
+def _check_batches(config: RootConfig) -> None:
+    """Every global batch, those of the ramp included, must split evenly into micro-batches of every replica."""
+    batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
+
+
+def _check_lengths(config: RootConfig) -> None:
+    """Sequences must fit the positions, and the warmup the training."""
+    train, model = config.train, config.model
+    if model.position == Position.learned and train.seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"train.seq_len = {train.seq_len} exceeds model.max_seq_len = {model.max_seq_len}, the number of learned "
+            "positions: lower train.seq_len, raise model.max_seq_len, or use model.position=alibi"
+        )
+    planned = batch_size_schedule(config).samples_after(planned_steps(config))
+    warmup = config.schedule.warmup_samples
+    if warmup and warmup >= planned:
+        raise ConfigError(
+            f"schedule.warmup_samples = {warmup} does not end within the training of {planned} samples: "
+            "lower the warmup or train longer"
+        )
+
+
+def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:
+    """Returns the global batch size over the run.
+
+    Raises:
+        ConfigError: the ramp does not fit the global batch size.
+    """
+    ramp = config.train.batch_ramp
+    return BatchSizeSchedule(config.train.global_batch_size, ramp.start, ramp.increment, ramp.samples)
+
+
+def planned_steps(config: RootConfig) -> int:
+    """Returns the length of training in whole steps, whichever way it was given."""
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    samples = train.samples if train.samples is not None else (train.tokens or 0) // train.seq_len
+    return batch_size_schedule(config).steps_for(samples)
+
+
+def config_dict(config: RootConfig) -> dict[str, Any]:
+    """Returns the config as plain dicts, lists, strings and numbers."""
+    return cast(dict[str, Any], json.loads(json.dumps(asdict(config))))
+
+
+def config_digest(config: RootConfig) -> str:
+    """Returns the sha256 of the config's canonical JSON, as 64 hex digits."""
+    return _sha256(config_dict(config))
+
+
+def derive_run_id(config: RootConfig, name: str) -> str:
+    """Names a run after what it computes, so that the same command again continues the run.
+
+    How long it trains and where and how it writes are left out: a longer training continues the shorter one.
+
+    Args:
+        config: the run's config.
+        name: first part of the id.
+
+    Returns:
+        `<name>-<8 hex digits>`.
+    """
+    content = config_dict(config)
+    for room in ("run", "logging", "cluster", "checkpoint"):
+        del content[room]
+    for length in _LENGTHS:
+        del content["train"][length]
+    return f"{name}-{_sha256(content)[:8]}"
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def freeze(config: RootConfig, path: Path) -> None:
+    """Writes the resolved config as YAML; the file appears whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("w") as file:
+        file.write(f"# sha256 {config_digest(config)}\n")
+        file.write(OmegaConf.to_yaml(OmegaConf.create(config_dict(config))))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def load_frozen(path: Path) -> RootConfig:
+    """Reads a config written by `freeze`.
+
+    Raises:
+        ConfigError: there is no such file, or it does not fit this version's schema.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RootConfig), OmegaConf.load(path))
+        return cast(RootConfig, OmegaConf.to_object(merged))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: it is written by megads train at its start") from None
+    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"{path} is not a config of this version of megads ({str(error).splitlines()[0]}): "
+            "start the run again with its command line, which writes the file anew"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,6 +25,17 @@ class RunConfig:
     """Folder the run writes to; null is runs/<run.id>."""
     name: str | None = None
     """First part of a derived run.id; null is the experiment's name, else the model's."""
+    dry_run: bool = False
+    """Check the config and print what would run and where it would write; start nothing."""
+
+    def check(self) -> None:
+        """Raises ConfigError on an id that is no plain folder name."""
+        for name in ("id", "name"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+                raise ConfigError(
+                    f"run.{name} = {value!r}: want letters, digits, '.', '_' and '-' only; a path goes into run.dir"
+                )
 
 
 @dataclass

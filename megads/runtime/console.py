@@ -1,0 +1,163 @@
+"""What the launcher shows of a run: the lines of metrics.jsonl and events.jsonl, each as one readable line.
+
+The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows a step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+
+_LEVELS = ("debug", "info", "warning", "error")
+_STEP_TIME_MEMORY = 0.9
+
+
+class Tail:
+    """Reads what is appended to a file of JSON lines after this object was made."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the objects of the lines completed since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            # A resume cuts the file back to its checkpoint.
+            self._position = min(self._position, file.seek(0, os.SEEK_END))
+            file.seek(self._position)
+            text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self._position += len(complete)
+        records = []
+        for line in complete.splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                continue
+        return [record for record in records if isinstance(record, dict)]
+
+
+class Console:
+    """Renders a run's files, from the moment it is made.
+
+    Args:
+        run_dir: the run directory.
+        out: where lines go.
+        level: lowest level shown; steps and ordinary events are "info".
+        every_steps: steps between two step lines; the last step is always shown.
+        total_steps: planned length, or None when unknown; an event with `total_steps` sets it too.
+    """
+
+    def __init__(
+        self, run_dir: Path, out: TextIO, level: str = "info", every_steps: int = 1, total_steps: int | None = None
+    ):
+        self._metrics = Tail(run_dir / METRICS_FILE)
+        self._events = Tail(run_dir / EVENTS_FILE)
+        self._out = out
+        self._level = level
+        self._every_steps = every_steps
+        self._total_steps = total_steps
+        self._step_time_s: float | None = None
+
+    def poll(self) -> None:
+        """Shows what the files gained since the last call."""
+        for event in self._events.read():
+            self._total_steps = event.get("total_steps", self._total_steps)
+            self.say(render_event(event), str(event.get("level", "info")))
+        for record in self._metrics.read():
+            self._show_metrics(record)
+
+    def say(self, line: str, level: str = "info") -> None:
+        """Shows one line of the launcher's own, unless its level is below what was asked for."""
+        if _LEVELS.index(level if level in _LEVELS else "info") >= _LEVELS.index(self._level):
+            print(line, file=self._out, flush=True)
+
+    def _show_metrics(self, record: Mapping[str, Any]) -> None:
+        if "loss" not in record:
+            self.say(render_validation(record))
+            return
+        self._remember_step_time(record.get("step_time_s"))
+        step = int(record.get("step", 0))
+        if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
+            self.say(render_step(record, self._total_steps, self._eta_s(step)))
+
+    def _remember_step_time(self, step_time_s: float | None) -> None:
+        if step_time_s is None:
+            return
+        old = self._step_time_s
+        self._step_time_s = (
+            step_time_s if old is None else _STEP_TIME_MEMORY * old + (1 - _STEP_TIME_MEMORY) * step_time_s
+        )
+
+    def _eta_s(self, step: int) -> float | None:
+        if self._total_steps is None or self._step_time_s is None:
+            return None
+        return max(0, self._total_steps - step) * self._step_time_s
+
+
+def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:
+    """Returns one line for a step, of the keys that are there."""
+    step = f"step {record.get('step', '?')}" + (f"/{total_steps}" if total_steps else "")
+    parts = [step]
+    for key, template in (
+        ("loss", "loss {:.4f}"),
+        ("grad_norm", "grad {:.2f}"),
+        ("lr", "lr {:.1e}"),
+        ("tokens_per_s", "{:,.0f} tok/s"),
+    ):
+        if record.get(key) is not None:
+            parts.append(template.format(record[key]))
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {100 * record['mfu']:.0f}%")
+    if eta_s is not None:
+        parts.append(f"ETA {render_duration(eta_s)}")
+    if record.get("skipped") is not None:
+        parts.append(f"skipped {int(record['skipped'])}")
+    return " | ".join(parts)
+
+
+def render_validation(record: Mapping[str, Any]) -> str:
+    """Returns one line for a validation: every set's loss, perplexity and unigram loss."""
+    parts = [f"validation at step {record.get('step', '?')}"]
+    for key, loss in record.items():
+        if not (key.startswith("valid/") and key.endswith("/loss")):
+            continue
+        name = key.split("/")[1]
+        perplexity = record.get(f"valid/{name}/ppl", math.exp(min(loss, 700.0)))
+        part = f"{name}: loss {loss:.4f} | ppl {perplexity:,.1f}"
+        unigram = record.get(f"valid/{name}/unigram_loss")
+        parts.append(part if unigram is None else f"{part} | unigram loss {unigram:.4f}")
+    return " | ".join(parts)
+
+
+def render_event(event: Mapping[str, Any]) -> str:
+    """Returns one line for an event: its message if it has one, else its fields."""
+    name = str(event.get("event", "event")).replace("_", " ")
+    if event.get("message"):
+        return f"{name}: {event['message']}"
+    fields = [
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in event.items()
+        if key not in ("time", "event", "level") and value not in (None, "", [], {})
+    ]
+    return f"{name}: {', '.join(fields)}" if fields else name
+
+
+def render_duration(seconds: float) -> str:
+    """Returns a duration as 42s, 3m12s, 2h05m or 3d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

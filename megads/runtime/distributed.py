@@ -1,0 +1,46 @@
+"""Joins and leaves the world of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megads.errors import ConfigError
+
+
+@contextmanager
+def world(device: torch.device, timeout_s: float) -> Iterator[None]:
+    """Default process group from the environment: gloo on CPU, NCCL on CUDA.
+
+    Left through a barrier only when all went well: on failure no further collective is started. Without the barrier
+    small gloo jobs sometimes abort at exit.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def require_equal(what: str, value: str) -> None:
+    """Raises ConfigError on every rank unless all ranks hold the same value."""
+    values: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        by_value = {v: [r for r, other in enumerate(values) if other == v] for v in set(values)}
+        raise ConfigError(f"{what} differs between ranks: {by_value}; every node must see the same run directory")
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """True on all ranks when the flag is set on at least one."""
+    value = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value.item())

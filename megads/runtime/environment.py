@@ -1,0 +1,111 @@
+"""The process environment: the only module that reads or writes environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Who a rank is, as torch's elastic agent tells it; a process started by hand is rank 0 of 1.
+
+    Attributes:
+        rank: number over all machines.
+        local_rank: number on this machine; the GPU it takes.
+        world_size: ranks over all machines.
+        local_world_size: ranks on this machine.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+
+def rank_environment() -> RankEnvironment:
+    """Returns who this process is."""
+    return RankEnvironment(
+        rank=int(os.environ.get("RANK", "0")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def launcher_pid() -> int | None:
+    """Returns the pid of the launcher that started this rank, or None for a process started by hand."""
+    value = os.environ.get(LAUNCHER_PID_VARIABLE)
+    return int(value) if value else None
+
+
+def thread_count() -> int | None:
+    """Returns the number of CPU threads that the launcher gave this rank, or None without a launcher."""
+    value = os.environ.get(THREADS_VARIABLE)
+    return int(value) if value else None
+
+
+def available_cores() -> int:
+    """Returns the number of cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def share_of_cores(num_ranks: int) -> int:
+    """Returns the threads of each of `num_ranks` ranks on this machine, equal on all and at least one."""
+    return max(1, available_cores() // num_ranks)
+
+
+def user_cache_dir() -> Path:
+    """Returns the user's cache folder for megads; it may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "megads"
+
+
+def show_full_hydra_errors() -> None:
+    """Makes Hydra raise its errors instead of printing them and exiting 1."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+
+
+def rank_variables(threads: int, cuda: bool) -> dict[str, str]:
+    """Returns what every rank's environment must hold.
+
+    Args:
+        threads: CPU threads of each rank.
+        cuda: ranks compute on GPUs.
+    """
+    variables = {name: str(threads) for name in (THREADS_VARIABLE, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    variables[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
+    # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back.
+    defaults = {"TOKENIZERS_PARALLELISM": "false"}
+    if not cuda:
+        defaults |= {
+            "DS_ACCELERATOR": "cpu",
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": "100000000000",
+            "MALLOC_TOP_PAD_": str(64 * 2**20),
+        }
+    return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+@contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the children started inside the block, then restores what was there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,232 @@
+"""Starts a run's ranks on this machine with torch's elastic agent, watches them, and says how they ended.
+
+The agent runs in a thread of its own, so that it installs no signal handlers: the main thread shows the console and
+answers signals. The first SIGINT, SIGTERM or SIGUSR1 asks the run to save and stop; the second kills it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megads.runtime import environment
+from megads.runtime.console import Console
+from megads.runtime.metrics import EventWriter
+from megads.runtime.rank_outcome import RankExit, clear_records, judge, read_failures
+from megads.runtime.run_dir import create_run_dir, exit_path, locked
+from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, clear_stop, request_stop
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+EXIT_KILLED = 130
+_POLL_S = 0.1
+# A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure.
+_KILL_AFTER_S = 3.0
+_STOP_REASONS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to start.
+
+    Attributes:
+        run_dir: the run directory.
+        num_ranks: processes to start on this machine.
+        command: arguments after the Python interpreter, the same for every rank.
+        threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
+    """
+
+    run_dir: Path
+    num_ranks: int
+    command: tuple[str, ...]
+    threads_per_rank: int | None = None
+
+
+def launch(spec: LaunchSpec, console: Console) -> int:
+    """Runs the ranks to their end.
+
+    Returns:
+        The exit code: what the ranks returned, the first failing rank's own, or 130 when killed by a second signal.
+
+    Raises:
+        ConfigError: the run directory cannot be written to, or a live launcher uses it.
+    """
+    create_run_dir(spec.run_dir)
+    with locked(spec.run_dir):
+        clear_records(spec.run_dir)
+        clear_stop(spec.run_dir)
+        with environment.exported(_rank_variables(spec)):
+            return _Launch(spec, console).run()
+
+
+def _rank_variables(spec: LaunchSpec) -> dict[str, str]:
+    import torch
+
+    threads = spec.threads_per_rank or environment.share_of_cores(spec.num_ranks)
+    return environment.rank_variables(threads, cuda=torch.cuda.is_available())
+
+
+class _Launch:
+    """One start of a run's ranks."""
+
+    def __init__(self, spec: LaunchSpec, console: Console):
+        self._spec = spec
+        self._console = console
+        self._events = EventWriter(spec.run_dir)
+        self._signals: list[int] = []
+        self._signals_answered = 0
+        self._killed_ranks: set[int] = set()
+        self._exits: list[RankExit] = []
+        self._agent_error: BaseException | None = None
+        self._agent = _make_agent(spec)
+        # Daemonic: should the main thread fail, the process ends, and the kernel kills the ranks with it.
+        self._thread = threading.Thread(target=self._run_agent, name="elastic-agent", daemon=True)
+
+    def run(self) -> int:
+        """Starts the ranks, watches them to the end and returns the exit code."""
+        self._events.write("launch", ranks=self._spec.num_ranks, pid=os.getpid(), level="debug")
+        with self._signals_caught():
+            self._thread.start()
+            failed_at: float | None = None
+            while self._thread.is_alive():
+                self._thread.join(_POLL_S)
+                self._console.poll()
+                self._answer_signals()
+                if failed_at is None and self._some_rank_failed():
+                    failed_at = time.monotonic()
+                if failed_at is not None and time.monotonic() - failed_at > _KILL_AFTER_S:
+                    self._kill_ranks()
+        self._console.poll()
+        if self._agent_error is not None:
+            raise self._agent_error
+        return self._conclude()
+
+    def _run_agent(self) -> None:
+        """Body of the agent's thread."""
+        try:
+            result = self._agent.run()
+            self._exits = [RankExit(rank, failure.exitcode) for rank, failure in result.failures.items()]
+        except BaseException as error:
+            self._agent_error = error
+
+    def _conclude(self) -> int:
+        """Judges how the ranks ended, says so once and records it."""
+        if len(self._signals) > 1:
+            self._events.write("killed", cause="second signal", exit_code=EXIT_KILLED)
+            self._console.say("killed by a second signal; the last checkpoint is untouched", "error")
+            return EXIT_KILLED
+        outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._exits, self._killed_ranks)
+        if outcome.message:
+            self._events.write(
+                "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
+            )
+            print(f"megads: {outcome.message}", file=sys.stderr, flush=True)
+        self._events.write("exit", exit_code=outcome.exit_code, level="debug")
+        self._events.close()
+        return outcome.exit_code
+
+    @contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        """Collects signals while the ranks run; handlers only note them, the loop answers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note_signal) for number in _STOP_REASONS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _answer_signals(self) -> None:
+        """The first signal asks for a stop, every later one kills."""
+        while self._signals_answered < len(self._signals):
+            number = signal.Signals(self._signals[self._signals_answered])
+            self._signals_answered += 1
+            if self._signals_answered > 1:
+                self._kill_ranks()
+                continue
+            reason = _STOP_REASONS[number]
+            request_stop(self._spec.run_dir, reason)
+            self._events.write("stop_requested", level="debug", signal=number.name, reason=reason)
+            self._console.say(
+                f"{number.name}: saving and stopping after the current step; a second signal kills at once", "warning"
+            )
+
+    def _some_rank_failed(self) -> bool:
+        """True once a rank left a record of a failure, or vanished without having returned."""
+        if read_failures(self._spec.run_dir):
+            return True
+        vanished = [rank for rank, pid in self._pids().items() if not _exists(pid)]
+        return any(not exit_path(self._spec.run_dir, rank).exists() for rank in vanished)
+
+    def _kill_ranks(self) -> None:
+        """Kills every rank that still runs, and what it started."""
+        for rank, pid in self._pids().items():
+            if _exists(pid):
+                self._killed_ranks.add(rank)
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _pids(self) -> dict[int, int]:
+        """Pids of the ranks by rank; empty until they are started."""
+        workers = self._agent.get_worker_group().workers
+        return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _make_agent(spec: LaunchSpec) -> LocalElasticAgent:
+    """Builds torch's agent for one machine: no restarts, a store on a free port, failures polled every 0.1 s."""
+    # torch.distributed.elastic is imported here: it takes a second, and a refused config should not wait for it.
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    # The agent reports failures in several screens of text; this module reports them in one message.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=uuid.uuid4().hex,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+        )
+    )
+    worker_spec = WorkerSpec(
+        role="default",
+        local_world_size=spec.num_ranks,
+        entrypoint=sys.executable,
+        args=spec.command,
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=_POLL_S,
+        local_addr="127.0.0.1",
+    )
+    # Ranks open their own logs: the agent's would start empty at every start.
+    return LocalElasticAgent(worker_spec, DefaultLogsSpecs(log_dir=os.devnull))

@@ -1,0 +1,151 @@
+"""How a rank lives and dies: its log, its tie to the launcher, and the record it leaves of a failure.
+
+Imports nothing heavy: the log must be in place before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from megads.errors import EXIT_BUG, MegadsError
+from megads.runtime.environment import RankEnvironment, launcher_pid, rank_environment, thread_count
+from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
+
+_PR_SET_PDEATHSIG = 1
+
+_LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER_TEXTS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "connection was closed",
+    "broken pipe",
+    "socket timeout",
+    "recvbytes",
+    "sendbytes",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+
+
+def start_rank(run_dir: Path) -> RankEnvironment:
+    """Ties this process to its launcher and its log; the first thing a rank does."""
+    environment = rank_environment()
+    _die_with_launcher()
+    _redirect_output(rank_log_path(run_dir, environment.rank))
+    faulthandler.enable()
+    print(f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}")
+    return environment
+
+
+def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
+    """Runs the rank's work and leaves the process; never returns.
+
+    A returned code is recorded and the process exits 0, so that the agent does not kill peers that are still leaving.
+    An exception is recorded and the process ends at once: no further collectives, no interpreter shutdown, which could
+    hang in a library's exit handler.
+    """
+    rank = rank_environment().rank
+    try:
+        _limit_threads()
+        code = body()
+        _write_json(exit_path(run_dir, rank), {"rank": rank, "exit_code": code})
+        _leave(0)
+    except BaseException as error:
+        _fail(run_dir, rank, error)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Tells whether an error only says that another rank is gone, so that the cause is to be found there."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MegadsError):
+            return False
+        names = {cls.__name__ for cls in type(seen).__mro__}
+        text = str(seen).lower()
+        if names & _LOST_PEER_TYPES:
+            return True
+        if isinstance(seen, RuntimeError | OSError) and any(part in text for part in _LOST_PEER_TEXTS):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
+    """Records why this rank failed, then ends it."""
+    code = error.exit_code if isinstance(error, MegadsError) else EXIT_BUG
+    record = {
+        "rank": rank,
+        "exit_code": code,
+        "kind": type(error).__name__,
+        "user_error": isinstance(error, MegadsError),
+        "message": str(error),
+        "monotonic_s": time.monotonic(),
+        "consequence": is_lost_peer(error),
+    }
+    try:
+        _write_json(failure_path(run_dir, rank), record)
+        traceback.print_exception(error)
+    finally:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without the interpreter's shutdown, in which a thread of a process group may still abort."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _write_json(path: Path, record: dict[str, object]) -> None:
+    """Writes a small file that appears whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record) + "\n")
+    partial.replace(path)
+
+
+def _die_with_launcher() -> None:
+    """Asks the kernel to kill this process when the launcher dies, even by SIGKILL.
+
+    The elastic agent starts ranks in sessions of their own, so no terminal signal reaches an orphan.
+    """
+    parent = launcher_pid()
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The launcher may have died before the call above.
+    if os.getppid() != parent:
+        os._exit(EXIT_BUG)
+
+
+def _redirect_output(path: Path) -> None:
+    """Sends file descriptors 1 and 2, and so C++ libraries too, to the end of a log file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _limit_threads() -> None:
+    """Gives torch the launcher's thread count, equal on all ranks: LayerNorm's gradient depends on it bit for bit."""
+    threads = thread_count()
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)

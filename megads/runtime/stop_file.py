@@ -1,0 +1,47 @@
+"""The file by which somebody asks a run to stop after the current step: <run_dir>/stop.
+
+The launcher writes it on a signal; the loop reads it on rank 0. A file that was made by hand, empty or not JSON, counts as
+a request too (`touch runs/<id>/stop`) and stays until it is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+INTERRUPTED = "interrupted"
+PREEMPTED = "preempted"
+REQUESTED = "requested"
+
+
+def stop_path(run_dir: Path) -> Path:
+    """Returns the path of a run's stop file."""
+    return run_dir / "stop"
+
+
+def request_stop(run_dir: Path, reason: str) -> None:
+    """Asks the run to save and end after its current step; the file appears whole or not at all."""
+    path = stop_path(run_dir)
+    partial = path.with_name(f"stop.{os.getpid()}.partial")
+    partial.write_text(json.dumps({"reason": reason}) + "\n")
+    partial.replace(path)
+
+
+def read_stop(run_dir: Path) -> str | None:
+    """Returns why the run was asked to stop, or None when nobody asked."""
+    try:
+        text = stop_path(run_dir).read_text(errors="replace")
+    except FileNotFoundError:
+        return None
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return REQUESTED
+    return str(content.get("reason", REQUESTED)) if isinstance(content, dict) else REQUESTED
+
+
+def clear_stop(run_dir: Path) -> None:
+    """Forgets the launcher's own request of an earlier start; one made by hand stays."""
+    if read_stop(run_dir) in (INTERRUPTED, PREEMPTED):
+        stop_path(run_dir).unlink(missing_ok=True)

@@ -1,0 +1,72 @@
+"""What stand-in ranks do in the launcher's tests: each is named as module:function on the rank's command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megads.config import RootConfig
+from megads.errors import NumericalError
+from megads.runtime.environment import rank_environment
+from megads.runtime.metrics import MetricsWriter
+from megads.runtime.stop_file import INTERRUPTED, read_stop
+
+
+def finish(config: RootConfig, run_dir: Path) -> int:
+    dist.init_process_group("gloo")
+    total = torch.ones(())
+    dist.all_reduce(total)
+    print(f"sum {total.item():.0f} threads {torch.get_num_threads()}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def return_five_one_after_another(config: RootConfig, run_dir: Path) -> int:
+    time.sleep(0.7 * rank_environment().rank)
+    (run_dir / f"left_{rank_environment().rank}").touch()
+    return 5
+
+
+def fail_on_rank_1_while_peers_wait(config: RootConfig, run_dir: Path) -> int:
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        raise NumericalError("6 non-finite steps in a row")
+    dist.all_reduce(torch.ones(()))
+    return 0
+
+
+def fail_with_a_bug_while_a_peer_is_stopped(config: RootConfig, run_dir: Path) -> int:
+    if rank_environment().rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+    raise ZeroDivisionError("division by zero in the forward")
+
+
+def wait_in_a_collective(config: RootConfig, run_dir: Path) -> int:
+    """Rank 1 never comes; every rank leaves its pid."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    (run_dir / f"pid_{dist.get_rank()}").write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(()))
+    return 0
+
+
+def step_until_stopped(config: RootConfig, run_dir: Path) -> int:
+    metrics = MetricsWriter(run_dir, enabled=rank_environment().rank == 0)
+    for step in range(1, 600):
+        metrics.write({"step": step, "loss": 1.0 / step, "step_time_s": 0.1})
+        reason = read_stop(run_dir)
+        if reason is not None:
+            return 5 if reason == INTERRUPTED else 6
+        time.sleep(0.1)
+    return 0
