@@ -1,0 +1,185 @@
+"""The TrainEngine over DeepSpeed: what the loop drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megads.batch import MicroBatch
+from megads.engine.culprit import Symptoms, find_culprit
+from megads.engine.deepspeed_setup import prepare_deepspeed
+from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
+from megads.engine.partition_shards import parameter_shards
+from megads.engine.pipeline_engine import StageEngine
+from megads.engine.stage_pipeline import StagePipeline
+from megads.model.config import ModelConfig
+from megads.model.initialise import InitialValue, initial_value
+from megads.optim.config import OptimConfig
+from megads.optim.groups import parameter_groups
+from megads.parallel.config import ParallelConfig
+from megads.parallel.cross_entropy import vocab_parallel_token_losses
+from megads.parallel.grid import ParallelGrid
+
+
+class TokenMeanLoss:
+    """sum(mask * cross entropy) * scale of one micro-batch.
+
+    DeepSpeed divides each micro-batch's loss by their number and the gradients by the data-parallel size; the scale
+    micro_batches * dp / (unmasked tokens of the global batch) turns both into the mean over tokens.
+    """
+
+    def __init__(self, vocab_size: int, grid: ParallelGrid) -> None:
+        self.vocab_size, self.grid, self.scale = vocab_size, grid, 1.0
+
+    def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        labels_bs, mask_bs = targets
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
+        return (losses_bs * mask_bs).sum() * self.scale
+
+
+def deepspeed_config(precision: torch.dtype, micro_batch_size: int, micro_batches: int, dp: int, clip: float) -> dict:
+    """The DeepSpeed settings of a run; everything else is decided by our own config."""
+    return {
+        "train_batch_size": micro_batch_size * micro_batches * dp,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": precision is torch.bfloat16},
+        # Without this DeepSpeed would reduce in bf16 what was accumulated in fp32.
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        # Whole activations travel between stages; their shape is then the same for all.
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+        "steps_per_print": None,
+    }
+
+
+class PipelineTrainEngine:
+    """ZeRO-1 x pipeline x tensor parallel training of one model; see `megads.engine.interface.TrainEngine`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optim: OptimConfig,
+        grid: ParallelGrid,
+        *,
+        precision: torch.dtype,
+        micro_batch_size: int,
+        seed: int,
+        device: torch.device,
+        value: InitialValue | None = None,
+    ) -> None:
+        prepare_deepspeed()
+        self.device, self.grid = device, grid
+        self._loss = TokenMeanLoss(model.vocab_size, grid)
+        value = value or initial_value(model, seed)
+        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss)
+        groups = parameter_groups(
+            ((p.placement.key, p) for p in module.parameters()),
+            tied_name=module.tied_key,
+            weight_decay=optim.weight_decay,
+        )
+        beta1, beta2 = optim.betas
+        adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+        settings = deepspeed_config(precision, micro_batch_size, 1, parallel.dp, optim.clip_grad)
+        self._engine = StageEngine(module, adamw, settings)
+
+    @property
+    def bounds(self) -> list[int]:
+        """Stage s holds layers bounds[s] to bounds[s + 1]."""
+        return list(self._engine.module.bounds)
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        """See TrainEngine.step."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        tokens = self._global_tokens(micro_batches)
+        replicas = len(micro_batches) * self.grid.dp.size
+        # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
+        self._loss.scale = replicas / max(tokens, 1)
+        loss_sum = self._engine.run_training_schedule(micro_batches)
+        loss, tokens_all = self._share(loss_sum, tokens, 1.0 / replicas)
+        optimizer = self._engine.optimizer
+        skipped = bool(optimizer.overflow)
+        return StepResult(
+            loss=loss,
+            tokens=tokens_all,
+            grad_norm=float(self._engine.get_global_grad_norm()),
+            skipped=skipped,
+            culprit=self._culprit() if skipped else None,
+        )
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        """See TrainEngine.evaluate."""
+        tokens = self._global_tokens(micro_batches)
+        self._loss.scale = 1.0
+        loss_sum, tokens = self._share(self._engine.run_inference_schedule(micro_batches), tokens, 1.0)
+        return EvaluationResult(loss_sum, tokens)
+
+    def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Unmasked tokens over data parallel; known before the first backward, on the last stage only."""
+        if not self.grid.pp.is_last:
+            return 0
+        counts = [batch.loss_mask_bs.sum(dtype=torch.float64) for batch in micro_batches if batch.loss_mask_bs is not None]
+        total = torch.stack(counts).sum().to(self.device)
+        if self.grid.dp.size > 1:
+            dist.all_reduce(total, group=self.grid.dp.group)
+        return int(total.item())
+
+    def _share(self, loss_sum: Tensor | None, tokens: int, scale: float) -> tuple[float, int]:
+        """Sums the last stages' losses over data parallel and tells the other stages."""
+        values = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.grid.pp.is_last:
+            assert loss_sum is not None
+            values[0] = loss_sum.double() * scale
+            if self.grid.dp.size > 1:
+                dist.all_reduce(values, group=self.grid.dp.group)
+            values[1] = tokens
+        if self.grid.pp.size > 1:
+            dist.broadcast(values, src=self.grid.pp.ranks[-1], group=self.grid.pp.group)
+        loss, tokens_all = values.tolist()
+        return loss, int(tokens_all)
+
+    def _culprit(self) -> Culprit:
+        """Collective over the world; only after a skipped step."""
+        engine = self._engine
+        pairs = [(lp, norm) for lp, norm in zip(engine.optimizer.parameters, engine.gradient_norms, strict=True)]
+        mine = Symptoms(
+            rank=self.grid.rank,
+            stage=self.grid.pp.rank,
+            weights=tuple(p.placement.key for p, _ in pairs if not torch.isfinite(p).all()),
+            forward=not bool(engine.forward_finite.item()),
+            gradients=tuple(p.placement.key for p, norm in pairs if not torch.isfinite(norm)),
+        )
+        everyone: list[Symptoms | None] = [None] * self.grid.world_size
+        dist.all_gather_object(everyone, mine)
+        return find_culprit([symptoms for symptoms in everyone if symptoms is not None])
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        """See TrainEngine.named_shards."""
+        optimizer = self._engine.optimizer
+        shards: list[Shard] = []
+        for parameter, first, part in optimizer.partition_ranges():
+            place = parameter.placement
+            if owned and ((place.dim is None and not self.grid.tp.is_first) or parameter.ds_pipe_replicated):
+                continue
+            for kind, flat in optimizer.state_of(part).items():
+                shards += parameter_shards(kind, place, tuple(parameter.shape), first, flat)
+        return shards
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See TrainEngine.optimizer_steps."""
+        return self._engine.optimizer.steps
+
+    def load_shards(self, fill: Callable[[list[Shard]], None], optimizer_steps: int) -> None:
+        """See TrainEngine.load_shards."""
+        fill(self.named_shards(owned=False))
+        self._engine.optimizer.set_steps(optimizer_steps)
+        self._engine.optimizer.update_lp_params()

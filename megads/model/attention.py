@@ -1,0 +1,76 @@
+"""Causal multi-head self-attention.
+
+Shape suffixes: b = batch, s = query position, t = key position, n = heads, d = head dim, h = hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo
+from megads.model.alibi import causal_bias
+from megads.model.config import ModelConfig, Position
+from megads.model.dropout import Dropout
+
+
+class AttentionCore(nn.Module):
+    """softmax(q k^T / sqrt(d) + bias) v over a contiguous range of the model's heads.
+
+    The bias of a head depends on its GLOBAL index, so the core knows which heads it holds; `narrow` keeps a share.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.alibi = config.position is Position.alibi
+        self.heads = range(config.num_heads)
+        self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
+
+    def narrow(self, rank: int, size: int) -> None:
+        """Keeps share `rank` of `size` equal contiguous shares of the heads."""
+        share = len(self.heads) // size
+        self.heads = self.heads[rank * share : (rank + 1) * share]
+
+    def bias(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Additive mask [1, n or 1, s, s] of this core's heads."""
+        return causal_bias(
+            self.num_heads, self.heads.start, self.heads.stop, seq_len, self.alibi, device, dtype
+        )
+
+    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, n, s, d]."""
+        seq_len, device = q_bnsd.shape[2], q_bnsd.device
+        if self.dropout.active:
+            scores_bnst = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() * q_bnsd.shape[-1] ** -0.5
+            scores_bnst = scores_bnst + self.bias(seq_len, device, torch.float32)
+            probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bnsd.dtype)
+            return self.dropout(probabilities_bnst, info) @ v_bnsd
+        # The CPU kernel takes an fp32 mask beside bf16 queries; CUDA kernels want the queries' dtype.
+        dtype = torch.float32 if device.type == "cpu" else q_bnsd.dtype
+        return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=self.bias(seq_len, device, dtype))
+
+
+class Attention(nn.Module):
+    """Fused QKV projection, attention core, output projection.
+
+    Rows of the QKV weight are ordered [head, (q, k, v), head dim], as in BLOOM: a contiguous share of the rows is a
+    contiguous share of the heads.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.core = AttentionCore(config, seed, f"{site}.core")
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        qkv = self.qkv(hidden_bsh)
+        batch, seq_len, width = qkv.shape
+        qkv_bsn3d = qkv.view(batch, seq_len, width // (3 * self.head_dim), 3, self.head_dim)
+        q_bnsd, k_bnsd, v_bnsd = (x.transpose(1, 2) for x in qkv_bsn3d.unbind(dim=3))
+        context_bnsd = self.core(q_bnsd, k_bnsd, v_bnsd, info)
+        return self.dense(context_bnsd.transpose(1, 2).reshape(batch, seq_len, width // 3))

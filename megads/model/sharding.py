@@ -1,0 +1,27 @@
+"""How the model may be cut by tensor parallelism; `megads.parallel.sharding` applies this table.
+
+The loss head is cut with the vocabulary: `megads.model.loss.token_losses` on one process,
+`megads.parallel.cross_entropy.vocab_parallel_token_losses` where the logits are split.
+"""
+
+from __future__ import annotations
+
+from megads.parallel.table import Cut, ShardingTable, Stream
+
+SHARDING = ShardingTable(
+    parameters={
+        "embedding.word": Cut.vocab,
+        "blocks.*.attention.qkv": Cut.column,
+        "blocks.*.attention.dense": Cut.row,
+        "blocks.*.mlp.up": Cut.column,
+        "blocks.*.mlp.down": Cut.row,
+        "head": Cut.vocab_head,
+    },
+    dropouts={
+        "blocks.*.attention.core.dropout": Stream.per_rank,
+        "*.dropout": Stream.shared,
+        "*.attention_dropout": Stream.shared,
+        "*.mlp_dropout": Stream.shared,
+    },
+    attention_cores=("blocks.*.attention.core",),
+)

@@ -1,0 +1,132 @@
+"""The stages of the model: embedding, blocks, final norm, head; plain modules with one signature.
+
+Each is called as `stage(hidden, info) -> hidden`; the embedding takes tokens, the head returns logits.
+Shape suffixes: b = batch, s = sequence, h = hidden size, v = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo
+from megads.model.attention import Attention
+from megads.model.config import ModelConfig, Position
+from megads.model.dropout import Dropout
+
+
+class Embedding(nn.Module):
+    """Word embedding, learned positions if any, BLOOM's embedding LayerNorm if asked for, dropout."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.position is Position.learned
+        self.position = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.embedding_norm else None
+        self.dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout")
+
+    def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        hidden_bsh = self.word(tokens_bs)
+        if self.position is not None:
+            positions = info.position_ids_bs
+            if positions is None:
+                positions = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
+            hidden_bsh = hidden_bsh + self.position(positions)
+        if self.norm is not None:
+            hidden_bsh = self.norm(hidden_bsh)
+        return self.dropout(hidden_bsh, info)
+
+
+class MLP(nn.Module):
+    """Two projections around a tanh-approximated GELU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.ffn_width)
+        self.down = nn.Linear(config.ffn_width, config.hidden_size)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(hidden_bsh), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): a pre-LayerNorm transformer block."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}"
+        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, seed, f"{site}.attention")
+        self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
+        self.post_attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.mlp = MLP(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
+        hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
+        transformed_bsh = self.mlp(self.post_attention_norm(hidden_bsh))
+        return hidden_bsh + self.mlp_dropout(transformed_bsh, info)
+
+
+class FinalNorm(nn.LayerNorm):
+    """The LayerNorm after the last block."""
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_bsh)
+
+
+class Head(nn.Module):
+    """Output projection without bias; its weight is the word embedding's when they are tied."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns logits [b, s, v]."""
+        return F.linear(hidden_bsh, self.weight)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage that has not been built yet.
+
+    Attributes:
+        name: prefix of its parameters' names in the whole model, for example "blocks.3".
+        weight: its share of a pipeline stage's work; embedding and head count as much as a block.
+        build: makes the module on torch's current default device.
+    """
+
+    name: str
+    weight: float
+    build: Callable[[], nn.Module]
+
+
+EMBEDDING, HEAD = "embedding", "head"
+TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
+
+
+def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
+    """The whole model in order, nothing allocated.
+
+    Args:
+        config: the model's shape.
+        seed: the run's seed, for dropout.
+    """
+
+    def block(index: int) -> StageSpec:
+        return StageSpec(f"blocks.{index}", 1.0, lambda: Block(config, seed, index))
+
+    return [
+        StageSpec(EMBEDDING, 1.0, lambda: Embedding(config, seed)),
+        *(block(index) for index in range(config.num_layers)),
+        StageSpec("final_norm", 0.0, lambda: FinalNorm(config.hidden_size, eps=config.norm_eps)),
+        StageSpec(HEAD, 1.0, lambda: Head(config)),
+    ]

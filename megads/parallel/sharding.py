@@ -1,0 +1,138 @@
+"""Applies a sharding table to a stage: swaps layers, cuts heads, places parameters. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megads.errors import ConfigError
+from megads.parallel.grid import Axis
+from megads.parallel.table import Cut, ShardingTable, Stream
+from megads.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    padded_rows,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank's parameter lies in the unsharded one.
+
+    Attributes:
+        key: name of the unsharded parameter in the whole model.
+        global_shape: its shape.
+        dim: dim that is cut, None for a replicated parameter.
+        start: first index along `dim` that this rank holds.
+        length: indices along `dim` that are real; the rest of the local tensor is vocabulary padding.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    length: int = 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the real part of the local tensor."""
+        return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
+
+
+def _parallel_layer(layer: nn.Module, path: str, cut: Cut, axis: Axis) -> nn.Module:
+    if cut in (Cut.column, Cut.row):
+        assert isinstance(layer, nn.Linear)
+        divided = layer.out_features if cut is Cut.column else layer.in_features
+        if divided % axis.size:
+            raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
+        make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
+        return make(layer.in_features, layer.out_features, axis)
+    vocab_size, hidden_size = layer.weight.shape
+    make_vocab = VocabParallelEmbedding if cut is Cut.vocab else VocabParallelHead
+    return make_vocab(vocab_size, hidden_size, axis)
+
+
+def _placement(key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis) -> Placement:
+    dim = {Cut.column: 0, Cut.row: 1, Cut.vocab: 0, Cut.vocab_head: 0}[cut] if cut is not None else None
+    if dim is None or dim >= len(shape):
+        return Placement(key, shape)
+    rows = padded_rows(shape[dim], axis.size)
+    start = min(axis.rank * rows, shape[dim])
+    return Placement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
+
+
+def _lookup(patterns: Mapping[str, T], path: str) -> T | None:
+    """Value of the first pattern that matches a full module path."""
+    return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
+
+
+def shard_stage(stage: nn.Module, name: str, table: ShardingTable, axis: Axis) -> tuple[nn.Module, dict[str, Placement]]:
+    """Cuts a stage built on the meta device down to this rank's share.
+
+    Args:
+        stage: the unsharded stage, on the meta device.
+        name: its prefix in the whole model.
+        table: how it may be cut.
+        axis: the tensor-parallel axis; size 1 runs the same layers without their collectives.
+
+    Returns:
+        The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
+
+    Raises:
+        ConfigError: a size does not divide.
+    """
+    placements = {}
+    for path, parameter in stage.named_parameters():
+        key = f"{name}.{path}"
+        cut = _lookup(table.parameters, key.rpartition(".")[0])
+        placements[path] = _placement(key, tuple(parameter.shape), cut, axis)
+
+    for path, module in list(stage.named_modules()):
+        full_path = f"{name}.{path}".rstrip(".")
+        stream = _lookup(table.dropouts, full_path)
+        if stream is not None:
+            module.stream = axis.rank if stream is Stream.per_rank else 0
+        if any(fnmatchcase(full_path, pattern) for pattern in table.attention_cores):
+            module.narrow(axis.rank, axis.size)  # type: ignore[operator]
+        cut = _lookup(table.parameters, full_path)
+        if cut is None:
+            continue
+        layer = _parallel_layer(module, full_path, cut, axis)
+        if path:
+            stage.set_submodule(path, layer)
+        else:
+            stage = layer
+    return stage, placements
+
+
+def materialise(
+    stage: nn.Module,
+    placements: dict[str, Placement],
+    value: Callable[[str, tuple[int, ...]], Tensor],
+    device: torch.device,
+) -> nn.Module:
+    """Allocates a stage's parameters and gives each its slice of the full initial value, one full tensor at a time.
+
+    Sharded parameters are marked `tensor_model_parallel`, which is what the gradient norm goes by.
+    """
+    stage.to_empty(device=device)
+    for path, parameter in stage.named_parameters():
+        place = placements[path]
+        full = value(place.key, place.global_shape)
+        with torch.no_grad():
+            if place.dim is None:
+                parameter.copy_(full)
+            else:
+                parameter.zero_()
+                parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
+        parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
+    return stage

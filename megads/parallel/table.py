@@ -1,0 +1,45 @@
+"""The vocabulary in which a model says how it may be cut. Pure data: no process group, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cut(StrEnum):
+    """How tensor parallelism cuts a module's parameters.
+
+    column: output features (dim 0 of weight and bias); the module enters a parallel region.
+    row: input features (dim 1 of the weight, bias whole); the module leaves the region with a sum over ranks.
+    vocab: rows of an embedding table; the lookup ends with a sum over ranks.
+    vocab_head: rows of the output projection; the module enters a region that ends in the loss.
+    """
+
+    column = "column"
+    row = "row"
+    vocab = "vocab"
+    vocab_head = "vocab_head"
+
+
+class Stream(StrEnum):
+    """Random stream of a dropout: the same on all tensor-parallel ranks, or one for each."""
+
+    shared = "shared"
+    per_rank = "per_rank"
+
+
+@dataclass(frozen=True)
+class ShardingTable:
+    """Everything tensor parallelism must know of a model; keys are patterns of full module paths, first match wins.
+
+    Attributes:
+        parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
+            region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
+        dropouts: pattern -> random stream.
+        attention_cores: patterns of modules with a `narrow(rank, size)` method that keeps a contiguous share of the heads.
+    """
+
+    parameters: Mapping[str, Cut]
+    dropouts: Mapping[str, Stream]
+    attention_cores: tuple[str, ...] = ()

@@ -1,0 +1,86 @@
+"""Runs a function on several gloo ranks: a fork server that has imported torch and deepspeed makes it cheap."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _context() -> Any:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.pipe.engine", "megads.engine.training"])
+    return context
+
+
+def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
+    )  # fmt: skip
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S))
+        connection.send((True, fn(*args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+        os._exit(1)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Calls fn(*args) on `world_size` ranks of a gloo group; returns what each returned, by rank.
+
+    Results travel by pickle: return numbers, numpy arrays or dicts of them. The first failing rank's traceback is
+    raised here and the others are killed.
+    """
+    context, port = _context(), free_port()
+    connections, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(theirs, fn, rank, world_size, port, args), daemon=True)
+        process.start()
+        theirs.close()
+        connections.append(ours)
+        processes.append(process)
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < world_size:
+            pending = {c: r for r, c in enumerate(connections) if r not in results}
+            ready = wait(list(pending), timeout=TIMEOUT_S)
+            assert ready, f"ranks {sorted(pending.values())} gave no result within {TIMEOUT_S} s"
+            for connection in ready:
+                rank = pending[connection]
+                try:
+                    ok, value = connection.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if not ok:
+                    raise AssertionError(f"rank {rank}: {value}")
+                results[rank] = value
+        for process in processes:
+            process.join(30)
+            assert process.exitcode == 0, f"a rank left with {process.exitcode}"
+    finally:
+        for process in processes:
+            process.kill()
+    return [results[rank] for rank in range(world_size)]
