@@ -1,0 +1,140 @@
+"""From raw text to an indexed dataset, in constant memory."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from megads.data.config import PreprocessConfig
+from megads.data.indexed import IndexedDatasetWriter, bin_path, idx_path, token_dtype
+from megads.data.progress import ByteProgress
+from megads.data.sidecar import Sidecar, sidecar_path, write_sidecar
+from megads.data.text import Document, DocumentReader
+from megads.data.tokenizer import load_tokenizer
+from megads.errors import ConfigError
+
+BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """What `preprocess` made.
+
+    Attributes:
+        output: prefix of the dataset.
+        sidecar: the numbers, as written beside it.
+        seconds: how long it took.
+    """
+
+    output: str
+    sidecar: Sidecar
+    seconds: float
+
+    def __str__(self) -> str:
+        made = self.sidecar
+        lines = [
+            f"{self.output}: {made.documents:,} documents, {made.tokens:,} tokens, {made.text_bytes / 1e6:,.1f} MB "
+            f"of text ({made.text_bytes / made.tokens:.2f} bytes a token), largest token {made.max_token_id}",
+            f"{self.seconds:.1f} s, {made.tokens / max(self.seconds, 1e-9):,.0f} tokens/s",
+        ]
+        if made.rejected_lines:
+            lines.append(f"{made.rejected_lines} lines rejected, the first of them:")
+            lines += [f"  {example}" for example in made.rejected_examples[:5]]
+        return "\n".join(lines)
+
+
+def preprocess(config: PreprocessConfig) -> PreprocessReport:
+    """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`; prints a report.
+
+    Text that spells the end-of-document token is encoded as ordinary text, so that only real ends are marked.
+
+    Args:
+        config: input, tokenizer and output.
+
+    Returns:
+        What was made.
+
+    Raises:
+        ConfigError: the output exists, or the end-of-document token is not in the tokenizer.
+        DataError: no documents, a damaged input or tokenizer file, or a full disk. Nothing is left behind then.
+    """
+    start_s = time.monotonic()
+    reader = DocumentReader(config.input, config.text_field)
+    _refuse_to_overwrite(config, reader.files)
+    tokenizer = load_tokenizer(config.tokenizer)
+    end_id = _end_of_document_id(tokenizer, config)
+    tokenizer.encode_special_tokens = True
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    text_bytes, max_token_id = 0, 0
+    with (
+        IndexedDatasetWriter(config.output, token_dtype(vocab_size)) as writer,
+        ByteProgress("tokenizing", reader.total_bytes) as progress,
+    ):
+        for batch in _batches(reader):
+            texts = [document.text for document in batch]
+            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+                ids = np.asarray(encoding.ids if end_id is None else [*encoding.ids, end_id], dtype=np.int64)
+                writer.append(ids)
+                max_token_id = max(max_token_id, int(ids.max(initial=0)))
+            text_bytes += sum(len(text.encode()) for text in texts)
+            progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
+        # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
+        sidecar_path(config.output).unlink(missing_ok=True)
+    sidecar = Sidecar(
+        tokenizer_sha256=hashlib.sha256(Path(config.tokenizer).read_bytes()).hexdigest(),
+        vocab_size=vocab_size,
+        max_token_id=max_token_id,
+        end_of_document_id=end_id,
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        text_bytes=text_bytes,
+        rejected_lines=reader.rejected.count,
+        rejected_reasons=dict(reader.rejected.reasons),
+        rejected_examples=reader.rejected.examples,
+        input_files=[str(path) for path in reader.files],
+    )
+    write_sidecar(config.output, sidecar)
+    report = PreprocessReport(config.output, sidecar, time.monotonic() - start_s)
+    sys.stdout.write(f"{report}\n")
+    return report
+
+
+def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:
+    for path in (bin_path(config.output), idx_path(config.output), sidecar_path(config.output)):
+        if path.resolve() in [file.resolve() for file in files]:
+            raise ConfigError(f"output = {config.output}: {path} is an input and would be lost; choose another output")
+        if path.exists() and not config.overwrite:
+            raise ConfigError(f"output = {config.output}: {path} exists; choose another output or give overwrite=true")
+
+
+def _end_of_document_id(tokenizer: Tokenizer, config: PreprocessConfig) -> int | None:
+    if config.end_of_document is None:
+        return None
+    found: int | None = tokenizer.token_to_id(config.end_of_document)
+    if found is None:
+        raise ConfigError(
+            f"end_of_document = {config.end_of_document}: not a token of {config.tokenizer}; give one that it has, or "
+            "end_of_document=null to mark no ends"
+        )
+    return found
+
+
+def _batches(documents: DocumentReader) -> Iterator[list[Document]]:
+    """Yields documents in batches of about as many characters, however long each is."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

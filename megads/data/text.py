@@ -1,0 +1,190 @@
+"""Documents out of raw text files: JSON lines and plain text, also gzipped.
+
+A line that is no document is counted and reported; only what spoils a whole file is fatal.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from megads.errors import ConfigError, DataError
+
+JSONL_ENDINGS = (".jsonl", ".json")
+TEXT_ENDINGS = (".txt",)
+UTF8_MARK = b"\xef\xbb\xbf"
+KEPT_EXAMPLES = 100
+
+
+class Document(NamedTuple):
+    """One document and where it came from."""
+
+    text: str
+    source: str
+    line: int
+
+
+@dataclass
+class Rejections:
+    """Lines that gave no document.
+
+    Attributes:
+        reasons: number of lines by reason.
+        examples: "<file>:<line>: <reason>" of the first hundred.
+    """
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Lines rejected in all."""
+        return self.reasons.total()
+
+    def add(self, source: str, line: int, reason: str, detail: str = "") -> None:
+        """Counts one line."""
+        self.reasons[reason] += 1
+        if len(self.examples) < KEPT_EXAMPLES:
+            self.examples.append(f"{source}:{line}: {reason}" + (f" ({detail})" if detail else ""))
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "no lines rejected"
+        reasons = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common())
+        return f"{self.count} lines rejected: {reasons}; first: {self.examples[0]}"
+
+
+class DocumentReader:
+    """Iterates over the documents of files, once.
+
+    Args:
+        patterns: files or globs: .jsonl or .json (one JSON object a line), .txt (one document a file), each also .gz.
+        text_field: JSON field that holds the document.
+
+    Attributes:
+        files: the files that match, each once: patterns in the order given, the matches of one in order of name.
+        total_bytes: size of the files as they are on disk.
+        bytes_read: how much of that has been read.
+        rejected: lines that gave no document.
+
+    Raises:
+        ConfigError: no patterns.
+        DataError: a pattern matches nothing, or a file of an unknown kind.
+    """
+
+    def __init__(self, patterns: Sequence[str], text_field: str) -> None:
+        self.files = _expand(patterns)
+        self.total_bytes = sum(path.stat().st_size for path in self.files)
+        self.bytes_read = 0
+        self.rejected = Rejections()
+        self._text_field = text_field
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yields documents in order.
+
+        Raises:
+            DataError: a file cannot be read, or all files together have no document.
+        """
+        found = False
+        finished_bytes = 0
+        for path in self.files:
+            try:
+                for document in self._read(path, finished_bytes):
+                    found = True
+                    yield document
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(
+                    f"{path}: reading failed after {self.bytes_read - finished_bytes} bytes: {error}; "
+                    "the file is truncated, damaged or not readable: make it again or leave it out of input"
+                ) from error
+            finished_bytes += path.stat().st_size
+            self.bytes_read = finished_bytes
+        if not found:
+            raise DataError(
+                f"{', '.join(map(str, self.files))}: no documents, {self.rejected}; "
+                f"want JSON lines with the field {self._text_field!r}, or text"
+            )
+
+    def _read(self, path: Path, finished_bytes: int) -> Iterator[Document]:
+        with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as opened:
+            file = cast(BinaryIO, opened)
+            if _kind(path) in TEXT_ENDINGS:
+                yield from self._plain_text(file, str(path))
+                return
+            for number, line in enumerate(file, start=1):
+                # The position in the raw file is known for gzip too, whose uncompressed size is not.
+                self.bytes_read = finished_bytes + raw.tell()
+                yield from self._json_line(line, str(path), number)
+
+    def _plain_text(self, file: BinaryIO, source: str) -> Iterator[Document]:
+        content = file.read()
+        try:
+            text = content.removeprefix(UTF8_MARK).decode()
+        except UnicodeDecodeError as error:
+            line = content[: error.start].count(b"\n") + 1
+            self.rejected.add(source, line, "not UTF-8", f"byte {content[error.start]:#04x}")
+            return
+        if not text:
+            self.rejected.add(source, 1, "empty text")
+            return
+        yield Document(text, source, 1)
+
+    def _json_line(self, line: bytes, source: str, number: int) -> Iterator[Document]:
+        if number == 1:
+            line = line.removeprefix(UTF8_MARK)
+        if not line.strip():
+            return
+        reason, detail = "", ""
+        try:
+            record = json.loads(line.decode())
+            text = record.get(self._text_field) if isinstance(record, dict) else None
+            if not isinstance(record, dict):
+                reason, detail = "not a JSON object", type(record).__name__
+            elif text is None:
+                reason = f"no field {self._text_field!r}"
+            elif not isinstance(text, str):
+                reason, detail = f"field {self._text_field!r} is not text", type(text).__name__
+            elif not text:
+                reason = "empty text"
+            else:
+                # JSON can spell half a surrogate pair, which is no character and which no tokenizer takes.
+                text.encode()
+                yield Document(text, source, number)
+        except UnicodeDecodeError as error:
+            reason, detail = "not UTF-8", f"byte {line[error.start]:#04x}"
+        except UnicodeEncodeError:
+            reason = "not Unicode: half a surrogate pair"
+        except (ValueError, RecursionError) as error:
+            reason, detail = "not JSON", str(error)[:100]
+        if reason:
+            self.rejected.add(source, number, reason, detail)
+
+
+def _kind(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def _expand(patterns: Sequence[str]) -> list[Path]:
+    if not patterns:
+        raise ConfigError("input is empty: give files or globs, for example input='[corpus/*.jsonl]'")
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        # A name that exists is meant literally, even with brackets in it.
+        names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        matches = [Path(name) for name in names if Path(name).is_file()]
+        if not matches:
+            raise DataError(f"input {pattern}: matches no file; check the path and quote globs")
+        for path in matches:
+            if _kind(path) not in JSONL_ENDINGS + TEXT_ENDINGS:
+                known = ", ".join(JSONL_ENDINGS + TEXT_ENDINGS)
+                raise DataError(f"{path}: unknown kind of file; want one of {known}, also with .gz")
+            files[path] = None
+    return list(files)
