@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.runtime.hooks import StepInfo, TrainState
-
-
-class MetricsSink(Protocol):
-    """Takes one line of metrics; called on every rank, it decides which ranks write."""
-
-    def write(self, line: dict[str, float | int | str | bool], /) -> object: ...
+from megads.runtime.metrics import MetricsWriter
 
 
 class ValidationHook:
@@ -42,7 +36,7 @@ class ValidationHook:
         name: str,
         unigram_loss: float,
         config: EvaluationConfig,
-        metrics: MetricsSink,
+        metrics: MetricsWriter,
     ) -> None:
         self._engine = engine
         self._batches = batches

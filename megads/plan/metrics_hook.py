@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import Protocol
 
 import torch
 
 from megads.plan.throughput import throughput
 from megads.runtime.hooks import StepInfo, TrainState
-
-
-class MetricsSink(Protocol):
-    """Takes one line of metrics; called on every rank, it decides which ranks write."""
-
-    def write(self, line: dict[str, float | int | str | bool], /) -> object: ...
+from megads.runtime.metrics import MetricsWriter
 
 
 class MetricsHook:
@@ -28,7 +22,7 @@ class MetricsHook:
         peak_tflops: peak of one device.
     """
 
-    def __init__(self, metrics: MetricsSink, flops_per_token: float, world_size: int, peak_tflops: float) -> None:
+    def __init__(self, metrics: MetricsWriter, flops_per_token: float, world_size: int, peak_tflops: float) -> None:
         self._metrics = metrics
         self._flops_per_token = flops_per_token
         self._world_size = world_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import ValidationHook, perplexity
 from megads.runtime.hooks import StepInfo
+from megads.runtime.metrics import MetricsWriter, read_json_lines
+from megads.runtime.run_dir import METRICS_FILE
 
 
 class BigramEngine:
@@ -31,12 +34,6 @@ class BigramEngine:
             total += float((losses * batch.loss_mask_bs).sum())
             tokens += int(batch.loss_mask_bs.sum())
         return EvaluationResult(total, tokens)
-
-
-class Lines(list[dict[str, float | int | str | bool]]):
-    """Keeps what is written."""
-
-    write = list.append
 
 
 def micro_batches() -> list[MicroBatch]:
@@ -62,17 +59,16 @@ def info(step: int, last: bool = False, stop_reason: str = "") -> StepInfo:
     )  # fmt: skip
 
 
-def hook(lines: Lines, every_steps: int = 0, at_end: bool = True) -> ValidationHook:
+def hook(run_dir: Path, every_steps: int = 0, at_end: bool = True) -> ValidationHook:
     config = EvaluationConfig(every_steps=every_steps, at_end=at_end)
-    return ValidationHook(BigramEngine(), passes, "main", 2.5, config, lines)  # type: ignore[arg-type]
+    return ValidationHook(BigramEngine(), passes, "main", 2.5, config, MetricsWriter(run_dir, enabled=True))  # type: ignore[arg-type]
 
 
-def test_loss_is_the_token_mean_of_the_whole_set() -> None:
+def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
     """Catches a mean of batch means, and an incomplete last batch left out (N10)."""
-    lines = Lines()
-    hook(lines).on_step(info(4, last=True))
+    hook(tmp_path).on_step(info(4, last=True))
     whole = BigramEngine().evaluate(micro_batches())
-    [line] = lines
+    [line] = read_json_lines(tmp_path / METRICS_FILE)
     assert line["valid/main/loss"] == pytest.approx(whole.loss_sum / whole.tokens, rel=1e-6)
     assert line["valid/main/ppl"] == pytest.approx(math.exp(whole.loss_sum / whole.tokens), rel=1e-6)
     assert {key: line[key] for key in ("step", "samples", "tokens", "valid/main/unigram_loss")} == {
@@ -84,18 +80,18 @@ def test_loss_is_the_token_mean_of_the_whole_set() -> None:
     ("every_steps", "at_end", "stop_reason", "steps"),
     [(2, True, "", [2, 4, 5]), (2, False, "", [2, 4]), (0, True, "", [5]), (2, True, "preempted", [2, 4])],
 )
-def test_when(every_steps: int, at_end: bool, stop_reason: str, steps: list[int]) -> None:
+def test_when(every_steps: int, at_end: bool, stop_reason: str, steps: list[int], tmp_path: Path) -> None:
     """Catches a validation at the wrong step, and an extra one when a run stops early and will be resumed."""
-    lines = Lines()
-    validation = hook(lines, every_steps, at_end)
+    validation = hook(tmp_path, every_steps, at_end)
     for step in range(1, 6):
         validation.on_step(info(step, last=step == 5, stop_reason=stop_reason if step == 5 else ""))
-    assert [line["step"] for line in lines] == steps
+    assert [line["step"] for line in read_json_lines(tmp_path / METRICS_FILE)] == steps
 
 
-def test_empty_set_is_refused() -> None:
+def test_empty_set_is_refused(tmp_path: Path) -> None:
     """Catches a division by zero where a message should be."""
-    validation = ValidationHook(BigramEngine(), lambda: iter([]), "main", 2.5, EvaluationConfig(), Lines())  # type: ignore[arg-type]
+    metrics = MetricsWriter(tmp_path, enabled=True)
+    validation = ValidationHook(BigramEngine(), lambda: iter([]), "main", 2.5, EvaluationConfig(), metrics)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="'main' has no token"):
         validation.validate()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
 import pytest
 
 from megads.plan.metrics_hook import MetricsHook
 from megads.runtime.hooks import StepInfo
+from megads.runtime.metrics import MetricsWriter, read_json_lines
+from megads.runtime.run_dir import METRICS_FILE
 
 KEYS = (
     "step samples tokens loss grad_norm lr global_batch_size seq_len step_time_s data_time_s tokens_per_s "
@@ -15,21 +18,15 @@ KEYS = (
 )
 
 
-class Lines(list[dict[str, float | int | str | bool]]):
-    """Keeps what is written."""
-
-    write = list.append
-
-
-def test_step_line() -> None:
+def test_step_line(tmp_path: Path) -> None:
     """Catches a key missing from the public contract, or a speed that leaves out masked tokens."""
-    lines = Lines()
+    metrics = MetricsWriter(tmp_path, enabled=True)
     info = StepInfo(
         step=3, samples=24, tokens=2990, loss=4.5, grad_norm=1.25, lr=1e-3, global_batch_size=8, seq_len=128,
         step_time_s=0.5, data_time_s=0.1, skipped=False, culprit="", batch_hash="ab",
     )  # fmt: skip
-    MetricsHook(lines, flops_per_token=1e9, world_size=2, peak_tflops=4.0).on_step(info)
-    [line] = lines
+    MetricsHook(metrics, flops_per_token=1e9, world_size=2, peak_tflops=4.0).on_step(info)
+    [line] = read_json_lines(tmp_path / METRICS_FILE)
     assert list(line) == KEYS.split()
     assert line["tokens_per_s"] == 2048.0
     assert line["mfu"] == pytest.approx(0.256)

@@ -1,0 +1,87 @@
+"""Saves checkpoints while a run goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.store import SaveError, save_checkpoint
+from megads.engine.interface import TrainEngine
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.metrics import EventWriter
+
+
+class CheckpointHook:
+    """Saves every checkpoint.every_steps steps and after the last one, planned or not.
+
+    A save that fails in mid-run, on a full disk for instance, is an event and not the end of the run, as long as an
+    earlier checkpoint is there to fall back on. The last save of a run must succeed.
+
+    Args:
+        engine: holds the weights and the optimizer's state.
+        run_dir: where to save.
+        config: when.
+        config_digest: sha256 of the run's resolved config.
+        model: the model's config as a dict.
+        layout: tp, pp and dp.
+        state: the loop's counters, live.
+        events: where saves and failures are recorded.
+    """
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        run_dir: Path,
+        config: CheckpointConfig,
+        config_digest: str,
+        model: dict[str, Any],
+        layout: dict[str, int],
+        state: TrainState,
+        events: EventWriter,
+    ) -> None:
+        self._engine = engine
+        self._run_dir = run_dir
+        self._config = config
+        self._config_digest = config_digest
+        self._model = model
+        self._layout = layout
+        self._state = state
+        self._events = events
+        self._saved_step = state.step
+
+    def on_start(self, state: TrainState) -> None:
+        # The state a run starts from is on disk already, or is a fresh one.
+        self._saved_step = state.step
+
+    def on_step(self, info: StepInfo) -> None:
+        assert info.step == self._state.step, "the loop counts before it calls its hooks"
+        every = self._config.every_steps
+        if info.last or (every and info.step % every == 0):
+            self._save(last=info.last)
+
+    def on_end(self, state: TrainState) -> None:
+        if state.step != self._saved_step:
+            self._save(last=True)
+
+    def _save(self, last: bool) -> None:
+        step = self._state.step
+        run = RunRecord(
+            state=self._state.state_dict(),
+            optimizer_steps=self._engine.optimizer_steps,
+            config_digest=self._config_digest,
+            model=self._model,
+            layout=self._layout,
+        )
+        start = time.perf_counter()
+        try:
+            folder = save_checkpoint(self._run_dir, self._engine.named_shards(), run, self._config.keep)
+        except SaveError as error:
+            self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
+            if last or error.previous is None:
+                raise
+            return
+        self._saved_step = step
+        self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=time.perf_counter() - start)

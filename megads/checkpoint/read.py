@@ -1,0 +1,241 @@
+"""Finds the checkpoint to start from and reads it in any layout. Nothing is trusted before its checksum holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from megads.checkpoint.agreement import agreed, gather_to_all, on_first, rank, world_size
+from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
+from megads.checkpoint.rectangle import Rectangle
+from megads.checkpoint.software import software, software_differences
+from megads.checkpoint.store import LATEST_FILE, checkpoints_folder, list_checkpoints, recover
+from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
+from megads.engine.interface import Shard
+from megads.errors import CheckpointError
+
+_IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std")
+"""Keys of the model's config that may change during a run: they do not say what the weights mean."""
+
+
+@dataclass(frozen=True)
+class CheckpointHandle:
+    """A checkpoint whose every checksum held.
+
+    Attributes:
+        folder: where it is.
+        manifest: what it holds.
+        passed_by: newer ones that are not usable, each with its reason.
+    """
+
+    folder: Path
+    manifest: Manifest
+    passed_by: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> dict[str, int]:
+        """For TrainState.load_state_dict."""
+        return self.manifest.run.state
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.manifest.run.optimizer_steps
+
+    def software_differences(self) -> list[str]:
+        """What differs from the software that wrote it; anything here ends the promise of equal bits."""
+        return software_differences(self.manifest.software, software())
+
+
+def find_checkpoint(run_dir: Path, load: str) -> CheckpointHandle | None:
+    """The checkpoint to start from, verified; collective, and every rank gets the same answer.
+
+    Args:
+        run_dir: the run's folder.
+        load: "none"; "auto" for the newest usable one of this run; or the path of a checkpoint's folder, or of a run
+            whose `latest` is meant.
+
+    Returns:
+        None for "none", and for "auto" in a run that has no checkpoint yet.
+
+    Raises:
+        CheckpointError: the given one is not usable, or this run has checkpoints and none of them is: starting afresh
+            would throw the run away without a word.
+    """
+    if load == "none":
+        return None
+    if load != "auto":
+        folder = on_first(lambda: _given_folder(Path(load)))
+        try:
+            return CheckpointHandle(folder, _verified(folder))
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint.load = {load} is not usable: {error}") from error
+    passed_by: list[str] = []
+    for folder in on_first(lambda: _newest_first(run_dir)):
+        try:
+            return CheckpointHandle(folder, _verified(folder), tuple(passed_by))
+        except CheckpointError as error:
+            passed_by.append(f"{folder.name}: {error}")
+    if passed_by:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints_folder(run_dir)} is usable; checkpoint.load=none starts afresh: "
+            + "; ".join(passed_by)
+        )
+    return None
+
+
+def read_into(handle: CheckpointHandle, shards: Sequence[Shard]) -> None:
+    """Fills every shard from whichever stored rectangles overlap it, whatever layout wrote them; not collective.
+
+    Files are mapped: only the bytes a shard needs are read.
+
+    Raises:
+        CheckpointError: a key is missing or has another shape, or a file went away; names the tensor.
+    """
+    stored = handle.manifest.by_key()
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for shard in shards:
+            target = Rectangle(tuple(shard.offset), tuple(shard.tensor.shape))
+            filled = 0
+            for part in _parts(handle, stored, shard):
+                overlap = part.rectangle.overlap(target)
+                if overlap is None:
+                    continue
+                if part.file not in files:
+                    files[part.file] = stack.enter_context(_opened(handle.folder / part.file))
+                source = files[part.file].get_tensor(part.name)[overlap.within(part.rectangle)]
+                shard.tensor[overlap.within(target)].copy_(source)
+                filled += overlap.elements
+            # The manifest's parts are disjoint, so an equal count means that each element was filled exactly once.
+            if filled != target.elements:
+                raise CheckpointError(
+                    f"{handle.folder}: {shard.key} at {list(target.offset)} of shape {list(target.shape)}: "
+                    f"{filled} of {target.elements} elements are stored"
+                )
+
+
+def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint of another model.
+
+    Args:
+        handle: the checkpoint.
+        model_config: the run's model config as a dict (dataclasses.asdict of ModelConfig).
+
+    Raises:
+        CheckpointError: lists the keys that differ.
+    """
+    theirs, ours = _comparable(handle.manifest.run.model), _comparable(model_config)
+    differing = [
+        f"model.{key}: {theirs.get(key)} there, {ours.get(key)} here"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{handle.folder} is of another model ({'; '.join(differing)}): "
+            "use its model config, another run.id, or checkpoint.load=none"
+        )
+
+
+def _comparable(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say what the weights mean, defaults filled in."""
+    config = {key: value for key, value in model_config.items() if key not in _IRRELEVANT_MODEL_KEYS}
+    if config.get("ffn_size") is None and "hidden_size" in config:
+        config["ffn_size"] = 4 * config["hidden_size"]
+    if config.get("position") == "alibi":
+        # ALiBi has no table of positions: the same weights serve any length.
+        config.pop("max_seq_len", None)
+    return config
+
+
+def _given_folder(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the one that a run's `latest` names."""
+    for folder in (path, path / "checkpoints"):
+        if (folder / LATEST_FILE).is_file() and not (folder / MANIFEST_FILE).exists():
+            return (folder / (folder / LATEST_FILE).read_text().strip()).absolute()
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint.load = {path}: there is no such folder")
+    return path.absolute()
+
+
+def _newest_first(run_dir: Path) -> list[Path]:
+    """This run's checkpoints by descending sequence; those without a readable manifest first, to be reported."""
+    recover(run_dir)
+
+    def age(item: tuple[int, Path]) -> tuple[float, int]:
+        step, folder = item
+        try:
+            return read_manifest(folder).sequence, step
+        except CheckpointError:
+            return float("inf"), step
+
+    return [folder for _, folder in sorted(list_checkpoints(run_dir).items(), key=age, reverse=True)]
+
+
+def _verified(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all intact; collective: each rank verifies a share of them.
+
+    Raises:
+        CheckpointError: on every rank; names file and tensor.
+    """
+    manifest = agreed(lambda: read_manifest(folder))
+    digests = gather_to_all(manifest.digest())
+    different = [index for index, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise CheckpointError(
+            f"rank {different[0]} sees another {folder} than rank 0: run.dir must be shared by all ranks"
+        )
+    share = sorted(manifest.files)[rank() :: world_size()]
+    tensors = manifest.by_file()
+
+    def verify_share() -> None:
+        for name in share:
+            _verify_file(folder / name, manifest.files[name], tensors[name])
+
+    agreed(verify_share)
+    return manifest
+
+
+def _verify_file(path: Path, size: int, tensors: Sequence[StoredTensor]) -> None:
+    """Raises CheckpointError unless the file has its size and every tensor its dtype, shape and checksum."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror} (it holds {tensors[0].key})") from error
+    if found != size:
+        raise CheckpointError(f"{path} has {found} bytes instead of {size} (it holds {tensors[0].key})")
+    with _opened(path) as file:
+        names = set(file.keys())
+        for stored in tensors:
+            if stored.name not in names:
+                raise CheckpointError(f"{path}: tensor {stored.name} ({stored.key}) is missing")
+            tensor = file.get_tensor(stored.name)
+            if DTYPE_NAMES.get(tensor.dtype) != stored.dtype or tuple(tensor.shape) != stored.shape:
+                raise CheckpointError(f"{path}: tensor {stored.name} ({stored.key}) has another dtype or shape")
+            if checksum(tensor) != stored.checksum:
+                raise CheckpointError(f"{path}: tensor {stored.name} ({stored.key}) fails its checksum")
+
+
+def _opened(path: Path) -> Any:
+    """The mapped file, a context manager."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _parts(handle: CheckpointHandle, stored: Mapping[str, list[StoredTensor]], shard: Shard) -> list[StoredTensor]:
+    parts = stored.get(shard.key)
+    if parts is None:
+        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model")
+    if parts[0].global_shape != tuple(shard.global_shape):
+        raise CheckpointError(
+            f"{handle.folder}: {shard.key} has shape {list(parts[0].global_shape)} there and "
+            f"{list(shard.global_shape)} here: it is of another model"
+        )
+    return parts

@@ -1,0 +1,47 @@
+"""What computed a checkpoint: a resume promises equal bits only with the same software and thread count."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+
+import torch
+
+import megads
+
+
+def software() -> dict[str, str]:
+    """Versions of Python, torch, megads and what it requires, the CPU's vector instructions, and threads a rank."""
+    versions = {
+        "python": platform.python_version(),
+        "megads": megads.__version__,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+    if torch.cuda.is_available():
+        versions |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    for name in _required_distributions():
+        try:
+            versions.setdefault(name, version(name))
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _required_distributions() -> list[str]:
+    """Names of megads's own requirements; none when it runs from a checkout that is not installed."""
+    try:
+        requirements = requires("megads") or []
+    except PackageNotFoundError:
+        return []
+    names = (re.match(r"[\w.-]+", requirement) for requirement in requirements if "extra ==" not in requirement)
+    return [match.group() for match in names if match]
+
+
+def software_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """One readable line for each entry that both know and that differs."""
+    shared = [name for name in before if name in now]
+    return [f"{name}: {before[name]} then, {now[name]} now" for name in shared if before[name] != now[name]]

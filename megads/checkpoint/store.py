@@ -1,0 +1,188 @@
+"""Writes checkpoints so that a kill at any moment leaves the previous one usable.
+
+checkpoints/.step_00000100.partial/   being written
+checkpoints/step_00000100/            committed: manifest.json is its last file, the rename its last act
+checkpoints/.step_00000100.replaced/  gives way to a new checkpoint of the same step
+checkpoints/.step_00000100.removed/   being deleted
+checkpoints/latest                    names the last committed one, for people and scripts
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from megads.checkpoint.agreement import agreed, gather_to_first, on_first, rank
+from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, read_manifest
+from megads.checkpoint.software import software
+from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
+from megads.data.atomic_file import atomic_writer, sync_directory
+from megads.engine.interface import Shard
+from megads.errors import CheckpointError
+
+LATEST_FILE = "latest"
+_STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; nothing of it is left, and every rank knows.
+
+    Attributes:
+        previous: folder name of the newest checkpoint that is still there, None when there is none.
+    """
+
+    def __init__(self, message: str, previous: str | None) -> None:
+        super().__init__(message)
+        self.previous = previous
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    return run_dir / "checkpoints"
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    return checkpoints_folder(run_dir) / f"step_{step:08d}"
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Folders with a checkpoint's name by step, ascending; whether they are usable is for read.py to say."""
+    folder = checkpoints_folder(run_dir)
+    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def save_checkpoint(run_dir: Path, shards: Sequence[Shard], run: RunRecord, keep: int = 0) -> Path:
+    """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
+
+    Args:
+        run_dir: the run's folder, shared by all ranks.
+        shards: this rank's part; over all ranks they cover every key exactly once.
+        run: what to record of the run; run.state["step"] names the checkpoint. The same on all ranks.
+        keep: checkpoints to keep, this one included; 0 keeps all.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        SaveError: on every rank, with the failing rank's reason.
+    """
+    final = step_folder(run_dir, run.state["step"])
+    partial = _hidden(final, "partial")
+    try:
+        on_first(lambda: _prepare(partial))
+        stored = agreed(lambda: _write_shards(partial, shards))
+        parts = gather_to_first(stored)
+        on_first(lambda: _commit(partial, final, run, list(chain(*(parts or ())))))
+    except CheckpointError as error:
+        previous = on_first(lambda: _give_up(partial))
+        state = f"{previous} remains the last one" if previous else "there is no earlier one"
+        raise SaveError(f"checkpoint of step {run.state['step']} not saved, {state}: {error}", previous) from error
+    if rank() == 0 and keep:
+        _remove_old(run_dir, run.state["step"], keep)
+    return final
+
+
+def recover(run_dir: Path) -> None:
+    """Puts back a checkpoint whose replacement was cut off; called by one rank."""
+    for replaced in checkpoints_folder(run_dir).glob(".step_*.replaced"):
+        final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
+        if not final.exists():
+            replaced.rename(final)
+
+
+def _hidden(final: Path, suffix: str) -> Path:
+    return final.with_name(f".{final.name}.{suffix}")
+
+
+def _prepare(partial: Path) -> None:
+    """Clears what killed writers left behind and makes the folder to write to."""
+    folder = partial.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    recover(folder.parent)
+    for suffix in ("partial", "replaced", "removed"):
+        for leftover in folder.glob(f".step_*.{suffix}"):
+            shutil.rmtree(leftover)
+    for leftover in folder.glob(f".{LATEST_FILE}.*"):
+        leftover.unlink()
+    partial.mkdir()
+
+
+def _write_shards(partial: Path, shards: Sequence[Shard]) -> list[StoredTensor]:
+    """Writes this rank's file; a rank that owns nothing writes none."""
+    kept = [shard for shard in shards if shard.tensor.numel()]
+    if not kept:
+        return []
+    file = f"rank_{rank():05d}.safetensors"
+    checksums = write_tensor_file(partial / file, [shard.tensor for shard in kept])
+    return [
+        StoredTensor(
+            key=shard.key,
+            global_shape=tuple(shard.global_shape),
+            offset=tuple(shard.offset),
+            shape=tuple(shard.tensor.shape),
+            dtype=DTYPE_NAMES[shard.tensor.dtype],
+            file=file,
+            name=str(index),
+            checksum=digest,
+        )
+        for index, (shard, digest) in enumerate(zip(kept, checksums, strict=True))
+    ]
+
+
+def _commit(partial: Path, final: Path, run: RunRecord, tensors: list[StoredTensor]) -> None:
+    """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next."""
+    names = sorted({tensor.file for tensor in tensors})
+    unseen = [name for name in names if not (partial / name).exists()]
+    if unseen:
+        raise CheckpointError(f"{unseen[0]} is not in {partial} as rank 0 sees it: run.dir must be shared by all ranks")
+    files = {name: (partial / name).stat().st_size for name in names}
+    manifest = Manifest(run, software(), _next_sequence(final.parent.parent), files, tuple(tensors))
+    manifest.check_coverage()
+    with atomic_writer(partial / MANIFEST_FILE) as file:
+        file.write(manifest.encode())
+    replaced = _hidden(final, "replaced")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    with atomic_writer(final.parent / LATEST_FILE) as file:
+        file.write(f"{final.name}\n".encode())
+
+
+def _next_sequence(run_dir: Path) -> int:
+    last = 0
+    for folder in list_checkpoints(run_dir).values():
+        try:
+            last = max(last, read_manifest(folder).sequence)
+        except CheckpointError:
+            continue
+    return last + 1
+
+
+def _give_up(partial: Path) -> str | None:
+    """Removes what was written, which makes room on a full disk; returns the name of the newest checkpoint left."""
+    shutil.rmtree(partial, ignore_errors=True)
+    run_dir = partial.parent.parent
+    recover(run_dir)
+    committed = [path.name for path in list_checkpoints(run_dir).values() if (path / MANIFEST_FILE).exists()]
+    return committed[-1] if committed else None
+
+
+def _remove_old(run_dir: Path, step: int, keep: int) -> None:
+    """Deletes the oldest checkpoints up to `step`; later steps belong to a part of the run that was left behind.
+
+    Each is renamed first, so that one whose deletion is cut off does not look committed. A folder that cannot be
+    removed costs space, not the run.
+    """
+    old = [path for number, path in list_checkpoints(run_dir).items() if number <= step][:-keep]
+    for folder in old:
+        removed = _hidden(folder, "removed")
+        try:
+            folder.rename(removed)
+        except OSError:
+            continue
+        shutil.rmtree(removed, ignore_errors=True)
