@@ -24,7 +24,7 @@ from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
 from megads.runtime.rank_outcome import RankExit, clear_records, judge, read_failures
-from megads.runtime.run_dir import create_run_dir, exit_path, locked
+from megads.runtime.run_dir import exit_path
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, clear_stop, request_stop
 
 if TYPE_CHECKING:
@@ -55,20 +55,16 @@ class LaunchSpec:
 
 
 def launch(spec: LaunchSpec, console: Console) -> int:
-    """Runs the ranks to their end.
+    """Runs the ranks to their end; the caller holds the run directory (run_dir.claimed).
 
     Returns:
         The exit code: what the ranks returned, the first failing rank's own, or 130 when killed by a second signal.
 
-    Raises:
-        ConfigError: the run directory cannot be written to, or a live launcher uses it.
     """
-    create_run_dir(spec.run_dir)
-    with locked(spec.run_dir):
-        clear_records(spec.run_dir)
-        clear_stop(spec.run_dir)
-        with environment.exported(_rank_variables(spec)):
-            return _Launch(spec, console).run()
+    clear_records(spec.run_dir)
+    clear_stop(spec.run_dir)
+    with environment.exported(_rank_variables(spec)):
+        return _Launch(spec, console).run()
 
 
 def _rank_variables(spec: LaunchSpec) -> dict[str, str]:
@@ -132,7 +128,7 @@ class _Launch:
             self._events.write(
                 "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
             )
-            print(f"megads: {outcome.message}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"megads: {outcome.message}\n")
         self._events.write("exit", exit_code=outcome.exit_code, level="debug")
         self._events.close()
         return outcome.exit_code

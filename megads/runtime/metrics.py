@@ -91,7 +91,7 @@ class EventWriter(JsonLinesWriter):
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file of JSON lines, passing over lines cut short by a kill; none when there is no file."""
+    """Yields the objects of a file of JSON lines, passing over lines cut short by a kill; no file, no objects."""
     if not path.exists():
         return
     with path.open("rb") as lines:

@@ -47,7 +47,9 @@ def start_rank(run_dir: Path) -> RankEnvironment:
     _die_with_launcher()
     _redirect_output(rank_log_path(run_dir, environment.rank))
     faulthandler.enable()
-    print(f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}")
+    sys.stdout.write(
+        f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}\n"
+    )
     return environment
 
 

@@ -30,8 +30,8 @@ def exit_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"exit_{rank:05d}.json"
 
 
-def create_run_dir(run_dir: Path) -> None:
-    """Creates a run directory.
+def _create(run_dir: Path) -> None:
+    """Creates a run directory, or finds that it can be written to.
 
     Raises:
         ConfigError: it cannot be created or written to.
@@ -49,12 +49,13 @@ def create_run_dir(run_dir: Path) -> None:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Holds a run directory; the kernel lets go of it when the process dies, however it dies.
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Creates a run directory and holds it; the kernel lets go of it when the process dies, however it dies.
 
     Raises:
-        ConfigError: a live launcher holds it.
+        ConfigError: it cannot be written to, or a live launcher holds it.
     """
+    _create(run_dir)
     descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -1,7 +1,7 @@
 """The file by which somebody asks a run to stop after the current step: <run_dir>/stop.
 
-The launcher writes it on a signal; the loop reads it on rank 0. A file that was made by hand, empty or not JSON, counts as
-a request too (`touch runs/<id>/stop`) and stays until it is removed.
+The launcher writes it on a signal; the loop reads it on rank 0. A file that was made by hand, empty or not JSON, counts
+as a request too (`touch runs/<id>/stop`) and stays until it is removed.
 """
 
 from __future__ import annotations

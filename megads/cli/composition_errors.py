@@ -1,0 +1,161 @@
+"""Turns what Hydra and OmegaConf say of a config that cannot be composed into one message with the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+_UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_CHOSEN_TWICE = re.compile(r"Multiple values for ([\w/]+)|^([\w/]+) appears more than once")
+
+
+def schema_keys(schema: type) -> list[str]:
+    """Returns every dotted key of a config dataclass, sections included; items of lists are left out."""
+    return list(_walk(schema, ""))
+
+
+def _walk(schema: Any, prefix: str) -> Iterator[str]:
+    types = get_type_hints(schema)
+    for item in fields(schema):
+        key = f"{prefix}{item.name}"
+        yield key
+        kind = types[item.name]
+        if get_origin(kind) is None and is_dataclass(kind):
+            yield from _walk(kind, f"{key}.")
+
+
+def explain_added_key(content: Any, schema: type) -> str:
+    """Returns what is wrong with the first key that the schema does not have, or nothing.
+
+    Hydra's `+key=value` opens a typed config; such a key would be dropped without a word.
+
+    Args:
+        content: the config as plain dicts.
+        schema: dataclass it must fit.
+    """
+    key = next(_added_keys(content, schema, ""), None)
+    return "" if key is None else _unknown_key(key, schema)
+
+
+def _added_keys(content: Any, schema: type, prefix: str) -> Iterator[str]:
+    types = get_type_hints(schema)
+    for name, value in content.items():
+        if name not in types:
+            yield f"{prefix}{name}"
+        elif isinstance(value, dict) and is_dataclass(types[name]):
+            yield from _added_keys(value, types[name], f"{prefix}{name}.")
+
+
+def explain(error: Exception, schema: type) -> str:
+    """Returns what is wrong with a command line or a config file, the value, and what to write instead.
+
+    Args:
+        error: raised by Hydra or OmegaConf while composing.
+        schema: dataclass of the config.
+    """
+    if isinstance(error, MissingConfigException):
+        return _explain_choice(error)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read the override {error.override!r}: {_first_line(error)} (quote values with brackets or spaces)"
+        )
+    cause = _innermost(error)
+    unknown = _UNKNOWN_KEY.search(str(error))
+    if unknown and unknown.group(1) not in schema_keys(schema):
+        return _unknown_key(unknown.group(1), schema)
+    if isinstance(cause, MissingMandatoryValue):
+        key = _full_key(cause)
+        return f"{key} has no value: it must be set, for example {key}=<value>"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and _full_key(cause) not in ("", *schema_keys(schema)):
+        # An item of a list (data.train[0]) is a dataclass of its own, which the dotted keys do not reach.
+        owner = cause.object_type
+        in_item = "." not in _full_key(cause) and isinstance(owner, type) and is_dataclass(owner)
+        return _place(error) + _unknown_key(_full_key(cause), owner if in_item else schema)
+    if isinstance(cause, OmegaConfBaseException):
+        return _place(error) + _wrong_value(cause, schema)
+    twice = _CHOSEN_TWICE.search(str(error))
+    if twice:
+        group = twice.group(1) or twice.group(2)
+        return f"{group} is chosen twice: write {group}=<option>, without a leading +"
+    return str(error).strip()
+
+
+def _explain_choice(error: MissingConfigException) -> str:
+    missing = str(error.missing_cfg_file)
+    group, _, option = missing.rpartition("/")
+    options = sorted(error.options or ())
+    if not group:
+        return str(error).strip()
+    return f"{group}={option}: there is no such option{_nearest(option, options)}; {group} has {', '.join(options)}"
+
+
+def _unknown_key(key: str, schema: type) -> str:
+    keys = schema_keys(schema)
+    section, _, leaf = key.rpartition(".")
+    siblings = [known for known in keys if section and known.rpartition(".")[0] == section]
+    # `lr=1e-4` for `optim.lr=1e-4`: the last part is right, the section is missing.
+    same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
+    if same_leaf:
+        hint = f": did you mean {' or '.join(same_leaf[:3])}?"
+    else:
+        hint = _nearest(key, siblings or keys)
+    if not hint and siblings:
+        hint = f"; {section} has {', '.join(known.rpartition('.')[2] for known in siblings)}"
+    return f"unknown key {key}{hint or '; --help lists the main keys, --cfg job all of them'}"
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """Returns `: did you mean ...?` or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _wrong_value(cause: OmegaConfBaseException, schema: type) -> str:
+    key = _full_key(cause)
+    message = _first_line(cause)
+    if not key:
+        return message
+    expected = _type_of(schema, key)
+    return f"{key}: {message}" + (f" ({expected} is wanted)" if expected else "")
+
+
+def _type_of(schema: type, key: str) -> str:
+    """Returns the type of a dotted key in words, or nothing where the schema does not tell."""
+    kind: Any = schema
+    for part in key.split("."):
+        if not is_dataclass(kind) or not isinstance(kind, type):
+            return ""
+        kind = get_type_hints(kind).get(part)
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    options = [names.get(option, "") for option in (get_args(kind) or (kind,))]
+    return " or ".join(options) if all(options) else ""
+
+
+def _place(error: Exception) -> str:
+    """Returns `<file>.yaml: ` where a config file is at fault and not the command line."""
+    found = re.match(r"In '([^']+)'", str(error))
+    return f"{found.group(1)}.yaml: " if found else ""
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Follows causes; Hydra wraps OmegaConf's errors in its own, at times without naming the cause."""
+    while True:
+        inner = error.__cause__ or error.__context__
+        if inner is None or isinstance(error, OmegaConfBaseException):
+            return error
+        error = inner
+
+
+def _full_key(error: BaseException) -> str:
+    return str(getattr(error, "full_key", None) or "")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

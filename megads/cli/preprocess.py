@@ -1,0 +1,18 @@
+"""`megads preprocess`: raw text to an indexed dataset."""
+
+from __future__ import annotations
+
+from megads.cli.entry import Invocation, Verb
+from megads.data.config import PreprocessConfig
+from megads.errors import EXIT_OK
+
+
+def run(config: PreprocessConfig, _invocation: Invocation) -> int:
+    """Writes the dataset."""
+    from megads.data.preprocess import preprocess
+
+    preprocess(config)
+    return EXIT_OK
+
+
+VERB = Verb("preprocess", PreprocessConfig, run)

@@ -1,0 +1,18 @@
+"""`megads tokenizer`: raw text to a BPE tokenizer."""
+
+from __future__ import annotations
+
+from megads.cli.entry import Invocation, Verb
+from megads.data.config import TokenizerConfig
+from megads.errors import EXIT_OK
+
+
+def run(config: TokenizerConfig, _invocation: Invocation) -> int:
+    """Trains and writes the tokenizer."""
+    from megads.data.tokenizer import train_tokenizer
+
+    train_tokenizer(config)
+    return EXIT_OK
+
+
+VERB = Verb("tokenizer", TokenizerConfig, run)

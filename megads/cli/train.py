@@ -1,0 +1,131 @@
+"""`megads train`: checks the config, freezes it into the run directory and starts the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megads.cli.entry import Invocation, Verb
+from megads.config import (
+    RootConfig,
+    batch_size_schedule,
+    check_config,
+    config_dict,
+    config_digest,
+    derive_run_id,
+    freeze,
+    load_frozen,
+    planned_steps,
+)
+from megads.errors import EXIT_OK, ConfigError
+from megads.plan.parameters import parameter_count
+from megads.runtime.console import Console
+from megads.runtime.environment import share_of_cores
+from megads.runtime.launcher import LaunchSpec, launch
+from megads.runtime.run_dir import CONFIG_FILE, claimed
+
+
+def run(config: RootConfig, invocation: Invocation) -> int:
+    """Starts or continues the run that the config describes and returns its exit code."""
+    check_config(config)
+    _refuse_shared_place(config, invocation)
+    config = place(config, invocation.choices)
+    if config.run.dry_run:
+        print(describe(config))
+        return EXIT_OK
+    run_dir = Path(str(config.run.dir))
+    with claimed(run_dir):
+        console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))
+        console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
+        for change in _changes(run_dir, config):
+            console.say(f"changed since the last start: {change}", "warning")
+        freeze(config, run_dir / CONFIG_FILE)
+        return launch(launch_spec(config), console)
+
+
+def launch_spec(config: RootConfig) -> LaunchSpec:
+    """Returns what to start for a config that has its place."""
+    run_dir = str(config.run.dir)
+    return LaunchSpec(
+        run_dir=Path(run_dir),
+        num_ranks=config.parallel.world_size,
+        command=("-m", "megads.cli.rank", run_dir, "--digest", config_digest(config)),
+        threads_per_rank=config.cluster.threads_per_rank,
+    )
+
+
+def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
+    """Returns the config with run.id and run.dir filled in.
+
+    Args:
+        config: as composed.
+        choices: option taken in each config group; the experiment, else the model, names the run.
+    """
+    name = config.run.name or choices.get("experiment") or choices.get("model") or "run"
+    run_id = config.run.id or derive_run_id(config, name.replace("/", "-"))
+    run_dir = config.run.dir or f"runs/{run_id}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
+
+
+def describe(config: RootConfig) -> str:
+    """Returns what a run would do, for run.dry_run."""
+    train, parallel, model = config.train, config.parallel, config.model
+    steps = planned_steps(config)
+    batches = batch_size_schedule(config)
+    samples = batches.samples_after(steps)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
+    threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
+    ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
+    rows = {
+        "run": config.run.id,
+        "writes to": config.run.dir,
+        "ranks": f"{parallel.world_size} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
+        f"threads of each {threads}",
+        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
+        f"vocabulary {model.vocab_size:,}, {model.position}; {parameter_count(model):,} parameters",
+        "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
+        f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
+        "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
+        "precision": str(train.precision),
+        "data": ", ".join(dataset.path for dataset in config.data.train),
+        "config": f"sha256 {config_digest(config)[:8]}",
+    }
+    return "\n".join(["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())])
+
+
+def _refuse_shared_place(config: RootConfig, invocation: Invocation) -> None:
+    """Two points of a sweep with one run.id would be one run, the second continuing the first."""
+    given = config.run.dir or config.run.id
+    if given is None:
+        return
+    if given in invocation.claimed_dirs:
+        raise ConfigError(
+            f"run.id or run.dir = {given} is shared by several points of the sweep: leave it out, so that every point "
+            "gets its own, or sweep over it too"
+        )
+    invocation.claimed_dirs.add(given)
+
+
+def _changes(run_dir: Path, config: RootConfig) -> list[str]:
+    """Lists the keys whose values differ from the last start of the same run."""
+    try:
+        before = dict(_flat(config_dict(load_frozen(run_dir / CONFIG_FILE))))
+    except ConfigError:
+        return []
+    return [
+        f"{key} {before.get(key)} -> {value}" for key, value in _flat(config_dict(config)) if before.get(key) != value
+    ]
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+VERB = Verb("train", RootConfig, run)
