@@ -1,0 +1,285 @@
+"""One rank of a run: builds the parts, joins them, runs the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megads.batch import MicroBatch
+from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.read import check_model, find_checkpoint, read_into
+from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, planned_steps
+from megads.data.datasets import open_datasets
+from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
+from megads.engine.interface import TrainEngine
+from megads.engine.training import PipelineTrainEngine
+from megads.errors import Preempted, StopRequested
+from megads.evaluate.validation import ValidationHook
+from megads.optim.schedule import learning_rate
+from megads.parallel.grid import ParallelGrid, build_grid
+from megads.plan.flops import model_flops_per_token
+from megads.plan.metrics_hook import MetricsHook
+from megads.plan.parameters import parameter_count
+from megads.plan.peak import device_peak_tflops
+from megads.resilience.nonfinite import NonFiniteHook
+from megads.runtime.distributed import require_equal, world
+from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
+from megads.runtime.hooks import Hook, StepInfo, TrainState
+from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.stop_file import PREEMPTED, clear_stop
+from megads.runtime.stop_signal import StopSignal
+
+VALIDATION_MICRO_BATCHES = 8
+"""Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
+
+
+def train(config: RootConfig, run_dir: Path) -> int:
+    """Trains to the planned end, or until somebody asks to stop.
+
+    Args:
+        config: checked and frozen by the launcher.
+        run_dir: the run's folder.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        MegadsError: a failure for the user; the rank's process turns it into an exit code.
+    """
+    environment = rank_environment()
+    device = rank_device(environment)
+    with world(device, config.cluster.timeout_s):
+        require_equal("the frozen config", config_digest(config))
+        grid = build_grid(config.parallel, environment.rank, environment.world_size)
+        train_samples, valid_samples = open_datasets(
+            config.data, config.train.seq_len, config.train.seed, config.model.vocab_size
+        )
+        metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
+        events = EventWriter(run_dir, enabled=grid.rank == 0)
+        engine = build_engine(config, grid, device)
+        state = TrainState()
+        resume(config, run_dir, engine, state, events)
+        metrics.drop_after(state.step)
+        hooks: list[Hook] = [
+            metrics_hook(config, environment, device, metrics),
+            NonFiniteHook(events, config.train.max_nonfinite_steps),
+            checkpoint_hook(config, run_dir, engine, state, events),
+        ]
+        if valid_samples is not None:
+            hooks.append(validation_hook(config, grid, engine, valid_samples, metrics))
+        announce(config, engine, device, state, events)
+        stop = StopSignal(run_dir, grid.rank, device)
+        with closing(train_loader(config, grid, train_samples, state)) as batches:
+            reason = run_loop(config, engine, batches, state, hooks, stop)
+        events.write("end", step=state.step, stopped=reason)
+        if reason and grid.rank == 0:
+            clear_stop(run_dir)
+    return exit_code(reason)
+
+
+def run_loop(
+    config: RootConfig,
+    engine: TrainEngine,
+    batches: Iterator[StepBatch],
+    state: TrainState,
+    hooks: Sequence[Hook],
+    stop: StopSignal,
+) -> str:
+    """Steps until the planned end or a request to stop; returns the request's reason, empty at the planned end."""
+    total_steps = planned_steps(config)
+    rate = rate_schedule(config)
+    for hook in hooks:
+        hook.on_start(state)
+    reason = stop.reason()
+    while state.step < total_steps and not reason:
+        begin = time.perf_counter()
+        batch = next(batches)
+        loaded = time.perf_counter()
+        lr = rate(state.samples + batch.samples)
+        result = engine.step(batch.micro_batches, lr)
+        state.step += 1
+        state.samples += batch.samples
+        state.tokens += result.tokens
+        end = time.perf_counter()
+        reason = stop.reason()
+        info = StepInfo(
+            step=state.step,
+            samples=state.samples,
+            tokens=state.tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            global_batch_size=batch.samples,
+            seq_len=config.train.seq_len,
+            step_time_s=end - begin,
+            data_time_s=loaded - begin,
+            skipped=result.skipped,
+            culprit=str(result.culprit or ""),
+            batch_hash=batch.batch_hash,
+            last=state.step == total_steps or bool(reason),
+            stop_reason=reason if state.step < total_steps else "",
+        )
+        for hook in hooks:
+            hook.on_step(info)
+    for hook in hooks:
+        hook.on_end(state)
+    return reason if state.step < total_steps else ""
+
+
+def rank_device(environment: RankEnvironment) -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def weight_dtype(precision: Precision) -> torch.dtype:
+    """Dtype of weights and activations."""
+    return torch.bfloat16 if precision is Precision.bf16 else torch.float32
+
+
+def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device) -> PipelineTrainEngine:
+    """The engine with its initial weights."""
+    return PipelineTrainEngine(
+        config.model,
+        config.parallel,
+        config.optim,
+        grid,
+        precision=weight_dtype(config.train.precision),
+        micro_batch_size=config.train.micro_batch_size,
+        seed=config.train.seed,
+        device=device,
+    )
+
+
+def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
+    """Continues from the newest usable checkpoint of this run, else from the one the config names, else afresh.
+
+    The run's own checkpoint goes first: checkpoint.load=<path> says where a run starts, and the same command after a
+    crash or a requeue must not throw away what came after.
+
+    Raises:
+        CheckpointError: a checkpoint is there but cannot be used.
+    """
+    load = config.checkpoint.load
+    handle = find_checkpoint(run_dir, "auto" if load != "none" else "none")
+    if handle is None and load not in ("auto", "none"):
+        handle = find_checkpoint(run_dir, load)
+    if handle is None:
+        return
+    check_model(handle, asdict(config.model))
+    engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
+    state.load_state_dict(handle.state)
+    events.write(
+        "resume",
+        step=state.step,
+        checkpoint=handle.folder.name,
+        passed_by=list(handle.passed_by),
+        software_differences=handle.software_differences(),
+    )
+
+
+def rate_schedule(config: RootConfig) -> Callable[[int], float]:
+    """Learning rate of a step from the samples consumed at its end."""
+    decay = config.schedule.decay_samples or batch_size_schedule(config).samples_after(planned_steps(config))
+    return lambda samples: learning_rate(samples, config.optim, config.schedule, decay)
+
+
+def needs_tokens(grid: ParallelGrid) -> bool:
+    """Only the ends of the pipeline read tokens and labels; the middle gets BatchInfo."""
+    return grid.pp.is_first or grid.pp.is_last
+
+
+def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, state: TrainState) -> TrainLoader:
+    """This rank's share of the training stream from where the state is."""
+    return TrainLoader(
+        samples,
+        batch_size_schedule(config),
+        config.train.micro_batch_size,
+        grid.dp.rank,
+        grid.dp.size,
+        config.model.vocab_size,
+        start_sample=state.samples,
+        needs_tokens=needs_tokens(grid),
+        prefetch_steps=config.data.prefetch_steps,
+    )
+
+
+def metrics_hook(
+    config: RootConfig, environment: RankEnvironment, device: torch.device, metrics: MetricsWriter
+) -> MetricsHook:
+    """Writes the step line. Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it."""
+    peak_tflops = 1.0
+    if environment.rank == 0:
+        dtype, cores = weight_dtype(config.train.precision), available_cores()
+        peak_tflops = device_peak_tflops(device, dtype, cores, config.cluster.peak_tflops)
+        if device.type == "cpu" and config.cluster.peak_tflops is None:
+            peak_tflops /= environment.local_world_size
+    dist.barrier()
+    flops = model_flops_per_token(config.model, config.train.seq_len)
+    return MetricsHook(metrics, flops, environment.world_size, peak_tflops)
+
+
+def checkpoint_hook(
+    config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter
+) -> CheckpointHook:
+    """Saves."""
+    layout = {"tp": config.parallel.tp, "pp": config.parallel.pp, "dp": config.parallel.dp}
+    model = asdict(config.model)
+    return CheckpointHook(
+        engine, run_dir, config.checkpoint, config_digest(config), model, layout, state, events
+    )
+
+
+def validation_hook(
+    config: RootConfig, grid: ParallelGrid, engine: TrainEngine, valid: ValidationSamples, metrics: MetricsWriter
+) -> ValidationHook:
+    """Validates; rank 0, which writes, also knows the unigram loss."""
+    unigram = unigram_entropy(valid.dataset, valid.documents) if grid.rank == 0 else 0.0
+
+    def batches() -> Iterator[list[MicroBatch]]:
+        return validation_batches(
+            valid,
+            config.train.micro_batch_size,
+            grid.dp.rank,
+            grid.dp.size,
+            config.model.vocab_size,
+            needs_tokens(grid),
+            VALIDATION_MICRO_BATCHES,
+        )
+
+    return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, metrics)
+
+
+def announce(
+    config: RootConfig, engine: PipelineTrainEngine, device: torch.device, state: TrainState, events: EventWriter
+) -> None:
+    """Records what starts."""
+    events.write(
+        "start",
+        step=state.step,
+        total_steps=planned_steps(config),
+        parameters=parameter_count(config.model),
+        precision=config.train.precision.value,
+        layout=f"tp{config.parallel.tp} pp{config.parallel.pp} dp{config.parallel.dp}",
+        stages=engine.bounds,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        threads_per_rank=torch.get_num_threads(),
+        config_digest=config_digest(config),
+    )
+
+
+def exit_code(stop_reason: str) -> int:
+    """0 at the planned end, else what the documented table says of the reason."""
+    if not stop_reason:
+        return 0
+    return Preempted.exit_code if stop_reason == PREEMPTED else StopRequested.exit_code
