@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megads.batch import MicroBatch
+from megads.data.batch_size import BatchSizeSchedule
+from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.samples import TrainSamples, ValidationSamples
+from megads.errors import ConfigError, DataError
+
+from .conftest import VOCAB_SIZE, MakeDataset
+
+SEQ_LEN = 8
+LAYOUTS = [(1, 1), (1, 6), (2, 3), (3, 2), (4, 3)]
+
+
+@pytest.fixture
+def samples(make_dataset: MakeDataset) -> TrainSamples:
+    return TrainSamples(make_dataset([17, 30, 5, 60, 44]), range(5), SEQ_LEN, seed=1)
+
+
+def steps(loader: TrainLoader, count: int) -> list[StepBatch]:
+    with loader:
+        return list(itertools.islice(loader, count))
+
+
+def in_global_order(by_rank: list[list[MicroBatch]]) -> list[tuple[int, list[int], list[int]]]:
+    """Lists (sample id, tokens, labels), micro-batch by micro-batch, rank by rank."""
+    rows = []
+    for micro_batches in zip(*by_rank, strict=True):
+        for batch in micro_batches:
+            assert batch.tokens_bs is not None and batch.labels_bs is not None
+            columns = (batch.info.sample_ids.tolist(), batch.tokens_bs.tolist(), batch.labels_bs.tolist())
+            rows += list(zip(*columns, strict=True))
+    return rows
+
+
+def test_layouts_agree(samples: TrainSamples) -> None:
+    """Catches tokens, ids or batch_hash that depend on dp or micro-batch size, across epochs and sizes (N2)."""
+    schedule = BatchSizeSchedule(36, start=12, increment=12, ramp_samples=40)
+    seen, hashes = [], []
+    for dp, micro in LAYOUTS:
+        by_rank = [steps(TrainLoader(samples, schedule, micro, rank, dp, VOCAB_SIZE), 4) for rank in range(dp)]
+        hashes += [[step.batch_hash for step in rank] for rank in by_rank]
+        assert [step.first_sample for step in by_rank[0]] == [schedule.samples_after(step) for step in range(4)]
+        seen.append([in_global_order([rank[step].micro_batches for rank in by_rank]) for step in range(4)])
+    assert all(one == seen[0] for one in seen)
+    assert all(one == hashes[0] for one in hashes)
+    assert [row[0] for step in seen[0] for row in step] == list(range(schedule.samples_after(4)))
+
+
+def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
+    """Catches labels that are not the next tokens, and wrong dtypes, shapes or masks."""
+    batch = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE), 2)[1].micro_batches[0]
+    assert batch.info.sample_ids.tolist() == [9, 10, 11]
+    assert batch.info.position_ids_bs is None and batch.info.document_starts is None
+    assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+    for row, sample in enumerate([9, 10, 11]):
+        out = np.empty(SEQ_LEN + 1, np.int64)
+        samples.read(sample, out)
+        assert batch.tokens_bs[row].tolist() == out[:-1].tolist()
+        assert batch.labels_bs[row].tolist() == out[1:].tolist()
+    assert batch.tokens_bs.dtype == batch.labels_bs.dtype == batch.info.sample_ids.dtype == torch.int64
+    assert batch.loss_mask_bs.dtype == torch.float32 and bool((batch.loss_mask_bs == 1).all())
+    assert batch.tokens_bs.is_contiguous() and batch.labels_bs.is_contiguous()
+
+
+def test_resume_gives_the_same_stream(samples: TrainSamples) -> None:
+    """Catches state that is lost in a resume: everything follows from the samples consumed."""
+    schedule = BatchSizeSchedule(8, start=4, increment=2, ramp_samples=20)
+    whole = steps(TrainLoader(samples, schedule, 2, 0, 1, VOCAB_SIZE), 8)
+    rest = steps(TrainLoader(samples, schedule, 2, 0, 1, VOCAB_SIZE, start_sample=whole[3].first_sample), 5)
+    for first, second in zip(whole[3:], rest, strict=True):
+        assert (first.batch_hash, first.samples) == (second.batch_hash, second.samples)
+        assert in_global_order([first.micro_batches]) == in_global_order([second.micro_batches])
+
+
+def test_stages_in_the_middle_get_the_info_only(samples: TrainSamples) -> None:
+    """Catches a middle stage that reads tokens, or whose sample ids or hash differ."""
+    schedule = BatchSizeSchedule(6)
+    full = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE), 2)
+    bare = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, needs_tokens=False), 2)
+    for with_tokens, without in zip(full, bare, strict=True):
+        assert with_tokens.batch_hash == without.batch_hash
+        for one, other in zip(with_tokens.micro_batches, without.micro_batches, strict=True):
+            assert other.tokens_bs is None and other.labels_bs is None and other.loss_mask_bs is None
+            assert torch.equal(one.info.sample_ids, other.info.sample_ids)
+
+
+@pytest.mark.parametrize("token", [VOCAB_SIZE, -1])
+def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeDataset, token: int) -> None:
+    """Catches an index error on a GPU, far from its cause; and an exception lost in the thread."""
+    dataset = make_dataset(documents=[[1] * 40, [2] * 20 + [token] + [2] * 20])
+    loader = TrainLoader(TrainSamples(dataset, range(2), SEQ_LEN, 0), BatchSizeSchedule(10), 1, 0, 1, VOCAB_SIZE)
+    with pytest.raises(DataError, match=f"corpus: document 1 holds token {token}, model.vocab_size is 1000"):
+        next(loader)
+    assert not loader._thread.is_alive()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_an_exception_of_any_type_is_passed_on(samples: TrainSamples) -> None:
+    """Catches a consumer that waits for ever for a thread that died of a config error."""
+    loader = TrainLoader(samples, BatchSizeSchedule(10), 4, 0, 1, VOCAB_SIZE)
+    with pytest.raises(ConfigError, match="no multiple"):
+        next(loader)
+
+
+def test_close_ends_the_thread_wherever_it_is(samples: TrainSamples) -> None:
+    """Catches a thread that blocks on a full queue for ever, and keeps the process alive."""
+    loader = TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=1)
+    deadline_s = time.monotonic() + 10
+    while not loader._queue.full() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert loader._queue.full() and loader._thread.daemon
+    loader.close()
+    assert loader._thread not in threading.enumerate()
+    with pytest.raises(StopIteration):
+        next(loader)
+    loader.close()
+
+
+def test_prefetch_is_bounded(samples: TrainSamples) -> None:
+    """Catches a thread that reads the whole dataset into memory."""
+    with TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=3) as loader:
+        time.sleep(0.3)
+        assert loader._queue.qsize() == 3
+        assert next(loader).first_sample == 0
+
+
+@pytest.mark.parametrize("dp,micro,per_call", [(1, 1, 100), (1, 4, 1), (2, 3, 2), (4, 2, 1), (5, 7, 3)])
+def test_validation_is_the_same_set_in_every_layout(
+    make_dataset: MakeDataset, dp: int, micro: int, per_call: int
+) -> None:
+    """Catches a layout that drops or repeats the tail, or gives ranks different numbers of micro-batches (N10)."""
+    dataset = make_dataset([17, 30, 5, 60, 44])
+    valid = ValidationSamples(dataset, range(1, 5), SEQ_LEN)
+    by_rank = [list(validation_batches(valid, micro, r, dp, VOCAB_SIZE, True, per_call)) for r in range(dp)]
+    bare = list(validation_batches(valid, micro, 0, dp, VOCAB_SIZE, False, per_call))
+    assert [[len(call) for call in rank] for rank in by_rank] == [[len(call) for call in bare]] * dp
+    assert all(batch.tokens_bs is None for call in bare for batch in call)
+    predicted: list[int] = []
+    ids: list[int] = []
+    for calls in zip(*by_rank, strict=True):
+        for micro_batches in zip(*calls, strict=True):
+            for batch in micro_batches:
+                assert batch.labels_bs is not None and batch.loss_mask_bs is not None and batch.tokens_bs is not None
+                assert batch.tokens_bs.shape == batch.loss_mask_bs.shape == (micro, SEQ_LEN)
+                predicted += batch.labels_bs[batch.loss_mask_bs == 1].tolist()
+                ids += batch.info.sample_ids.tolist()
+    assert predicted == dataset.stream(range(1, 5))[1:].tolist()
+    assert ids == list(range(len(ids)))
+
+
+def test_validation_checks_tokens(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """Catches validation data of another vocabulary than the training data's."""
+    dataset = make_dataset(documents=[[1] * 20, [1] * 9 + [VOCAB_SIZE]])
+    valid = ValidationSamples(dataset, range(2), SEQ_LEN)
+    with pytest.raises(DataError, match="document 1 holds token 1000"):
+        list(validation_batches(valid, 2, 0, 1, VOCAB_SIZE, True, 4))
