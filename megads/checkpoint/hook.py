@@ -77,7 +77,8 @@ class CheckpointHook:
         )
         start = time.perf_counter()
         try:
-            folder = save_checkpoint(self._run_dir, self._engine.named_shards(), run, self._config.keep)
+            keys = {shard.key for shard in self._engine.named_shards(owned=False)}
+            folder = save_checkpoint(self._run_dir, self._engine.named_shards(), run, self._config.keep, keys)
         except SaveError as error:
             self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
             if last or error.previous is None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megads.checkpoint.agreement import agreed, gather_to_first, on_first, rank
@@ -54,7 +53,9 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def save_checkpoint(run_dir: Path, shards: Sequence[Shard], run: RunRecord, keep: int = 0) -> Path:
+def save_checkpoint(
+    run_dir: Path, shards: Sequence[Shard], run: RunRecord, keep: int = 0, keys: Collection[str] = ()
+) -> Path:
     """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
 
     Args:
@@ -62,6 +63,8 @@ def save_checkpoint(run_dir: Path, shards: Sequence[Shard], run: RunRecord, keep
         shards: this rank's part; over all ranks they cover every key exactly once.
         run: what to record of the run; run.state["step"] names the checkpoint. The same on all ranks.
         keep: checkpoints to keep, this one included; 0 keeps all.
+        keys: of everything this rank holds, copies that another rank owns included; a key that no rank owns at all
+            is noticed only through these.
 
     Returns:
         The committed folder.
@@ -74,8 +77,8 @@ def save_checkpoint(run_dir: Path, shards: Sequence[Shard], run: RunRecord, keep
     try:
         on_first(lambda: _prepare(partial))
         stored = agreed(lambda: _write_shards(partial, shards))
-        parts = gather_to_first(stored)
-        on_first(lambda: _commit(partial, final, run, list(chain(*(parts or ())))))
+        parts = gather_to_first((stored, sorted(keys)))
+        on_first(lambda: _commit(partial, final, run, parts or []))
     except CheckpointError as error:
         previous = on_first(lambda: _give_up(partial))
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
@@ -132,8 +135,19 @@ def _write_shards(partial: Path, shards: Sequence[Shard]) -> list[StoredTensor]:
     ]
 
 
-def _commit(partial: Path, final: Path, run: RunRecord, tensors: list[StoredTensor]) -> None:
-    """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next."""
+def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[StoredTensor], list[str]]]) -> None:
+    """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next.
+
+    Args:
+        partial: where they are.
+        final: where they go.
+        run: the run's part of the manifest.
+        parts: what each rank stored, and the keys it holds.
+    """
+    tensors = [tensor for stored, _ in parts for tensor in stored]
+    unowned = {key for _, keys in parts for key in keys} - {tensor.key for tensor in tensors}
+    if unowned:
+        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
     names = sorted({tensor.file for tensor in tensors})
     unseen = [name for name in names if not (partial / name).exists()]
     if unseen:

@@ -1,0 +1,96 @@
+"""When checkpoints are saved, and what a failed save means for the run."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.checkpoint.agreement import rank
+from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.store import SaveError, list_checkpoints
+from megads.engine.interface import Shard
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
+from tests.checkpoint.random_layouts import MODEL, global_tensors, random_layout, shards_of
+from tests.distributed import run_ranks
+
+
+class OneRankEngine:
+    """The part of an engine that saving calls, over fixed tensors."""
+
+    optimizer_steps = 3
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        return shards_of(random_layout(1, 1)[0], global_tensors(1))
+
+
+def run(run_dir: Path, steps: int, every_steps: int, full_disk_at: int = 0, loaded_step: int = 0) -> None:
+    """A loop of `steps` steps that counts and calls the hook."""
+    state = TrainState(loaded_step, 8 * loaded_step, 80 * loaded_step)
+    events = EventWriter(run_dir, enabled=rank() == 0)
+    config = CheckpointConfig(every_steps=every_steps, keep=0)
+    engine: Any = OneRankEngine()
+    hook = CheckpointHook(engine, run_dir, config, "digest", dict(MODEL), {"tp": 1, "pp": 1, "dp": 1}, state, events)
+    hook.on_start(state)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(loaded_step + 1, steps + 1):
+        state.step, state.samples, state.tokens = step, 8 * step, 80 * step
+        if step == full_disk_at:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        try:
+            hook.on_step(info(state, last=step == steps))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    hook.on_end(state)
+
+
+def info(state: TrainState, last: bool) -> StepInfo:
+    return StepInfo(
+        step=state.step, samples=state.samples, tokens=state.tokens, loss=1.0, grad_norm=1.0, lr=1e-3,
+        global_batch_size=8, seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="",
+        last=last,
+    )  # fmt: skip
+
+
+def events_of(run_dir: Path) -> list[tuple[str, int]]:
+    return [(line["event"], line["step"]) for line in read_json_lines(run_dir / EVENTS_FILE)]
+
+
+@pytest.mark.parametrize(("every_steps", "saved"), [(2, [2, 4, 5]), (5, [5]), (0, [5])])
+def test_when(every_steps: int, saved: list[int], tmp_path: Path) -> None:
+    """Catches a missing last checkpoint, or one saved twice (at the interval, at the end, after the loop)."""
+    run(tmp_path, 5, every_steps)
+    assert list(list_checkpoints(tmp_path)) == saved
+    assert events_of(tmp_path) == [("checkpoint_saved", step) for step in saved]
+
+
+def test_finished_run_started_again(tmp_path: Path) -> None:
+    """Catches a start with nothing left to do that rewrites its checkpoint."""
+    run(tmp_path, 5, 0, loaded_step=5)
+    assert list(list_checkpoints(tmp_path)) == []
+
+
+def outcome(run_dir: Path, full_disk_at: int) -> str:
+    try:
+        run(run_dir, 4, 1, full_disk_at)
+    except SaveError as error:
+        return f"stopped, {error.previous} left"
+    return "finished"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("full_disk_at", "end", "saved"),
+    [(2, "finished", [1, 3, 4]), (1, "stopped, None left", []), (4, "stopped, step_00000003 left", [1, 2, 3])],
+)
+def test_full_disk(full_disk_at: int, end: str, saved: list[int], tmp_path: Path) -> None:
+    """Catches a run that dies of one failed save, trains on with nothing saved, or ends well without its last one."""
+    assert run_ranks(outcome, 1, tmp_path, full_disk_at) == [end]
+    assert list(list_checkpoints(tmp_path)) == saved
+    events = {step: event for event, step in events_of(tmp_path)}
+    assert events[full_disk_at] == "checkpoint_failed"

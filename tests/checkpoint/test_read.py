@@ -1,0 +1,187 @@
+"""What is found, what is passed by and why."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megads.checkpoint.agreement import rank
+from megads.checkpoint.read import check_model, find_checkpoint, read_into
+from megads.checkpoint.store import save_checkpoint
+from megads.engine.interface import Shard
+from megads.errors import CheckpointError
+from tests.checkpoint.random_layouts import (
+    MODEL,
+    SHAPES,
+    all_equal,
+    global_tensors,
+    random_layout,
+    run_record,
+    shards_of,
+)
+from tests.distributed import run_ranks
+
+FILE = "rank_00000.safetensors"
+
+
+def save(run_dir: Path, step: int, world_size: int = 1) -> Path:
+    shards = shards_of(random_layout(step, world_size)[rank()], global_tensors(step))
+    return save_checkpoint(run_dir, shards, run_record(step))
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def damage(folder: Path, kind: str) -> None:
+    file = folder / FILE
+    if kind == "flipped byte in a tensor":
+        flip(file, -3)
+    elif kind == "flipped byte in the header":
+        flip(file, file.read_bytes().index(b"F32") + 1)
+    elif kind == "truncated shard":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif kind == "hole":
+        size = file.stat().st_size
+        with file.open("r+b") as hollow:
+            hollow.truncate(size - 256)
+            hollow.truncate(size)
+    elif kind == "missing shard":
+        file.unlink()
+    elif kind == "missing manifest":
+        (folder / "manifest.json").unlink()
+    elif kind == "flipped byte in the manifest":
+        flip(folder / "manifest.json", 500)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("flipped byte in a tensor", rf"{FILE}: tensor \d+ \(\w+/\w\) fails its checksum"),
+        ("flipped byte in the header", rf"{FILE}"),
+        ("truncated shard", rf"{FILE} has \d+ bytes instead of \d+ \(it holds \w+/\w\)"),
+        ("hole", rf"{FILE}: tensor \d+ \(\w+/\w\) fails its checksum"),
+        ("missing shard", rf"{FILE}: No such file or directory \(it holds \w+/\w\)"),
+        ("missing manifest", "manifest.json is missing: the checkpoint was never completed"),
+        ("flipped byte in the manifest", "manifest.json: it"),
+    ],
+)
+def test_damaged_checkpoint(kind: str, reason: str, tmp_path: Path) -> None:
+    """Catches damage that torch and safetensors load silently, and a fallback without a reason."""
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+    damage(folder, kind)
+    with pytest.raises(CheckpointError, match=rf"checkpoint\.load = .*step_00000002 is not usable: .*{reason}"):
+        find_checkpoint(tmp_path, str(folder))
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None and handle.state == run_record(1).state
+    [passed_by] = handle.passed_by
+    assert passed_by.startswith("step_00000002: ")
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000001")
+    with pytest.raises(CheckpointError, match=r"is usable; checkpoint\.load=none starts afresh: step_00000002"):
+        find_checkpoint(tmp_path, "auto")
+
+
+def test_fresh_run(tmp_path: Path) -> None:
+    """Catches a first start that fails, a partial folder taken for a checkpoint, and a `none` that loads."""
+    assert find_checkpoint(tmp_path, "auto") is None
+    save(tmp_path, 1)
+    assert find_checkpoint(tmp_path, "none") is None
+    (tmp_path / "checkpoints" / "step_00000001").rename(tmp_path / "checkpoints" / ".step_00000001.partial")
+    assert find_checkpoint(tmp_path, "auto") is None
+
+
+@pytest.mark.parametrize("content", ["step_00000077\n", "", "\x00\x00"])
+def test_latest_that_names_nothing(content: str, tmp_path: Path) -> None:
+    """Catches a start that trusts `latest` more than the folders."""
+    save(tmp_path, 1)
+    (tmp_path / "checkpoints" / "latest").write_text(content)
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None and handle.state["step"] == 1
+    if content.startswith("step"):
+        with pytest.raises(CheckpointError, match="step_00000077"):
+            find_checkpoint(tmp_path, str(tmp_path))
+
+
+def test_given_path(tmp_path: Path) -> None:
+    """Catches a path of a run, or of a moved checkpoint, that cannot be loaded, and a typing error taken for none."""
+    first = save(tmp_path / "run", 1)
+    save(tmp_path / "run", 2)
+    shutil.copytree(first, tmp_path / "moved")
+    for path, step in (
+        (first, 1),
+        (tmp_path / "run", 2),
+        (tmp_path / "run" / "checkpoints", 2),
+        (tmp_path / "moved", 1),
+    ):
+        handle = find_checkpoint(tmp_path / "other", str(path))
+        assert handle is not None and handle.state["step"] == step
+    with pytest.raises(CheckpointError, match="typo: there is no such folder"):
+        find_checkpoint(tmp_path / "run", str(tmp_path / "typo"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_reshard(seed: int, tmp_path: Path) -> None:
+    """Catches a wrong slice on either side of the copy, in one to three dims, and copies held by several ranks."""
+    save(tmp_path, seed)
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None
+    shards = [shard for owned in random_layout(1000 + seed, 4) for shard in shards_of(owned)]
+    copies = shards_of(random_layout(2000 + seed, 2)[0])
+    read_into(handle, shards + copies)
+    assert all_equal(shards + copies, global_tensors(seed))
+
+
+def test_shards_that_are_not_stored(tmp_path: Path) -> None:
+    """Catches weights left at their random start because a name or a shape does not match."""
+    save(tmp_path, 1)
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None
+    tensor = global_tensors(0)["weight/b"]
+    with pytest.raises(CheckpointError, match="holds no weight/new"):
+        read_into(handle, [Shard("weight/new", (40,), (0,), tensor)])
+    with pytest.raises(CheckpointError, match=r"weight/b has shape \[40\] there and \[50\] here"):
+        read_into(handle, [Shard("weight/b", (50,), (0,), tensor)])
+    with pytest.raises(CheckpointError, match=r"weight/b at \[10\] of shape \[40\]: 30 of 40 elements"):
+        read_into(handle, [Shard("weight/b", SHAPES["weight/b"], (10,), tensor)])
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """Catches weights loaded into another architecture, and a refusal of what may change during a run."""
+    save(tmp_path, 1)
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None
+    check_model(handle, {**MODEL, "init_std": 0.1, "hidden_dropout": 0.1, "max_seq_len": 128, "ffn_size": 32})
+    with pytest.raises(
+        CheckpointError, match=r"another model \(model\.ffn_size: 32 there, 64 here; model\.num_layers: 2"
+    ):
+        check_model(handle, {**MODEL, "num_layers": 3, "ffn_size": 64})
+
+
+def test_software_differences(tmp_path: Path) -> None:
+    """Catches a warning where nothing changed."""
+    save(tmp_path, 1)
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None and handle.software_differences() == []
+
+
+def auto_by_rank(run_dir: Path) -> object:
+    handle = find_checkpoint(run_dir, "auto")
+    assert handle is not None
+    return handle.state["step"], handle.passed_by
+
+
+@pytest.mark.distributed
+def test_damage_seen_by_one_rank(tmp_path: Path) -> None:
+    """Catches ranks that choose different checkpoints because each verifies only a share of the files."""
+    run_ranks(save, 3, tmp_path, 1, 3)
+    run_ranks(save, 3, tmp_path, 2, 3)
+    flip(tmp_path / "checkpoints" / "step_00000002" / "rank_00002.safetensors", -1)
+    results = run_ranks(auto_by_rank, 2, tmp_path)
+    assert results[0] == results[1]
+    step, [reason] = results[0]
+    assert step == 1 and "rank_00002.safetensors: tensor" in reason

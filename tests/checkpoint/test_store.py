@@ -1,0 +1,219 @@
+"""Nothing is lost while checkpoints are written: real processes, real kills, a really full disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.checkpoint.agreement import rank
+from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.read import find_checkpoint, read_into
+from megads.checkpoint.store import SaveError, list_checkpoints, save_checkpoint
+from megads.errors import CheckpointError
+from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
+from tests.distributed import run_ranks
+
+
+def save(run_dir: Path, step: int, world_size: int = 1, keep: int = 0, seed: int | None = None) -> Path:
+    """Saves tensors drawn from `seed` (the step, unless given) in a random layout; collective."""
+    layout = random_layout(step, world_size)[rank()]
+    return save_checkpoint(
+        run_dir, shards_of(layout, global_tensors(step if seed is None else seed)), run_record(step), keep
+    )
+
+
+def holds(run_dir: Path, layout_seed: int = 99, world_size: int = 1) -> tuple[int, list[int]]:
+    """Step of the newest usable checkpoint and the seeds whose tensors it holds, read in another random layout."""
+    handle = find_checkpoint(run_dir, "auto")
+    assert handle is not None
+    shards = shards_of(random_layout(layout_seed, world_size)[rank()])
+    read_into(handle, shards)
+    return handle.state["step"], [seed for seed in range(400) if all_equal(shards, global_tensors(seed))]
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def latest(run_dir: Path) -> str:
+    return (run_dir / "checkpoints" / "latest").read_text().strip()
+
+
+def test_one_process(tmp_path: Path) -> None:
+    """Catches leftovers, a wrong name, a wrong `latest`, or a record that does not come back."""
+    folder = save(tmp_path, 100)
+    assert folder == tmp_path / "checkpoints" / "step_00000100"
+    assert names(tmp_path) == ["latest", "step_00000100"] and latest(tmp_path) == "step_00000100"
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "rank_00000.safetensors"]
+    assert read_manifest(folder).run == run_record(100)
+    assert holds(tmp_path) == (100, [100])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("writers", "readers"), [(3, 1), (1, 3), (2, 3)])
+def test_any_layout_to_any_layout(writers: int, readers: int, tmp_path: Path) -> None:
+    """Catches a shard filled from the wrong rectangle, and ranks that choose different checkpoints."""
+    run_ranks(save, writers, tmp_path, 7, writers)
+    assert run_ranks(holds, readers, tmp_path, 5, readers) == [(7, [7])] * readers
+
+
+def test_keep(tmp_path: Path) -> None:
+    """Catches one too many kept or deleted, and later steps (of an abandoned part of the run) deleted or counted."""
+    for step in (1, 2, 3, 9):
+        save(tmp_path, step)
+    save(tmp_path, 4, keep=2)
+    assert list(list_checkpoints(tmp_path)) == [3, 4, 9]
+    assert latest(tmp_path) == "step_00000004"
+
+
+def test_newest_is_the_last_written(tmp_path: Path) -> None:
+    """Catches a run that went back to step 1 and, at its next start, jumps to step 9 of the abandoned part."""
+    for step in (1, 9, 4):
+        save(tmp_path, step)
+    assert holds(tmp_path) == (4, [4])
+
+
+def test_same_step_again(tmp_path: Path) -> None:
+    """Catches a second save of a step (resume, then save) that fails or leaves the old contents."""
+    save(tmp_path, 5, seed=1)
+    save(tmp_path, 5, seed=2)
+    assert holds(tmp_path) == (5, [2])
+    assert names(tmp_path) == ["latest", "step_00000005"]
+
+
+def save_incomplete(run_dir: Path, missing: str) -> str:
+    shards = shards_of(random_layout(1, 2)[rank()], global_tensors(1))
+    keys = {shard.key for shard in shards}
+    if missing == "a part":
+        shards = [shard for shard in shards if rank() == 0 or shard.key != "weight/a"]
+    else:
+        shards = [shard for shard in shards if shard.key != "weight/b"]
+    try:
+        save_checkpoint(run_dir, shards, run_record(1), keys=keys)
+    except SaveError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [("a part", "weight/a of shape [17, 12] is not stored exactly once"), ("a key", "no rank owns weight/b")],
+)
+def test_incomplete_set_is_not_committed(missing: str, reason: str, tmp_path: Path) -> None:
+    """Catches a checkpoint that misses (a part of) a tensor, which nobody would notice before it is needed."""
+    for message in run_ranks(save_incomplete, 2, tmp_path, missing):
+        assert reason in message
+    assert names(tmp_path) == []
+
+
+def save_with_one_full_disk(run_dir: Path) -> list[Any]:
+    """Rank 1 cannot write more than 1 KiB a file: the kernel refuses it as it does on a full disk."""
+    save(run_dir, 1, world_size=2)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, unlimited[1]))
+    outcome: list[Any] = []
+    try:
+        save(run_dir, 2, world_size=2)
+    except SaveError as error:
+        outcome = [str(error), error.previous]
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    outcome += [names(run_dir), holds(run_dir, world_size=2)]
+    save(run_dir, 3, world_size=2)
+    return [*outcome, holds(run_dir, world_size=2)]
+
+
+@pytest.mark.distributed
+def test_full_disk_on_one_rank(tmp_path: Path) -> None:
+    """Catches a deadlock of the other ranks, a partial that fills the disk for good, and a lost earlier checkpoint."""
+    for message, previous, left, before, after in run_ranks(save_with_one_full_disk, 2, tmp_path):
+        assert "checkpoint of step 2 not saved, step_00000001 remains the last one: rank 1: cannot write" in message
+        assert "File too large" in message and previous == "step_00000001"
+        assert left == ["latest", "step_00000001"]
+        assert before[0] == 1 and 1 in before[1] and after[0] == 3
+
+
+def test_no_earlier_checkpoint(tmp_path: Path) -> None:
+    """Catches a run that goes on believing that it has something to fall back on."""
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError):
+        save(tmp_path, 1)
+    (tmp_path / "checkpoints").unlink()
+    shards = shards_of(random_layout(1, 1)[0], global_tensors(1))
+    with pytest.raises(SaveError, match="there is no earlier one") as caught:
+        save_checkpoint(tmp_path, shards[1:], run_record(1))
+    assert caught.value.previous is None
+
+
+def save_killed_at(run_dir: Path, event_number: int, step: int) -> str:
+    """Saves, and kills itself with SIGKILL right before the given file operation (open, mkdir, rename, remove, ...)."""
+    seen = 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        touches = bool(arguments) and isinstance(arguments[0], str | os.PathLike) and str(run_dir) in str(arguments[0])
+        if touches and (event.startswith(("os.", "shutil.")) or event == "open"):
+            seen += 1
+            if seen == event_number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    save(run_dir, step, keep=1, seed=2)
+    return "saved"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("step", [1, 2])
+def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:
+    """Catches a moment in which neither the old nor the new checkpoint is whole; step 1 replaces its own."""
+    for event_number in range(1, 200):
+        run_dir = tmp_path / str(event_number)
+        save(run_dir, 1)
+        try:
+            assert run_ranks(save_killed_at, 1, run_dir, event_number, step) == ["saved"]
+            break
+        except AssertionError as error:
+            assert "the process died" in str(error)
+        found_step, seeds = holds(run_dir)
+        assert (found_step, seeds) in ((1, [1]), (step, [2]))
+        read_manifest(run_dir / "checkpoints" / latest(run_dir))
+        save(run_dir, 3, keep=1)
+        assert holds(run_dir) == (3, [3])
+        assert names(run_dir) == ["latest", "step_00000003"], "leftovers of the killed save"
+    assert event_number > 10, "the kills did not hit the save"
+    assert holds(run_dir) == (step, [2])
+
+
+def save_until_killed(run_dir: Path, first_step: int, delay_s: float, victim: int) -> None:
+    if rank() == victim:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    start, step = time.monotonic(), first_step
+    while time.monotonic() - start < 20:
+        save(run_dir, step, world_size=2, keep=2)
+        step += 1
+
+
+@pytest.mark.distributed
+def test_rank_killed_at_random_times(tmp_path: Path) -> None:
+    """Catches a set of files of two ranks of which one is missing or cut off and that still looks committed."""
+    draw = random.Random(11)
+    save(tmp_path, 1)
+    last = 1
+    for attempt in range(8):
+        with pytest.raises(AssertionError, match=r"the process died|Connection|closed|reset"):
+            run_ranks(save_until_killed, 2, tmp_path, last + 1, draw.uniform(0.01, 0.3), attempt % 2)
+        found, seeds = holds(tmp_path)
+        assert found >= last and seeds == [found]
+        assert (tmp_path / "checkpoints" / latest(tmp_path) / "manifest.json").exists()
+        last = found
+    assert last > 8, "no save ever finished"
