@@ -31,6 +31,12 @@ def test_closed_form_agrees_with_stepping(schedule: BatchSizeSchedule) -> None:
         assert schedule.steps_for(consumed - 1) == step
 
 
+def test_the_ramp_stops_at_the_global_batch_size() -> None:
+    """Catches a batch that goes on growing after the ramp."""
+    schedule = BatchSizeSchedule(64, start=2, increment=2, ramp_samples=100)
+    assert [schedule.at(consumed) for consumed in (0, 3, 4, 99, 100, 101, 1000)] == [2, 2, 4, 62, 64, 64, 64]
+
+
 def test_ramp_of_one_size() -> None:
     """Catches a division by zero where start is the full size already."""
     assert BatchSizeSchedule(8, start=8, ramp_samples=0).at(0) == 8

@@ -65,7 +65,7 @@ def test_seed_and_cache_folder_arrive(make_dataset: MakeDataset) -> None:
 def test_missing_data_names_the_command(tmp_path: Path) -> None:
     """Catches an error that leaves a new user without a next step."""
     config = DataConfig(train=[DatasetConfig(str(tmp_path / "none"))])
-    with pytest.raises(DataError, match="none.idx: no such file; make the dataset with `megads preprocess"):
+    with pytest.raises(DataError, match=r"none.idx: no such file; make the dataset with `megads preprocess"):
         open_datasets(config, SEQ_LEN, 1, VOCAB_SIZE)
     with pytest.raises(ConfigError, match=r"data.train has 0 datasets"):
         open_datasets(DataConfig(), SEQ_LEN, 1, VOCAB_SIZE)
@@ -75,7 +75,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused_at_the_start(make_datase
     """Catches a run that dies at the first rare token instead of at its start."""
     dataset = make_dataset([20] * 100)
     describe(dataset)
-    with pytest.raises(DataError, match="set model.vocab_size=1000"):
+    with pytest.raises(DataError, match=r"set model.vocab_size=1000"):
         open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE - 1)
 
 
