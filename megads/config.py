@@ -250,8 +250,12 @@ def load_frozen(path: Path) -> RootConfig:
         ConfigError: there is no such file, or it does not fit this version's schema.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RootConfig), OmegaConf.load(path))
-        return cast(RootConfig, OmegaConf.to_object(merged))
+        content = OmegaConf.load(path)
+        config = cast(RootConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RootConfig), content)))
+        # A missing key would silently become a default.
+        if OmegaConf.to_container(content) != config_dict(config):
+            raise ValueError("keys are missing")
+        return config
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: it is written by megads train at its start") from None
     except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:

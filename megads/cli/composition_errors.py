@@ -74,8 +74,8 @@ def explain(error: Exception, schema: type) -> str:
         return f"{key} has no value: it must be set, for example {key}=<value>"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and _full_key(cause) not in ("", *schema_keys(schema)):
         # An item of a list (data.train[0]) is a dataclass of its own, which the dotted keys do not reach.
-        owner = cause.object_type
-        in_item = "." not in _full_key(cause) and isinstance(owner, type) and is_dataclass(owner)
+        owner: Any = cause.object_type
+        in_item = "." not in _full_key(cause) and is_dataclass(owner)
         return _place(error) + _unknown_key(_full_key(cause), owner if in_item else schema)
     if isinstance(cause, OmegaConfBaseException):
         return _place(error) + _wrong_value(cause, schema)

@@ -8,10 +8,10 @@ from megads.errors import EXIT_OK
 
 
 def run(config: PreprocessConfig, _invocation: Invocation) -> int:
-    """Writes the dataset."""
+    """Writes the dataset and says what it holds."""
     from megads.data.preprocess import preprocess
 
-    preprocess(config)
+    print(preprocess(config))
     return EXIT_OK
 
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
-THREADS_VARIABLE = "OMP_NUM_THREADS"
+_LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,7 @@ def rank_environment() -> RankEnvironment:
 
 def launcher_pid() -> int | None:
     """Returns the pid of the launcher that started this rank, or None for a process started by hand."""
-    value = os.environ.get(LAUNCHER_PID_VARIABLE)
-    return int(value) if value else None
-
-
-def thread_count() -> int | None:
-    """Returns the number of CPU threads that the launcher gave this rank, or None without a launcher."""
-    value = os.environ.get(THREADS_VARIABLE)
+    value = os.environ.get(_LAUNCHER_PID_VARIABLE)
     return int(value) if value else None
 
 
@@ -81,8 +74,10 @@ def rank_variables(threads: int, cuda: bool) -> dict[str, str]:
         threads: CPU threads of each rank.
         cuda: ranks compute on GPUs.
     """
-    variables = {name: str(threads) for name in (THREADS_VARIABLE, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    variables[LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    # torch takes its thread count from here when it is imported. It must be equal on all ranks: LayerNorm's gradient
+    # depends on it bit for bit.
+    variables = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
     # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
     # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back.
     defaults = {"TOKENIZERS_PARALLELISM": "false"}

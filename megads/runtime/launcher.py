@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megads.errors import ConfigError
 from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
@@ -65,6 +66,18 @@ def launch(spec: LaunchSpec, console: Console) -> int:
     clear_stop(spec.run_dir)
     with environment.exported(_rank_variables(spec)):
         return _Launch(spec, console).run()
+
+
+def _require_devices(num_ranks: int) -> None:
+    """NCCL refuses two ranks on one GPU, with a message that nobody understands."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < num_ranks:
+        raise ConfigError(
+            f"parallel.tp * pp * dp = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or hide "
+            "the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
 
 
 def _rank_variables(spec: LaunchSpec) -> dict[str, str]:

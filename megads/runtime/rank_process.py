@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megads.errors import EXIT_BUG, MegadsError
-from megads.runtime.environment import RankEnvironment, launcher_pid, rank_environment, thread_count
+from megads.runtime.environment import RankEnvironment, launcher_pid, rank_environment
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
 
 _PR_SET_PDEATHSIG = 1
@@ -62,7 +62,6 @@ def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
     """
     rank = rank_environment().rank
     try:
-        _limit_threads()
         code = body()
         _write_json(exit_path(run_dir, rank), {"rank": rank, "exit_code": code})
         _leave(0)
@@ -142,12 +141,3 @@ def _redirect_output(path: Path) -> None:
     os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def _limit_threads() -> None:
-    """Gives torch the launcher's thread count, equal on all ranks: LayerNorm's gradient depends on it bit for bit."""
-    threads = thread_count()
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)

@@ -1,4 +1,7 @@
-"""What stand-in ranks do in the launcher's tests: each is named as module:function on the rank's command line."""
+"""What stand-in ranks do in the launcher's tests: each is named as module:function on the rank's command line.
+
+Only those that need torch import it: it is most of the time of a start.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ import os
 import signal
 import time
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 from megads.config import RootConfig
 from megads.errors import NumericalError
@@ -18,6 +18,9 @@ from megads.runtime.stop_file import INTERRUPTED, read_stop
 
 
 def finish(config: RootConfig, run_dir: Path) -> int:
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     total = torch.ones(())
     dist.all_reduce(total)
@@ -34,6 +37,9 @@ def return_five_one_after_another(config: RootConfig, run_dir: Path) -> int:
 
 
 def fail_on_rank_1_while_peers_wait(config: RootConfig, run_dir: Path) -> int:
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     dist.barrier()
     if dist.get_rank() == 1:
@@ -52,6 +58,9 @@ def fail_with_a_bug_while_a_peer_is_stopped(config: RootConfig, run_dir: Path) -
 
 def wait_in_a_collective(config: RootConfig, run_dir: Path) -> int:
     """Rank 1 never comes; every rank leaves its pid."""
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     dist.barrier()
     (run_dir / f"pid_{dist.get_rank()}").write_text(str(os.getpid()))
@@ -70,3 +79,7 @@ def step_until_stopped(config: RootConfig, run_dir: Path) -> int:
             return 5 if reason == INTERRUPTED else 6
         time.sleep(0.1)
     return 0
+
+
+def step_twice(config: RootConfig, run_dir: Path) -> int:
+    return 0 if read_stop(run_dir) is None else 1

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# From raw text to a validated model, with nothing but this machine: collects text that every Python installation has,
+# trains a tokenizer, indexes the text, trains a small model on four processes and compares its loss with a unigram's.
+# Stages whose output is there are skipped; FRESH=1 redoes them all. Needs `megads` on the PATH (make demo sees to it).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+DATA=runs/demo-data
+CORPUS=$DATA/corpus.jsonl
+TOKENIZER=$DATA/tokenizer.json
+DATASET=$DATA/corpus
+
+if ! command -v megads >/dev/null; then
+    echo "demo: no megads command found: run it as 'make demo', or activate the environment first" >&2
+    exit 1
+fi
+stage() {
+    echo
+    echo "== $*"
+}
+# Outputs are written whole or not at all, so an output that is newer than its input is complete.
+have() {
+    local output=$1 input=$2
+    [[ -s $output && ! $input -nt $output ]]
+}
+
+run_dir=$(megads train experiment=demo run.dry_run=true | awk '$1 == "writes" { print $3 }')
+if [[ ${FRESH:-0} == 1 ]]; then
+    rm -rf "$DATA" "$run_dir"
+fi
+mkdir -p "$DATA"
+
+stage "1/4 corpus: $CORPUS"
+if [[ -s $CORPUS ]]; then echo "there already"; else python scripts/demo/collect_corpus.py --output "$CORPUS"; fi
+
+stage "2/4 tokenizer: $TOKENIZER"
+if have "$TOKENIZER" "$CORPUS"; then echo "there already"; else
+    megads tokenizer input="[$CORPUS]" vocab_size=8192 output="$TOKENIZER"
+fi
+
+stage "3/4 dataset: $DATASET.bin and $DATASET.idx"
+if have "$DATASET.idx" "$TOKENIZER" && [[ -s $DATASET.bin ]]; then echo "there already"; else
+    megads preprocess input="[$CORPUS]" tokenizer="$TOKENIZER" output="$DATASET" overwrite=true
+fi
+
+stage "4/4 training: $run_dir"
+if python scripts/demo/verdict.py "$run_dir" --finished; then echo "there already"; else
+    megads train experiment=demo
+fi
+
+stage "what was made"
+ls -l "$CORPUS" "$TOKENIZER" "$DATASET.bin" "$DATASET.idx"
+echo "run directory: $run_dir (config.yaml, metrics.jsonl, events.jsonl, logs/, checkpoints/)"
+python scripts/demo/verdict.py "$run_dir"

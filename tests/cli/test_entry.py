@@ -1,0 +1,127 @@
+"""The command line, as a user meets it: real processes, real Hydra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+DATA = "data.train=[{path: x}]"
+
+
+def megads(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megads.cli.main", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    """Catches a verb that the help does not list."""
+    help_text = megads(tmp_path, "--help")
+    assert help_text.returncode == 0
+    assert all(verb in help_text.stdout for verb in ("train", "preprocess", "tokenizer"))
+    assert megads(tmp_path, "--version").stdout.startswith("megads 0.")
+
+
+def test_unknown_verb_names_the_nearest(tmp_path: Path) -> None:
+    """Catches a typo in the verb that ends in a traceback."""
+    result = megads(tmp_path, "trian")
+    assert result.returncode == 2
+    assert "did you mean train?" in result.stderr
+
+
+def test_verb_help_says_keys_examples_and_exit_codes(tmp_path: Path) -> None:
+    """Catches Hydra's default help, which dumps the config and says none of it."""
+    result = megads(tmp_path, "train", "--help")
+    assert result.returncode == 0
+    for part in ("parallel.tp", "experiment: bloom_176b, demo", "Examples:", "Exit codes: 0 finished; 2 bad"):
+        assert part in result.stdout
+
+
+def test_cfg_job_prints_the_config_and_leaves_no_files(tmp_path: Path) -> None:
+    """Catches stray outputs/ folders."""
+    result = megads(tmp_path, "train", "experiment=demo", "--cfg", "job", "--resolve")
+    assert result.returncode == 0
+    assert "hidden_size: 256" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.num_layer=3", "did you mean model.num_layers?"),
+        ("lr=3", "did you mean optim.lr?"),
+        ("+model.depth=3", "unknown key model.depth"),
+        ("optim.lr=abc", "optim.lr: Value 'abc'"),
+        ("model=bloom176b", "did you mean bloom_176b?"),
+        ("experiment=dmeo", "did you mean demo?"),
+        ("model.position=rope", "expected one of [alibi, learned]"),
+        ("data.train=[{}]", "data.train[0].path has no value"),
+        ("data.train=[{pth: x}]", "did you mean path?"),
+        ("data.train=[{", "cannot read the override"),
+        ("train.steps=1,2", "--multirun"),
+        ("train.steps=${nope}", "'nope' not found"),
+    ],
+)
+def test_composition_errors_are_one_readable_message(tmp_path: Path, override: str, expected: str) -> None:
+    """Catches exit 1 and tracebacks for a user's typo, and suggestions that point nowhere."""
+    result = megads(tmp_path, "train", override)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_a_config_file_names_the_file(tmp_path: Path) -> None:
+    """Catches a message about a key that the user never typed."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel: {num_layer: 3}\n")
+    result = megads(tmp_path, "train", "--config-dir", str(tmp_path), "experiment=mine")
+    assert result.returncode == 2
+    assert "experiment/mine.yaml: unknown key model.num_layer: did you mean model.num_layers?" in result.stderr
+
+
+def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+    """Catches a dry run that claims the run directory."""
+    result = megads(tmp_path, "train", "experiment=demo", "run.dry_run=true")
+    assert result.returncode == 0
+    for part in ("4 = tp 2 x pp 2 x dp 1", "6,836,736 parameters", "writes to  runs/demo-"):
+        assert part in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_goes_on_after_a_failed_point(tmp_path: Path) -> None:
+    """Catches Hydra's sweeper, which stops at the first failure and reports nothing."""
+    result = megads(tmp_path, "train", "-m", "optim.lr=1e-3,-1,2e-3", "train.steps=1", DATA, "run.dry_run=true")
+    assert result.returncode == 2
+    assert result.stdout.count("dry run") == 2
+    table = result.stdout[result.stdout.index("=== sweep") :].splitlines()[1:]
+    assert [line.split()[2] for line in table] == ["0", "2", "0"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_sweep_over_one_run_id_is_refused(tmp_path: Path) -> None:
+    """Catches the second point silently continuing the first one's checkpoint."""
+    result = megads(
+        tmp_path, "train", "-m", "optim.lr=1e-3,2e-3", "run.id=same", "train.steps=1", DATA, "run.dry_run=true"
+    )
+    assert result.returncode == 2
+    assert "shared by several points" in result.stderr
+
+
+def test_unwritable_run_directory(tmp_path: Path) -> None:
+    """Catches a traceback, or a start that fails only on the ranks."""
+    (tmp_path / "file").touch()
+    result = megads(tmp_path, "train", "train.steps=1", DATA, f"run.dir={tmp_path}/file/run")
+    assert result.returncode == 2
+    assert f"{tmp_path}/file/run cannot be written to" in result.stderr

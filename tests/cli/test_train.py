@@ -1,0 +1,41 @@
+"""Where a run is placed and what the user is told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megads.cli.train import _changes, launch_spec, place
+from megads.config import RootConfig, config_digest, freeze
+
+
+def test_run_is_named_after_experiment_then_model() -> None:
+    """Catches two experiments of one model that share a name, and an experiment in a folder that makes a path."""
+    config = RootConfig()
+    assert str(place(config, {"experiment": "demo", "model": "tiny"}).run.id).startswith("demo-")
+    assert str(place(config, {"experiment": None, "model": "tiny"}).run.id).startswith("tiny-")
+    assert str(place(config, {"experiment": "team/a", "model": "tiny"}).run.id).startswith("team-a-")
+
+
+def test_given_id_and_dir_win() -> None:
+    """Catches a run.dir that is ignored when run.id is given."""
+    config = RootConfig()
+    config.run.id, config.run.dir = "mine", "/somewhere/else"
+    placed = place(config, {})
+    assert (placed.run.id, placed.run.dir) == ("mine", "/somewhere/else")
+    config.run.dir = None
+    assert place(config, {}).run.dir == "runs/mine"
+
+
+def test_ranks_get_the_digest_of_the_frozen_config() -> None:
+    """Catches a digest taken before run.id and run.dir are filled in."""
+    placed = place(RootConfig(), {"model": "tiny"})
+    assert config_digest(placed) in launch_spec(placed).command
+
+
+def test_changes_since_the_last_start(tmp_path: Path) -> None:
+    """Catches a continued run whose learning rate changed without a word."""
+    config = RootConfig()
+    freeze(config, tmp_path / "config.yaml")
+    assert _changes(tmp_path, config) == []
+    config.optim.lr = 1e-3
+    assert _changes(tmp_path, config) == ["optim.lr 0.0003 -> 0.001"]

@@ -1,0 +1,44 @@
+"""What ranks find in their environment."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megads.runtime.environment import RankEnvironment, exported, rank_environment, rank_variables, share_of_cores
+
+
+def test_a_process_started_by_hand_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a KeyError where no launcher is."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_environment() == RankEnvironment(0, 0, 1, 1)
+
+
+def test_cpu_ranks_get_threads_accelerator_and_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches DeepSpeed looking for a GPU, and an allocator setting of the user's that is overwritten."""
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    variables = rank_variables(threads=3, cuda=False)
+    assert (variables["OMP_NUM_THREADS"], variables["DS_ACCELERATOR"], variables["MALLOC_TOP_PAD_"]) == (
+        "3",
+        "cpu",
+        "1",
+    )
+    assert "DS_ACCELERATOR" not in rank_variables(threads=3, cuda=True)
+
+
+def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches one point of a sweep changing the threads of the next."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.delenv("MEGADS_TEST_VARIABLE", raising=False)
+    with exported({"OMP_NUM_THREADS": "1", "MEGADS_TEST_VARIABLE": "x"}):
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert "MEGADS_TEST_VARIABLE" not in os.environ
+
+
+def test_cores_are_shared_evenly_and_never_zero() -> None:
+    """Catches zero threads when ranks outnumber cores."""
+    assert share_of_cores(10_000) == 1

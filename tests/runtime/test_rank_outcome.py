@@ -1,0 +1,91 @@
+"""Who is blamed when several ranks end badly."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from megads.errors import NumericalError
+from megads.runtime.rank_outcome import RankExit, clear_records, judge
+from megads.runtime.rank_process import is_lost_peer
+from megads.runtime.run_dir import exit_path, failure_path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, consequence: bool = False) -> None:
+    content = {"rank": rank, "exit_code": code, "kind": "Kind", "user_error": code != 1, "message": f"from {rank}"}
+    failure_path(run_dir, rank).write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
+
+
+def test_the_earliest_cause_wins_over_earlier_consequences(run_dir: Path) -> None:
+    """Catches blame by rank number, or by who was first to notice."""
+    record(run_dir, 0, at_s=1.0, consequence=True)
+    record(run_dir, 1, code=3, at_s=3.0)
+    record(run_dir, 2, code=7, at_s=2.0)
+    outcome = judge(run_dir, 3, [RankExit(0, 1), RankExit(1, 3), RankExit(2, 7)], killed=())
+    assert (outcome.exit_code, outcome.rank) == (7, 2)
+
+
+def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
+    """Catches an out-of-memory kill reported as a lost connection."""
+    record(run_dir, 0, consequence=True)
+    outcome = judge(run_dir, 3, [RankExit(0, 1), RankExit(2, -signal.SIGKILL), RankExit(1, -signal.SIGTERM)], killed=())
+    assert (outcome.exit_code, outcome.rank) == (1, 2)
+    assert "SIGKILL" in outcome.message
+
+
+def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
+    """Catches 'rank 0 was killed by SIGKILL' when the launcher killed it after rank 1 lost a peer."""
+    record(run_dir, 1, consequence=True)
+    outcome = judge(run_dir, 2, [RankExit(0, -signal.SIGKILL), RankExit(1, 1)], killed={0})
+    assert outcome.rank == 1
+    assert "no rank says why" in outcome.message
+
+
+def test_a_silent_exit_is_blamed_before_lost_peers(run_dir: Path) -> None:
+    """Catches a library's os._exit(3) hidden behind its peers' connection errors."""
+    record(run_dir, 0, consequence=True)
+    outcome = judge(run_dir, 2, [RankExit(0, 1), RankExit(1, 3)], killed=())
+    assert (outcome.exit_code, outcome.rank) == (3, 1)
+
+
+def test_success_needs_every_ranks_word(run_dir: Path) -> None:
+    """Catches a rank that left with status 0 in the middle of training."""
+    exit_path(run_dir, 0).write_text('{"rank": 0, "exit_code": 0}')
+    assert judge(run_dir, 2, [], killed=()).exit_code == 1
+    exit_path(run_dir, 1).write_text('{"rank": 1, "exit_code": 6}')
+    assert judge(run_dir, 2, [], killed=()).exit_code == 6
+    clear_records(run_dir)
+    assert list((run_dir / "logs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+        "Read error: Connection reset by peer",
+        "recvBytes failed on SocketImpl",
+        "Socket Timeout",
+    ],
+)
+def test_lost_peers_are_recognised(text: str) -> None:
+    """Catches a consequence taken for a cause."""
+    assert is_lost_peer(RuntimeError(text))
+    wrapped = ValueError("while reducing")
+    wrapped.__cause__ = RuntimeError(text)
+    assert is_lost_peer(wrapped)
+
+
+def test_causes_are_not_lost_peers() -> None:
+    """Catches a user's failure dismissed because of a word in its message."""
+    assert not is_lost_peer(NumericalError("the dataset server said: connection reset"))
+    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_peer(ValueError("connection reset"))

@@ -1,0 +1,115 @@
+"""Every YAML file composes, with every verb that can take it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from megads.cli import preprocess, tokenizer, train
+from megads.cli.entry import config_dir
+from megads.cli.main import VERBS
+from megads.config import RootConfig, check_config
+from megads.plan.parameters import parameter_count
+
+CONF = config_dir()
+VERB_OBJECTS = {"train": train.VERB, "preprocess": preprocess.VERB, "tokenizer": tokenizer.VERB}
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+
+# Published sizes, in parameters; a preset with a wrong width or depth is off by far more than 3%.
+PUBLISHED = {
+    "bloom_560m": 559e6,
+    "bloom_1b1": 1.065e9,
+    "bloom_1b7": 1.722e9,
+    "bloom_3b": 3.003e9,
+    "bloom_7b1": 7.069e9,
+    "bloom_176b": 176.247e9,
+    "gpt3_125m": 125e6,
+    "gpt3_350m": 356e6,
+    "gpt3_760m": 760e6,
+    "gpt3_1b3": 1.316e9,
+    "gpt3_2b7": 2.65e9,
+    "gpt3_6b7": 6.66e9,
+    "gpt3_13b": 12.85e9,
+    "gpt3_175b": 174.6e9,
+}
+
+
+def compose_verb(verb: str, *overrides: str) -> object:
+    ConfigStore.instance().store(name=f"{verb}_schema", node=VERB_OBJECTS[verb].schema)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return OmegaConf.to_object(compose(verb, list(overrides)))
+
+
+def compose_train(*overrides: str) -> RootConfig:
+    config = compose_verb("train", *overrides)
+    assert isinstance(config, RootConfig)
+    return config
+
+
+def test_every_verb_has_a_primary_config() -> None:
+    """Catches a verb without conf/<verb>.yaml, or a YAML for a verb that is gone."""
+    assert set(VERBS) == set(VERB_OBJECTS) == {path.stem for path in CONF.glob("*.yaml")}
+
+
+def test_every_yaml_is_covered() -> None:
+    """Catches a config group that no test here composes."""
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {"model", "experiment"}
+
+
+@pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])
+def test_data_verbs_compose(verb: str) -> None:
+    """Catches a schema that Hydra cannot nest and a defaults list out of order."""
+    config = compose_verb(
+        verb, "input=[a.jsonl]", "output=out", *(["tokenizer=t.json"] if verb == "preprocess" else [])
+    )
+    assert isinstance(config, VERB_OBJECTS[verb].schema)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_composes_and_checks(model: str) -> None:
+    """Catches a preset whose heads do not divide its width, a key the schema lacks, and a wrong size."""
+    config = compose_train(f"model={model}", "train.steps=1", "data.train=[{path: x}]")
+    check_config(config)
+    if model in PUBLISHED:
+        assert parameter_count(config.model) == pytest.approx(PUBLISHED[model], rel=0.03)
+
+
+def test_bloom_176b_is_exact() -> None:
+    """Catches a preset that differs from the published model anywhere: the count is known to the last parameter."""
+    config = compose_train("experiment=bloom_176b")
+    assert parameter_count(config.model) == 176_247_271_424
+    assert config.model.weight_std == pytest.approx(0.0048, abs=5e-5)
+    assert config.parallel.world_size == 384
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_is_a_small_delta_that_checks(experiment: str) -> None:
+    """Catches an experiment that copies a whole config, and one that check_config would refuse on the cluster."""
+    lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert len(lines) <= 20
+    check_config(compose_train(f"experiment={experiment}"))
+
+
+def test_demo_is_small() -> None:
+    """Catches a demo that outgrew a laptop."""
+    config = compose_train("experiment=demo")
+    assert 5e6 < parameter_count(config.model) < 7e6
+    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (2, 2, 1)
+
+
+def test_command_line_wins_over_experiment_and_model() -> None:
+    """Catches an experiment that overrides the command line, or is overridden by the primary config."""
+    config = compose_train("experiment=demo", "model.num_layers=3", "train.seed=7")
+    assert (config.model.num_layers, config.train.seed, config.train.seq_len) == (3, 7, 256)
+
+
+def test_wheel_carries_conf() -> None:
+    """Catches packaging that leaves an installed megads without its configs."""
+    pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert 'conf = "megads/conf"' in pyproject

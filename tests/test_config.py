@@ -1,0 +1,143 @@
+"""The root config: what is refused, what names a run, what survives freezing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megads.config import (
+    RootConfig,
+    check_config,
+    config_digest,
+    derive_run_id,
+    freeze,
+    load_frozen,
+    planned_steps,
+)
+from megads.data.config import DatasetConfig
+from megads.errors import ConfigError
+from megads.model.config import Position
+
+
+def good_config() -> RootConfig:
+    config = RootConfig()
+    config.train.steps = 10
+    config.data.train = [DatasetConfig(path="corpus")]
+    return config
+
+
+def change(path: str, value: object) -> Callable[[RootConfig], None]:
+    section, name = path.split(".")
+    return lambda config: setattr(getattr(config, section), name, value)
+
+
+def test_good_config_passes() -> None:
+    """Catches a check that refuses the defaults."""
+    check_config(good_config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ([change("train.samples", 100)], "train.samples = 100"),
+        ([change("train.steps", None)], "none of them is set"),
+        ([change("train.steps", 0)], "train.steps = 0"),
+        ([change("train.seed", -1)], "train.seed = -1"),
+        ([change("parallel.tp", 3)], "model.num_heads = 4"),
+        ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
+        ([change("parallel.pp", 3)], "model.num_layers = 2"),
+        ([change("parallel.dp", 3)], "8"),
+        ([change("train.micro_batch_size", 3)], "8"),
+        ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
+        ([change("schedule.warmup_samples", 80)], "schedule.warmup_samples = 80"),
+        ([change("run.id", "../elsewhere")], "run.id"),
+        ([change("logging.every_steps", 0)], "logging.every_steps = 0"),
+        ([change("checkpoint.keep", -1)], "checkpoint.keep = -1"),
+    ],
+)
+def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConfig], None]], named: str) -> None:
+    """Catches a config that would fail minutes later on the ranks, and a message without the value."""
+    config = good_config()
+    for apply in changes:
+        apply(config)
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        check_config(config)
+
+
+def test_every_ramp_size_must_divide() -> None:
+    """Catches a ramp that breaks only when the batch grows: 8 = 4 * 2 divides, 4 + 2 does not."""
+    config = good_config()
+    config.train.micro_batch_size = 4
+    config.train.batch_ramp.start, config.train.batch_ramp.increment, config.train.batch_ramp.samples = 4, 2, 100
+    with pytest.raises(ConfigError, match="6"):
+        check_config(config)
+
+
+def test_alibi_may_exceed_the_trained_length() -> None:
+    """Catches the position check applied to models without learned positions."""
+    config = good_config()
+    config.train.seq_len = 4096
+    check_config(config)
+
+
+def test_length_in_samples_and_tokens() -> None:
+    """Catches a length that counts tokens as samples, or rounds up beyond what was asked."""
+    config = good_config()
+    config.train.steps, config.train.tokens = None, 128 * 8 * 5 + 127
+    assert planned_steps(config) == 5
+
+
+def test_run_id_ignores_how_and_where_but_not_what() -> None:
+    """Catches a run that starts anew because its console or length changed, and one that continues another model."""
+    base = derive_run_id(good_config(), "x")
+    for path, value in [
+        ("train.steps", 99),
+        ("logging.every_steps", 7),
+        ("checkpoint.every_steps", 3),
+        ("cluster.threads_per_rank", 1),
+        ("run.dir", "elsewhere"),
+    ]:
+        config = good_config()
+        change(path, value)(config)
+        assert derive_run_id(config, "x") == base, path
+    for path, value in [("parallel.pp", 2), ("train.seed", 1), ("optim.lr", 1e-3)]:
+        config = good_config()
+        change(path, value)(config)
+        assert derive_run_id(config, "x") != base, path
+    assert base.startswith("x-") and len(base) == 10
+
+
+def test_freeze_round_trip_is_exact(tmp_path: Path) -> None:
+    """Catches floats that lose digits and enums that come back as text: the ranks would compute another digest."""
+    config = good_config()
+    config.optim.lr, config.optim.eps, config.model.init_std = 0.1 + 0.2, 1e-8, 1 / 3
+    config.train.tokens = 450_000_000_000
+    freeze(config, tmp_path / "config.yaml")
+    loaded = load_frozen(tmp_path / "config.yaml")
+    assert loaded == config
+    assert config_digest(loaded) == config_digest(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("text", ["model: {layers: 3}", "model: {num_layers: many}", "model: [", ""])
+def test_a_file_of_another_schema_is_refused(tmp_path: Path, text: str) -> None:
+    """Catches a rank that trains with defaults in place of what a damaged or foreign file says."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        load_frozen(path)
+
+
+def test_every_field_is_in_the_digest() -> None:
+    """Catches a digest that misses a section."""
+    digests = {config_digest(good_config())}
+    for section in dataclasses.fields(RootConfig):
+        config = good_config()
+        part = getattr(config, section.name)
+        name = next(f.name for f in dataclasses.fields(part) if isinstance(getattr(part, f.name), int | float | None))
+        setattr(part, name, 987)
+        digests.add(config_digest(config))
+    assert len(digests) == 1 + len(dataclasses.fields(RootConfig))
