@@ -1,0 +1,220 @@
+"""The walls between the rooms and the limits of size, on the code as it really is: parsed, never imported."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megads"
+
+# Highest first; a room may import only rooms of later rows. `train` and `config` are modules, the others folders.
+LAYERS = (
+    ("cli",),
+    ("train",),
+    ("config",),
+    ("evaluate", "resilience", "checkpoint", "plan"),
+    ("engine",),
+    ("model", "optim", "data"),
+    ("parallel", "ops"),
+    ("runtime",),
+    ("batch", "errors"),
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+# Justified exceptions, with the number of lines each may reach: these lists only shrink.
+LONG_FILES: dict[str, int] = {}
+LONG_FUNCTIONS: dict[str, int] = {}
+
+DRAWER_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "shared"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One parsed file: `name` as in megads.runtime.metrics, `room` as in runtime."""
+
+    name: str
+    room: str
+    path: Path
+    tree: ast.Module
+    lines: int
+
+
+@functools.cache
+def modules() -> tuple[Module, ...]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        text = path.read_text()
+        room = parts[0] if parts != ("__init__",) else ""
+        found.append(Module(".".join(parts), room, path, ast.parse(text, str(path)), text.count("\n")))
+    return tuple(found)
+
+
+def imports(module: Module) -> Iterator[tuple[str, int]]:
+    """Yields every imported name in full, those inside functions included, with its line."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.name}:{node.lineno} imports relatively"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def importers(package: str) -> set[str]:
+    """Returns the rooms that import a package or a part of it."""
+    return {
+        module.room
+        for module in modules()
+        for name, _ in imports(module)
+        if name == package or name.startswith(f"{package}.")
+    }
+
+
+def test_the_walls_see_imports() -> None:
+    """Catches a reader of imports that finds nothing, under which every wall below would hold."""
+    assert {"engine"} <= importers("deepspeed") and {"cli"} <= importers("hydra")
+    assert len(importers("megads.errors")) > 5
+    assert "cli" in importers("megads.data.preprocess"), "imports inside functions count"
+
+
+def test_every_room_has_a_place() -> None:
+    """Catches a new room that no wall knows."""
+    assert {module.room for module in modules()} - {""} <= set(LEVEL)
+
+
+def test_imports_only_go_down() -> None:
+    """Catches a room that reaches up, or sideways into its neighbour."""
+    wrong = []
+    for module in modules():
+        for name, line in imports(module):
+            parts = name.split(".")
+            if parts[0] != "megads" or not module.room or len(parts) < 2 or parts[1] not in LEVEL:
+                continue
+            target = parts[1]
+            if target != module.room and LEVEL[target] <= LEVEL[module.room]:
+                wrong.append(f"megads/{module.name.replace('.', '/')}.py:{line} imports {name}")
+    assert wrong == []
+
+
+def test_deepspeed_is_imported_by_the_engine_only() -> None:
+    """Catches a second room that would break with DeepSpeed's next version."""
+    assert importers("deepspeed") <= {"engine"}
+
+
+def test_hydra_is_imported_by_the_command_line_only() -> None:
+    """Catches a rank that composes its own config."""
+    assert importers("hydra") <= {"cli"}
+
+
+def test_the_model_knows_no_process_group() -> None:
+    """Catches sharding inside the model, which is the oracle of every parity test because it runs unsharded."""
+    assert "model" not in importers("torch.distributed")
+    names = {
+        ast.unparse(node)
+        for m in modules()
+        if m.room == "model"
+        for node in ast.walk(m.tree)
+        if isinstance(node, ast.Attribute)
+    }
+    assert not {name for name in names if name.startswith("torch.distributed")}
+
+
+def test_the_environment_is_touched_in_runtime_only() -> None:
+    """Catches a setting that reaches a run by another way than its frozen config."""
+    wrong = []
+    for module in modules():
+        if module.room == "runtime":
+            continue
+        for node in ast.walk(module.tree):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if text in ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"):
+                wrong.append(f"{module.name}:{node.lineno}")
+        wrong += [f"{module.name}:{line}" for name, line in imports(module) if name in ("os.environ", "os.getenv")]
+    assert wrong == []
+
+
+def test_no_global_statement() -> None:
+    """Catches module-level state that two runs in one process would share."""
+    assert [m.name for m in modules() if any(isinstance(node, ast.Global) for node in ast.walk(m.tree))] == []
+
+
+def test_files_are_short() -> None:
+    """Catches a file that holds more than one thing; the exceptions only shrink."""
+    long = {m.name: m.lines for m in modules() if m.lines > MAX_FILE_LINES}
+    assert {name: lines for name, lines in long.items() if lines > LONG_FILES.get(name, 0)} == {}
+    assert set(LONG_FILES) <= set(long), "an exception that is no longer needed"
+
+
+def test_functions_are_short() -> None:
+    """Catches a function that does more than one thing; the exceptions only shrink."""
+    long = {}
+    for module in modules():
+        for function in functions(module):
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                long[f"{module.name}.{function.name}"] = lines
+    assert {name: lines for name, lines in long.items() if lines > LONG_FUNCTIONS.get(name, 0)} == {}
+    assert set(LONG_FUNCTIONS) <= set(long), "an exception that is no longer needed"
+
+
+def test_no_drawers() -> None:
+    """Catches a file whose name says nothing of what is in it."""
+    assert [m.name for m in modules() if DRAWER_NAMES & set(m.name.lower().split("."))] == []
+
+
+def test_modules_and_public_names_are_documented() -> None:
+    """Catches a public function that a reader must open to understand."""
+    missing = [m.name for m in modules() if not ast.get_docstring(m.tree)]
+    for module in modules():
+        for node in module.tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                missing += [] if ast.get_docstring(node) else [f"{module.name}.{node.name}"]
+    assert missing == []
+
+
+def config_fields() -> list[tuple[str, bool]]:
+    """Lists the fields of every config dataclass, and whether a docstring follows each."""
+    found = []
+    for module in modules():
+        if module.name.split(".")[-1] != "config":
+            continue
+        for node in module.tree.body:
+            if not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")):
+                continue
+            followers = [*node.body[1:], None]
+            for item, follower in zip(node.body, followers, strict=True):
+                if isinstance(item, ast.AnnAssign):
+                    documented = isinstance(follower, ast.Expr) and isinstance(follower.value, ast.Constant)
+                    found.append((f"{node.name}.{ast.unparse(item.target)}", documented))
+    return found
+
+
+def test_every_config_field_is_documented() -> None:
+    """Catches a key that users meet in --cfg job and nobody explains."""
+    fields = config_fields()
+    assert len(fields) > 40
+    assert [name for name, documented in fields if not documented] == []
+
+
+@pytest.mark.parametrize("folder", ["megads", "conf", "scripts", "tests"])
+def test_nothing_names_a_machine(folder: str) -> None:
+    """Catches a path of the machine on which something was written."""
+    home_like = ("/" + "work/", "/" + "home/", "/" + "root/")
+    wrong = []
+    for path in (PACKAGE.parent / folder).rglob("*"):
+        if path.suffix in (".py", ".yaml", ".sh"):
+            wrong += [str(path) for start in home_like if start in path.read_text()]
+    assert wrong == []
