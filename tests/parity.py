@@ -1,24 +1,29 @@
 """One small model on hot weights, trained unsharded and in any layout: what the parity tests compare.
 
 At BLOOM's init a wrong ALiBi slope hides below 1e-6, so weights here have std 0.2, gains and biases are random, six
-heads bring in the odd ALiBi slopes, and 101 tokens leave padding rows in every tensor-parallel layout.
+heads bring in the odd ALiBi slopes, and 509 tokens leave padding rows in every tensor-parallel layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampler import micro_batch_ids
+from megads.engine.pipeline_engine import StageEngine
 from megads.engine.training import PipelineTrainEngine
 from megads.model.config import ModelConfig
+from megads.model.dropout import Dropout
 from megads.model.gpt import GPT
 from megads.model.initialise import parameter_generator
 from megads.model.loss import token_losses
@@ -27,8 +32,11 @@ from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
+from tests.distributed import run_ranks
 
-MODEL = ModelConfig(num_layers=4, hidden_size=48, num_heads=6, vocab_size=101, max_seq_len=64)
+# Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
+# buffer, and the two copies of the tied embedding lie at different places, as they do in large models.
+MODEL = ModelConfig(num_layers=3, hidden_size=48, num_heads=6, vocab_size=509, max_seq_len=64)
 LAYOUTS = {
     "single": ParallelConfig(),
     "tp2": ParallelConfig(tp=2),
@@ -103,12 +111,27 @@ def step_batches(scenario: Scenario, step: int, dp_rank: int = 0, dp: int = 1) -
 
 @dataclass
 class Run:
-    """What a training run did."""
+    """What a training run did.
+
+    Attributes:
+        losses, norms: of every step.
+        initial, weights: full fp32 master weights before the first and after the last step.
+        gradients: full gradients of the first step, reduced, before clipping.
+        validation: loss sum and tokens over VALIDATION_SAMPLES samples on the initial weights.
+        replicas: for every tensor that several ranks hold, the digests of their copies after the last step.
+        reductions: dtype and number of elements of every gradient reduction.
+        dropout_masks: digest of one mask per dropout site and tensor-parallel rank.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    initial: dict[str, np.ndarray] = field(default_factory=dict)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
+    validation: tuple[float, int] = (0.0, 0)
+    replicas: dict[str, set[str]] = field(default_factory=dict)
+    reductions: set[tuple[str, int]] = field(default_factory=set)
+    dropout_masks: dict[str, dict[int, str]] = field(default_factory=dict)
 
 
 def initial_weights(scenario: Scenario) -> Any:
@@ -122,7 +145,7 @@ def train_reference(scenario: Scenario) -> Run:
     masters = {name: p.detach().float().clone() for name, p in working.items()}
     groups = parameter_groups(masters.items(), tied_name=TIED_PARAMETER, weight_decay=scenario.optim.weight_decay)
     adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=tuple(scenario.optim.betas), eps=scenario.optim.eps)
-    run = Run()
+    run = Run(initial={name: m.numpy().copy() for name, m in masters.items()}, validation=_reference_loss(model, scenario))
     for step in range(scenario.steps):
         batches = step_batches(scenario, step)
         total = sum(float(b.loss_mask_bs.sum()) for b in batches)
@@ -151,6 +174,17 @@ def train_reference(scenario: Scenario) -> Run:
     return run
 
 
+@torch.no_grad()
+def _reference_loss(model: GPT, scenario: Scenario) -> tuple[float, int]:
+    loss_sum, tokens = 0.0, 0
+    for sample_id in range(VALIDATION_SAMPLES):
+        batch = micro_batch(scenario, [sample_id])
+        losses = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs)
+        loss_sum += float((losses * batch.loss_mask_bs).sum())
+        tokens += int(batch.loss_mask_bs.sum())
+    return loss_sum, tokens
+
+
 def build_engine(scenario: Scenario, parallel: ParallelConfig) -> PipelineTrainEngine:
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     return PipelineTrainEngine(
@@ -177,11 +211,71 @@ def _gradient_pieces(engine: PipelineTrainEngine) -> list[tuple[str, tuple[int, 
     return pieces
 
 
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+@contextmanager
+def recorded_reductions(engine: PipelineTrainEngine, seen: set[tuple[str, int]]) -> Iterator[None]:
+    """Notes dtype and size of every collective that runs inside the engine's gradient reduction."""
+    inner = StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
+    collectives = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
+    originals = {name: getattr(dist, name) for name in collectives}
+
+    def reduce(stage_engine: StageEngine) -> None:
+        for name, original in originals.items():
+            setattr(dist, name, spy(original))
+        try:
+            inner(stage_engine)
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if args else kwargs["tensor"]
+            seen.add((str(tensor.dtype), tensor.numel()))
+            return original(*args, **kwargs)
+
+        return call
+
+    StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = reduce
+    try:
+        yield
+    finally:
+        StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = inner
+
+
+def _replicas(engine: PipelineTrainEngine) -> dict[str, str]:
+    """Digest of every tensor of this rank that must be equal on the ranks that hold the same part of it."""
+    tp, found = engine.grid.tp.rank, {}
+    for p in engine._engine.optimizer.parameters:
+        place = p.placement
+        found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
+    for parameter, first, part in engine._engine.optimizer.partition_ranges():
+        place = parameter.placement
+        for kind, flat in engine._engine.optimizer.state_of(part).items():
+            found[f"{kind}/{place.key}/{0 if place.dim is None else tp}/{first}+{part.length}"] = digest(flat)
+    return found
+
+
+def _dropout_masks(engine: PipelineTrainEngine) -> dict[str, str]:
+    found = {}
+    info = BatchInfo(sample_ids=torch.tensor([3, 4]))
+    for module in engine._engine.module.modules():
+        if isinstance(module, Dropout):
+            mask = Dropout(0.5, module.seed, module.site)
+            mask.stream = module.stream
+            found[module.site] = digest(mask(torch.ones(2, 8, 8), info))
+    return found
+
+
 def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[], None] | None) -> dict[str, Any]:
     if mutate is not None:
         mutate()
     engine = build_engine(scenario, parallel)
     losses, norms, gradients = [], [], []
+    reductions: set[tuple[str, int]] = set()
     inner_step = engine._engine.optimizer.step
 
     def recording_step() -> None:
@@ -190,12 +284,41 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
         inner_step()
 
     engine._engine.optimizer.step = recording_step
-    for step in range(scenario.steps):
-        result = engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-    shards = [(s.key, s.global_shape, s.offset, s.tensor.numpy()) for s in engine.named_shards()]
-    return {"losses": losses, "norms": norms, "gradients": gradients, "shards": shards}
+    initial = _shards(engine)
+    validation = evaluate(engine, scenario, parallel)
+    with recorded_reductions(engine, reductions):
+        for step in range(scenario.steps):
+            result = engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
+            losses.append(result.loss)
+            norms.append(result.grad_norm)
+    return {
+        "losses": losses, "norms": norms, "gradients": gradients, "initial": initial, "shards": _shards(engine),
+        "validation": validation, "replicas": _replicas(engine), "reductions": reductions,
+        "dropout_masks": _dropout_masks(engine), "tp": engine.grid.tp.rank,
+    }  # fmt: skip
+
+
+def _shards(engine: PipelineTrainEngine) -> list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
+    return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in engine.named_shards()]
+
+
+VALIDATION_SAMPLES = 7
+
+
+def validation_ids(scenario: Scenario, dp_rank: int, dp: int) -> Any:
+    """Ids of this rank's validation micro-batches; those from VALIDATION_SAMPLES on are filling and fully masked."""
+    block = scenario.micro_batch_size * dp
+    return micro_batch_ids(0, -(-VALIDATION_SAMPLES // block) * block, scenario.micro_batch_size, dp_rank, dp)
+
+
+def evaluate(engine: PipelineTrainEngine, scenario: Scenario, parallel: ParallelConfig) -> tuple[float, int]:
+    batches = []
+    for ids in validation_ids(scenario, engine.grid.dp.rank, parallel.dp):
+        batch = micro_batch(scenario, ids)
+        filling = torch.as_tensor(np.asarray(ids)) >= VALIDATION_SAMPLES
+        batches.append(replace(batch, loss_mask_bs=batch.loss_mask_bs.masked_fill(filling[:, None], 0.0)))
+    result = engine.evaluate(batches)
+    return result.loss_sum, result.tokens
 
 
 def assemble(shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]], kind: str) -> dict[str, np.ndarray]:
@@ -216,23 +339,25 @@ def assemble(shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarra
 
 
 def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[], None] | None = None) -> Run:
-    """Trains over gloo ranks; losses and norms must agree on all ranks."""
-    from tests.distributed import run_ranks
-
+    """Trains over gloo ranks and puts what the ranks hold together."""
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
+    run = Run(losses=results[0]["losses"], norms=results[0]["norms"], validation=results[0]["validation"])
     for result in results:
-        assert result["losses"] == results[0]["losses"], "ranks report different losses"
-        assert result["norms"] == results[0]["norms"], "ranks report different norms"
-    run = Run(losses=results[0]["losses"], norms=results[0]["norms"])
+        for what in ("losses", "norms", "validation"):
+            assert result[what] == results[0][what], f"ranks report different {what}"
+        run.reductions |= result["reductions"]
+        for name, value in result["replicas"].items():
+            run.replicas.setdefault(name, set()).add(value)
+        for site, value in result["dropout_masks"].items():
+            run.dropout_masks.setdefault(site, {})[result["tp"]] = value
+    run.initial = assemble([s for r in results for s in r["initial"]], "weight")
     run.weights = assemble([s for r in results for s in r["shards"]], "weight")
     for result in results:
         for key, shape, dim, start, length, values in result["gradients"]:
             full = run.gradients.setdefault(key, np.full(shape, np.nan, np.float32))
-            if dim is None:
-                full[...] = values
-            else:
-                where = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(len(shape)))
-                full[where] = values[tuple(slice(0, length) if d == dim else slice(None) for d in range(len(shape)))]
+            theirs = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(len(shape)))
+            ours = tuple(slice(0, length) if d == dim else slice(None) for d in range(len(shape)))
+            full[theirs] = values[ours]
     return run
 
 
@@ -244,3 +369,80 @@ def relative(value: np.ndarray, reference: np.ndarray) -> float:
 
 def scenario_with(**changes: Any) -> Scenario:
     return replace(Scenario(), **changes)
+
+
+# The checks: each returns what is wrong, so that a test can assert that nothing is and a mutant that something is.
+
+
+def check_initial_weights(run: Run, reference: Run) -> list[str]:
+    """N1: the same seed gives bitwise the same full weights."""
+    assert run.initial.keys() == reference.initial.keys()
+    return [name for name, values in reference.initial.items() if not np.array_equal(run.initial[name], values)]
+
+
+def check_first_step(run: Run, reference: Run) -> list[str]:
+    """N3: loss 1e-6, grad norm 1e-5, every gradient 1e-5 of its norm."""
+    faults = []
+    if abs(run.losses[0] / reference.losses[0] - 1) > 1e-6:
+        faults.append(f"loss {run.losses[0]} against {reference.losses[0]}")
+    if abs(run.norms[0] / reference.norms[0] - 1) > 1e-5:
+        faults.append(f"grad norm {run.norms[0]} against {reference.norms[0]}")
+    assert run.gradients.keys() == reference.gradients.keys()
+    for name, gradient in reference.gradients.items():
+        # Not `>`, so that a NaN, a gradient no rank held, is a fault.
+        if not relative(run.gradients[name], gradient) <= 1e-5:
+            faults.append(f"gradient of {name} off by {relative(run.gradients[name], gradient):.1e} of its norm")
+    return faults
+
+
+def check_curve(run: Run, reference: Run) -> list[str]:
+    """N3: over all steps loss 1e-5 and grad norm 1e-4; in the end every weight 1e-4. All relative."""
+    faults = []
+    for step, (loss, norm) in enumerate(zip(run.losses, run.norms, strict=True), start=1):
+        if not abs(loss / reference.losses[step - 1] - 1) <= 1e-5:
+            faults.append(f"loss of step {step}: {loss} against {reference.losses[step - 1]}")
+        if not abs(norm / reference.norms[step - 1] - 1) <= 1e-4:
+            faults.append(f"grad norm of step {step}: {norm} against {reference.norms[step - 1]}")
+    for name, weight in reference.weights.items():
+        ours, theirs = without_key_bias(name, run.weights[name]), without_key_bias(name, weight)
+        if not relative(ours, theirs) <= 1e-4:
+            faults.append(f"{name} off by {relative(ours, theirs):.1e} of its norm")
+    return faults
+
+
+def without_key_bias(name: str, values: np.ndarray) -> np.ndarray:
+    """Leaves out the key biases: softmax does not feel them, their gradient is rounding noise that Adam blows up."""
+    if not name.endswith("attention.qkv.bias"):
+        return values
+    return np.delete(values.reshape(MODEL.num_heads, 3, -1), 1, axis=1)
+
+
+def check_replicas(run: Run, reference: Run) -> list[str]:
+    """N8: copies of one tensor are bitwise equal on all ranks that hold it."""
+    del reference
+    return sorted(name for name, digests in run.replicas.items() if len(digests) > 1)
+
+
+def check_reduction_dtype(run: Run, reference: Run) -> list[str]:
+    """N7: every gradient collective carries fp32."""
+    del reference
+    return [f"{dtype} reduction of {numel}" for dtype, numel in sorted(run.reductions) if dtype != "torch.float32"]
+
+
+def check_validation(run: Run, reference: Run) -> list[str]:
+    """N10: the token mean over the whole validation set, its incomplete last batch included."""
+    (loss, tokens), (expected, expected_tokens) = run.validation, reference.validation
+    if tokens == expected_tokens and abs(loss / expected - 1) <= 1e-6:
+        return []
+    return [f"validation {loss} over {tokens} tokens against {expected} over {expected_tokens}"]
+
+
+def check_dropout_streams(run: Run, reference: Run) -> list[str]:
+    """Attention dropout differs between tensor-parallel ranks, every other dropout is the same on all of them."""
+    del reference
+    faults = []
+    for site, by_rank in run.dropout_masks.items():
+        wanted = len(by_rank) if "core" in site else 1
+        if len(set(by_rank.values())) != wanted:
+            faults.append(f"{site}: {len(set(by_rank.values()))} masks on {len(by_rank)} ranks, want {wanted}")
+    return faults

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe import schedule
@@ -115,9 +114,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         # This rank's own gradients, before the reduction spreads a non-finite one.
         self.gradient_norms = torch._foreach_norm([g for group in self.optimizer.fp32_groups_gradients for g in group])
         self._exec_reduce_grads()
-        weight, group = self.module.tied_weight(), self.module.tied_group()
-        if weight is not None and group is not None:
-            dist.all_reduce(weight._hp_grad, group=group)
+        self._exec_reduce_tied_grads()
 
     def _reduce_tied_gradients(self) -> None:
         """Done in `_reduce_gradients`, after the data-parallel reduction."""

@@ -103,7 +103,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
                 ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in (0, self.num_stages - 1)]
                 group = ds_dist.new_group(ranks=ranks)
                 if self.global_rank in ranks:
-                    weight = self.tied_weight()
+                    weight = self._tied_weight()
                     weight.ds_pipe_replicated = self.global_rank != ranks[0]  # counted once in the norm
                     holder = nn.ParameterList([weight])
                     comms["embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["0"], "module": holder}
@@ -114,13 +114,12 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """Name of the tied parameter, None when nothing is tied."""
         return TIED_PARAMETER if self.tied else None
 
-    def tied_weight(self) -> nn.Parameter | None:
-        """This rank's copy of the tied embedding, None where it has none."""
+    def _tied_weight(self) -> nn.Parameter | None:
         return next((p for p in self.parameters() if self.tied and p.placement.key == TIED_PARAMETER), None)
 
-    def tied_group(self) -> ds_dist.ProcessGroup | None:
-        """Group of the two copies, None where there is one or this rank has none."""
-        return self.tied_comms["embedding"]["group"] if self.tied_comms else None
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, ds_dist.ProcessGroup]]:
+        """This rank's copy of the tied embedding and the group of both copies; empty where there is one or none."""
+        return [(self._tied_weight(), comm["group"]) for comm in self.tied_comms.values()]
 
     def _synchronize_tied_weights(self) -> None:
         """Nothing to send: both copies are drawn from the same random stream."""
