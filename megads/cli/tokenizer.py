@@ -12,7 +12,6 @@ def run(config: TokenizerConfig, _invocation: Invocation) -> int:
     from megads.data.tokenizer import train_tokenizer
 
     train_tokenizer(config)
-    print(f"wrote {config.output}")
     return EXIT_OK
 
 
