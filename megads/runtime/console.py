@@ -78,7 +78,19 @@ class Console:
     def say(self, line: str, level: str = "info") -> None:
         """Shows one line of the launcher's own, unless its level is below what was asked for."""
         if _LEVELS.index(level if level in _LEVELS else "info") >= _LEVELS.index(self._level):
-            print(line, file=self._out, flush=True)
+            try:
+                print(line, file=self._out, flush=True)
+            except OSError:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Goes on without a terminal: a closed pipe or a lost connection must not end the training.
+
+        The descriptor is replaced too, or Python's own flush at exit would fail and change the exit code.
+        """
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._out.fileno())
+        os.close(nowhere)
 
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
@@ -144,11 +156,17 @@ def render_event(event: Mapping[str, Any]) -> str:
     if event.get("message"):
         return f"{name}: {event['message']}"
     fields = [
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        f"{key} {_render_value(key, value)}"
         for key, value in event.items()
         if key not in ("time", "event", "level") and value not in (None, "", [], {})
     ]
     return f"{name}: {', '.join(fields)}" if fields else name
+
+
+def _render_value(key: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)[:8] if key.endswith("digest") else str(value)
 
 
 def render_duration(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Starts a run's ranks on this machine with torch's elastic agent, watches them, and says how they ended.
 
 The agent runs in a thread of its own, so that it installs no signal handlers: the main thread shows the console and
-answers signals. The first SIGINT, SIGTERM or SIGUSR1 asks the run to save and stop; the second kills it.
+answers signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to save and stop; the second kills it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ EXIT_KILLED = 130
 _POLL_S = 0.1
 # A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure.
 _KILL_AFTER_S = 3.0
-_STOP_REASONS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED, signal.SIGUSR1: PREEMPTED}
+_STOP_REASONS = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGHUP: INTERRUPTED,
+    signal.SIGTERM: PREEMPTED,
+    signal.SIGUSR1: PREEMPTED,
+}
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,8 @@ class _Launch:
             self._events.write(
                 "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
             )
-            sys.stderr.write(f"megads: {outcome.message}\n")
+            with suppress(OSError):
+                sys.stderr.write(f"megads: {outcome.message}\n")
         self._events.write("exit", exit_code=outcome.exit_code, level="debug")
         self._events.close()
         return outcome.exit_code
@@ -152,7 +158,9 @@ class _Launch:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note_signal) for number in _STOP_REASONS}
+        # nohup ignores SIGHUP, and means it.
+        numbers = [n for n in _STOP_REASONS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note_signal) for number in numbers}
         try:
             yield
         finally:

@@ -176,6 +176,19 @@ def test_first_signal_saves_and_stops(start: Callable[..., Launched], number: si
     assert not (launched.run_dir / "stop").exists()
 
 
+def test_a_lost_terminal_changes_nothing(start: Callable[..., Launched]) -> None:
+    """Catches `megads train | head` or a dropped connection that ends the training or changes its exit code."""
+    launched = start("step_until_stopped", ranks=1)
+    assert launched.process.stdout is not None
+    launched.process.stdout.readline()
+    launched.process.stdout.close()
+    metrics = launched.run_dir / "metrics.jsonl"
+    before = metrics.stat().st_size
+    launched.wait_for(lambda: metrics.stat().st_size > before + 100)
+    launched.process.send_signal(signal.SIGHUP)
+    assert launched.process.wait(timeout=40) == 5
+
+
 def test_second_signal_kills_at_once(start: Callable[..., Launched]) -> None:
     """Catches a run that cannot be ended while it hangs in a collective."""
     launched = start("wait_in_a_collective")

@@ -1,0 +1,45 @@
+"""The demo's last word."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def verdict(run_dir: Path, *flags: str) -> int:
+    script = REPOSITORY / "scripts" / "demo" / "verdict.py"
+    return subprocess.run(
+        [sys.executable, str(script), str(run_dir), *flags], env={"PYTHONPATH": str(REPOSITORY)}, check=False
+    ).returncode
+
+
+def write(path: Path, *records: dict[str, object]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize(("loss", "code"), [(6.0, 0), (6.4, 1)])
+def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> None:
+    """Catches a demo that calls a model of word frequencies a success, or judges an early validation."""
+    valid = {"tokens": 10, "valid/held_out/unigram_loss": 6.7}
+    write(
+        tmp_path / "metrics.jsonl",
+        {"step": 5, **valid, "valid/held_out/loss": 6.69},
+        {"step": 9, "loss": 1.0},
+        {"step": 9, **valid, "valid/held_out/loss": loss},
+    )
+    assert verdict(tmp_path) == code
+
+
+def test_a_run_that_did_not_finish(tmp_path: Path) -> None:
+    """Catches a half-trained run taken for the finished demo, after a success that a later start undid."""
+    assert verdict(tmp_path) == 1
+    write(tmp_path / "events.jsonl", {"event": "launch"}, {"event": "exit", "exit_code": 0})
+    assert verdict(tmp_path, "--finished") == 0
+    write(tmp_path / "events.jsonl", {"event": "exit", "exit_code": 0}, {"event": "launch"}, {"event": "start"})
+    assert verdict(tmp_path, "--finished") == 1
