@@ -28,8 +28,12 @@ class BatchInfo:
     document_starts: Tensor | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
-        return BatchInfo(*(None if t is None else t.to(device) for t in (
-            self.sample_ids, self.position_ids_bs, self.document_starts)))
+        """A copy on another device."""
+        return BatchInfo(
+            self.sample_ids.to(device),
+            None if self.position_ids_bs is None else self.position_ids_bs.to(device),
+            None if self.document_starts is None else self.document_starts.to(device),
+        )
 
 
 @dataclass(frozen=True)

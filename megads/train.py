@@ -235,9 +235,7 @@ def checkpoint_hook(
     """Saves."""
     layout = {"tp": config.parallel.tp, "pp": config.parallel.pp, "dp": config.parallel.dp}
     model = asdict(config.model)
-    return CheckpointHook(
-        engine, run_dir, config.checkpoint, config_digest(config), model, layout, state, events
-    )
+    return CheckpointHook(engine, run_dir, config.checkpoint, config_digest(config), model, layout, state, events)
 
 
 def validation_hook(

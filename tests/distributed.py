@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120.0
@@ -34,7 +35,7 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, world_size: i
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
     )  # fmt: skip
-    with open(os.devnull, "w") as null:
+    with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
     torch.set_num_threads(1)
     try:

@@ -145,7 +145,8 @@ def train_reference(scenario: Scenario) -> Run:
     masters = {name: p.detach().float().clone() for name, p in working.items()}
     groups = parameter_groups(masters.items(), tied_name=TIED_PARAMETER, weight_decay=scenario.optim.weight_decay)
     adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=tuple(scenario.optim.betas), eps=scenario.optim.eps)
-    run = Run(initial={name: m.numpy().copy() for name, m in masters.items()}, validation=_reference_loss(model, scenario))
+    run = Run(validation=_reference_loss(model, scenario))
+    run.initial = {name: m.numpy().copy() for name, m in masters.items()}
     for step in range(scenario.steps):
         batches = step_batches(scenario, step)
         total = sum(float(b.loss_mask_bs.sum()) for b in batches)
@@ -200,14 +201,14 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig) -> PipelineTrainE
     )
 
 
-def _gradient_pieces(engine: PipelineTrainEngine) -> list[tuple[str, tuple[int, ...], int | None, int, int, np.ndarray]]:
+def _gradient_pieces(engine: PipelineTrainEngine) -> list[tuple[Any, ...]]:
     """This rank's reduced gradients before clipping: key, global shape, cut dim, start, length, values."""
     optimizer = engine._engine.optimizer
-    flat = [g for group in optimizer.fp32_groups_gradients for g in group]
     pieces = []
-    for p, grad in zip(optimizer.parameters, flat, strict=True):
+    for p, grad in zip(optimizer.parameters, optimizer.gradients, strict=True):
         place = p.placement
-        pieces.append((place.key, place.global_shape, place.dim, place.start, place.length, grad.view(p.shape).numpy().copy()))
+        values = grad.view(p.shape).numpy().copy()
+        pieces.append((place.key, place.global_shape, place.dim, place.start, place.length, values))
     return pieces
 
 
@@ -298,7 +299,7 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     }  # fmt: skip
 
 
-def _shards(engine: PipelineTrainEngine) -> list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
+def _shards(engine: PipelineTrainEngine) -> list[tuple[Any, ...]]:
     return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in engine.named_shards()]
 
 
@@ -321,7 +322,7 @@ def evaluate(engine: PipelineTrainEngine, scenario: Scenario, parallel: Parallel
     return result.loss_sum, result.tokens
 
 
-def assemble(shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]], kind: str) -> dict[str, np.ndarray]:
+def assemble(shards: list[tuple[Any, ...]], kind: str) -> dict[str, np.ndarray]:
     """Full tensors of one kind from rectangles; every element must be covered once."""
     full: dict[str, np.ndarray] = {}
     covered: dict[str, np.ndarray] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -138,7 +138,7 @@ class Case:
     defect: Callable[[], None]
     layout: str
     check: Callable[[Run, Run], list[str]]
-    scenario: Scenario = scenario_with()
+    scenario: Scenario = field(default_factory=Scenario)
 
 
 CASES = [

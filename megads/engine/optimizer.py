@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,14 @@ class Fp32GradientOptimizer(BF16_Optimizer):
     The same code drives bf16 and fp32 weights, so what the fp32 parity tests prove is what bf16 training runs.
     """
 
-    def get_grads_for_norm(self, for_clipping: bool = False) -> list[Tensor] | tuple[list[Tensor], dict[str, list[Tensor]]]:
+    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
         """Gradients this rank contributes to the global norm.
 
         A rank whose parameters are all counted elsewhere (a tied head and replicated norms) contributes a zero:
         DeepSpeed's norm cannot take an empty list.
+
+        Returns:
+            All gradients for clipping, else (the gradients, an empty dict of experts'), as DeepSpeed wants it.
         """
         grads = super().get_grads_for_norm(for_clipping)
         if for_clipping:
@@ -52,6 +56,11 @@ class Fp32GradientOptimizer(BF16_Optimizer):
     def parameters(self) -> list[Parameter]:
         """Every parameter this rank trains, in the order of its gradients."""
         return [parameter for group in self.bf16_groups for parameter in group]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The flat fp32 gradient of every parameter, in the order of `parameters`."""
+        return [gradient for group in self.fp32_groups_gradients for gradient in group]
 
     def partition_ranges(self) -> Iterator[tuple[Parameter, int, PartitionRange]]:
         """For every parameter of which this rank's ZeRO partition holds a part: the parameter, the index in its

@@ -45,7 +45,9 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectan
         start = end
 
 
-def parameter_shards(kind: str, place: Placement, local_shape: tuple[int, ...], first: int, flat: Tensor) -> list[Shard]:
+def parameter_shards(
+    kind: str, place: Placement, local_shape: tuple[int, ...], first: int, flat: Tensor
+) -> list[Shard]:
     """Rectangles of one parameter that `flat`, holding its flattened elements from `first` on, covers.
 
     Args:

@@ -48,7 +48,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._begin([])
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Optimizer) -> str:
-        return BFLOAT16  # for fp32 weights too: see Fp32GradientOptimizer
+        return str(BFLOAT16)  # for fp32 weights too: see Fp32GradientOptimizer
 
     def _configure_bf16_optimizer(self, optimizer: Optimizer) -> Fp32GradientOptimizer:
         # The optimizer asserts that bf16 is enabled but does not otherwise care about the weights' dtype.
@@ -112,7 +112,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     def _reduce_gradients(self) -> None:
         # This rank's own gradients, before the reduction spreads a non-finite one.
-        self.gradient_norms = torch._foreach_norm([g for group in self.optimizer.fp32_groups_gradients for g in group])
+        self.gradient_norms = list(torch._foreach_norm(self.optimizer.gradients))
         self._exec_reduce_grads()
         self._exec_reduce_tied_grads()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import deepspeed.comm as ds_dist
 import torch
@@ -24,7 +25,9 @@ from megads.parallel.sharding import Placement, materialise, shard_stage
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
     """A stage that DeepSpeed builds on the ranks that hold it: made on the meta device, cut, then filled."""
 
-    def __init__(self, spec: StageSpec, grid: ParallelGrid, value: InitialValue, device: torch.device, tied: bool) -> None:
+    def __init__(
+        self, spec: StageSpec, grid: ParallelGrid, value: InitialValue, device: torch.device, tied: bool
+    ) -> None:
         super().__init__(nn.Module)
         self.spec, self.grid, self.value, self.device, self.tied = spec, grid, value, device, tied
 
@@ -47,6 +50,12 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
     def _tied(place: Placement) -> Placement:
         assert place.key == TIED_COPY
         return Placement(TIED_PARAMETER, place.global_shape, place.dim, place.start, place.length)
+
+
+def placement_of(parameter: nn.Parameter) -> Placement:
+    """Where a parameter of a StagePipeline lies in the unsharded model."""
+    place: Placement = parameter.placement  # type: ignore[attr-defined]
+    return place
 
 
 class StagePipeline(PipelineModule):  # type: ignore[misc]
@@ -87,13 +96,12 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 
     def _build(self) -> None:
         super()._build()
-        modules = {self._layer_specs[int(name)].spec.name: module for name, module in self.named_children() if name.isdigit()}
-        self.stage_names = list(modules)
-        embedding, head = modules.get(EMBEDDING), modules.get(HEAD)
-        if self.tied and embedding is not None and head is not None:
-            head.weight = embedding.word.weight
+        names = [spec.spec.name for spec in self._layer_specs[self._local_start : self._local_stop]]
+        stages = dict(zip(names, self.forward_funcs, strict=True))
+        if self.tied and EMBEDDING in stages and HEAD in stages:
+            stages[HEAD].weight = stages[EMBEDDING].word.weight
 
-    def _index_tied_modules(self) -> dict[str, dict[str, object]]:
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""
         if not self.tied or self.num_stages == 1:
             return {}
@@ -114,10 +122,10 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """Name of the tied parameter, None when nothing is tied."""
         return TIED_PARAMETER if self.tied else None
 
-    def _tied_weight(self) -> nn.Parameter | None:
-        return next((p for p in self.parameters() if self.tied and p.placement.key == TIED_PARAMETER), None)
+    def _tied_weight(self) -> Any:
+        return next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, ds_dist.ProcessGroup]]:
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """This rank's copy of the tied embedding and the group of both copies; empty where there is one or none."""
         return [(self._tied_weight(), comm["group"]) for comm in self.tied_comms.values()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.partition_shards import parameter_shards
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.stage_pipeline import StagePipeline
+from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
 from megads.optim.config import OptimConfig
@@ -40,7 +41,9 @@ class TokenMeanLoss:
         return (losses_bs * mask_bs).sum() * self.scale
 
 
-def deepspeed_config(precision: torch.dtype, micro_batch_size: int, micro_batches: int, dp: int, clip: float) -> dict:
+def deepspeed_config(
+    precision: torch.dtype, micro_batch_size: int, micro_batches: int, dp: int, clip: float
+) -> dict[str, Any]:
     """The DeepSpeed settings of a run; everything else is decided by our own config."""
     return {
         "train_batch_size": micro_batch_size * micro_batches * dp,
@@ -81,7 +84,7 @@ class PipelineTrainEngine:
         value = value or initial_value(model, seed)
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss)
         groups = parameter_groups(
-            ((p.placement.key, p) for p in module.parameters()),
+            ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
             weight_decay=optim.weight_decay,
         )
@@ -126,7 +129,9 @@ class PipelineTrainEngine:
         """Unmasked tokens over data parallel; known before the first backward, on the last stage only."""
         if not self.grid.pp.is_last:
             return 0
-        counts = [batch.loss_mask_bs.sum(dtype=torch.float64) for batch in micro_batches if batch.loss_mask_bs is not None]
+        counts = [
+            batch.loss_mask_bs.sum(dtype=torch.float64) for batch in micro_batches if batch.loss_mask_bs is not None
+        ]
         total = torch.stack(counts).sum().to(self.device)
         if self.grid.dp.size > 1:
             dist.all_reduce(total, group=self.grid.dp.group)
@@ -149,13 +154,13 @@ class PipelineTrainEngine:
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""
         engine = self._engine
-        pairs = [(lp, norm) for lp, norm in zip(engine.optimizer.parameters, engine.gradient_norms, strict=True)]
+        pairs = list(zip(engine.optimizer.parameters, engine.gradient_norms, strict=True))
         mine = Symptoms(
             rank=self.grid.rank,
             stage=self.grid.pp.rank,
-            weights=tuple(p.placement.key for p, _ in pairs if not torch.isfinite(p).all()),
+            weights=tuple(placement_of(p).key for p, _ in pairs if not torch.isfinite(p).all()),
             forward=not bool(engine.forward_finite.item()),
-            gradients=tuple(p.placement.key for p, norm in pairs if not torch.isfinite(norm)),
+            gradients=tuple(placement_of(p).key for p, norm in pairs if not torch.isfinite(norm)),
         )
         everyone: list[Symptoms | None] = [None] * self.grid.world_size
         dist.all_gather_object(everyone, mine)
@@ -166,8 +171,9 @@ class PipelineTrainEngine:
         optimizer = self._engine.optimizer
         shards: list[Shard] = []
         for parameter, first, part in optimizer.partition_ranges():
-            place = parameter.placement
-            if owned and ((place.dim is None and not self.grid.tp.is_first) or parameter.ds_pipe_replicated):
+            place = placement_of(parameter)
+            replicated_copy = place.dim is None and not self.grid.tp.is_first
+            if owned and (replicated_copy or parameter.ds_pipe_replicated):  # type: ignore[attr-defined]
                 continue
             for kind, flat in optimizer.state_of(part).items():
                 shards += parameter_shards(kind, place, tuple(parameter.shape), first, flat)

@@ -35,9 +35,7 @@ class AttentionCore(nn.Module):
 
     def bias(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Additive mask [1, n or 1, s, s] of this core's heads."""
-        return causal_bias(
-            self.num_heads, self.heads.start, self.heads.stop, seq_len, self.alibi, device, dtype
-        )
+        return causal_bias(self.num_heads, self.heads.start, self.heads.stop, seq_len, self.alibi, device, dtype)
 
     def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
@@ -46,7 +44,8 @@ class AttentionCore(nn.Module):
             scores_bnst = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() * q_bnsd.shape[-1] ** -0.5
             scores_bnst = scores_bnst + self.bias(seq_len, device, torch.float32)
             probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bnsd.dtype)
-            return self.dropout(probabilities_bnst, info) @ v_bnsd
+            dropped_bnst: Tensor = self.dropout(probabilities_bnst, info)
+            return dropped_bnst @ v_bnsd
         # The CPU kernel takes an fp32 mask beside bf16 queries; CUDA kernels want the queries' dtype.
         dtype = torch.float32 if device.type == "cpu" else q_bnsd.dtype
         return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=self.bias(seq_len, device, dtype))
@@ -73,4 +72,5 @@ class Attention(nn.Module):
         qkv_bsn3d = qkv.view(batch, seq_len, width // (3 * self.head_dim), 3, self.head_dim)
         q_bnsd, k_bnsd, v_bnsd = (x.transpose(1, 2) for x in qkv_bsn3d.unbind(dim=3))
         context_bnsd = self.core(q_bnsd, k_bnsd, v_bnsd, info)
-        return self.dense(context_bnsd.transpose(1, 2).reshape(batch, seq_len, width // 3))
+        out_bsh: Tensor = self.dense(context_bnsd.transpose(1, 2).reshape(batch, seq_len, width // 3))
+        return out_bsh

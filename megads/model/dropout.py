@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of the sample, so that it is the same in every layout and after every resume."""
+"""Dropout whose mask is a pure function of the sample: the same in every layout and after every resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megads.batch import BatchInfo
 
 
 def stream_seed(seed: int, site: str, stream: int, sample_id: int) -> int:
-    """63-bit seed of one sample's mask at one site; no two (seed, site, stream, sample) share one but by hash collision."""
+    """63-bit seed of one sample's mask at one site, of its own for every (seed, site, stream, sample)."""
     message = struct.pack("<qqq", seed, stream, sample_id) + site.encode()
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") >> 1
 

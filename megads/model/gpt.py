@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
-from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.model.stages import TIED_COPY, TIED_PARAMETER, Embedding, Head, stage_specs
 
 
 class GPT(nn.Module):
@@ -33,9 +33,11 @@ class GPT(nn.Module):
                 self.names[parameter] = f"{spec.name}.{name}"
                 with torch.no_grad():
                     parameter.copy_(value(self._canonical(config, self.names[parameter]), tuple(parameter.shape)))
+        embedding, head = self.stages[0], self.stages[-1]
+        assert isinstance(embedding, Embedding) and isinstance(head, Head)
         if config.tie_embeddings:
-            del self.names[self.stages[-1].weight]
-            self.stages[-1].weight = self.stages[0].word.weight
+            del self.names[head.weight]
+            head.tie(embedding)
 
     @staticmethod
     def _canonical(config: ModelConfig, name: str) -> str:

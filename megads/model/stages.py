@@ -32,7 +32,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
-        hidden_bsh = self.word(tokens_bs)
+        hidden_bsh: Tensor = self.word(tokens_bs)
         if self.position is not None:
             positions = info.position_ids_bs
             if positions is None:
@@ -40,7 +40,8 @@ class Embedding(nn.Module):
             hidden_bsh = hidden_bsh + self.position(positions)
         if self.norm is not None:
             hidden_bsh = self.norm(hidden_bsh)
-        return self.dropout(hidden_bsh, info)
+        dropped_bsh: Tensor = self.dropout(hidden_bsh, info)
+        return dropped_bsh
 
 
 class MLP(nn.Module):
@@ -52,7 +53,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(hidden_bsh), approximate="tanh"))
+        out_bsh: Tensor = self.down(F.gelu(self.up(hidden_bsh), approximate="tanh"))
+        return out_bsh
 
 
 class Block(nn.Module):
@@ -72,7 +74,8 @@ class Block(nn.Module):
         attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
         hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
         transformed_bsh = self.mlp(self.post_attention_norm(hidden_bsh))
-        return hidden_bsh + self.mlp_dropout(transformed_bsh, info)
+        dropped_bsh: Tensor = self.mlp_dropout(transformed_bsh, info)
+        return hidden_bsh + dropped_bsh
 
 
 class FinalNorm(nn.LayerNorm):
@@ -88,6 +91,12 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def tie(self, embedding: Embedding) -> None:
+        """Shares the word embedding's weight."""
+        weight = embedding.word.weight
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns logits [b, s, v]."""

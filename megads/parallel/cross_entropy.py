@@ -65,4 +65,5 @@ def vocab_parallel_token_losses(logits_bsr: Tensor, labels_bs: Tensor, vocab_siz
         vocab_size: true size of the vocabulary.
         axis: the tensor-parallel axis.
     """
-    return _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis)
+    losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis)
+    return losses_bs

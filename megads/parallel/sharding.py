@@ -56,14 +56,17 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, axis: Axis) -> nn.Mod
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
         make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
         return make(layer.in_features, layer.out_features, axis)
+    assert isinstance(layer.weight, Tensor)
     vocab_size, hidden_size = layer.weight.shape
     make_vocab = VocabParallelEmbedding if cut is Cut.vocab else VocabParallelHead
     return make_vocab(vocab_size, hidden_size, axis)
 
 
 def _placement(key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis) -> Placement:
-    dim = {Cut.column: 0, Cut.row: 1, Cut.vocab: 0, Cut.vocab_head: 0}[cut] if cut is not None else None
-    if dim is None or dim >= len(shape):
+    if cut is None:
+        return Placement(key, shape)
+    dim = 1 if cut is Cut.row else 0
+    if dim >= len(shape):  # the bias of a row-parallel layer
         return Placement(key, shape)
     rows = padded_rows(shape[dim], axis.size)
     start = min(axis.rank * rows, shape[dim])
@@ -75,7 +78,9 @@ def _lookup(patterns: Mapping[str, T], path: str) -> T | None:
     return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
 
 
-def shard_stage(stage: nn.Module, name: str, table: ShardingTable, axis: Axis) -> tuple[nn.Module, dict[str, Placement]]:
+def shard_stage(
+    stage: nn.Module, name: str, table: ShardingTable, axis: Axis
+) -> tuple[nn.Module, dict[str, Placement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
     Args:

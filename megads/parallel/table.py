@@ -31,7 +31,7 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """Everything tensor parallelism must know of a model; keys are patterns of full module paths, first match wins.
+    """What tensor parallelism must know of a model; keys are patterns of full module paths, first match wins.
 
     Attributes:
         parameters: pattern -> cut. What is not named is replicated. A column module opens the activation

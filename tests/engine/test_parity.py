@@ -46,7 +46,7 @@ def test_curve_and_final_weights(run: Run) -> None:
 
 
 def test_replicas_stay_bitwise_equal(run: Run) -> None:
-    """Catches replicated parameters and tied embeddings that drift apart, stock DeepSpeed's at dp = 3 among them (N8)."""
+    """Catches replicated parameters and tied embeddings that drift apart, stock DeepSpeed's among them (N8)."""
     assert parity.check_replicas(run, reference()) == []
 
 
