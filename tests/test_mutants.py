@@ -116,7 +116,7 @@ def mean_of_micro_batch_means() -> None:
     inner = TokenMeanLoss.__call__
 
     def loss(self: TokenMeanLoss, logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        self.scale = 1.0 / float(targets[1].sum())
+        self.scale = 1.0 / targets[1].sum().double()
         return inner(self, logits, targets)
 
     TokenMeanLoss.__call__ = loss

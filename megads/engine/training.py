@@ -30,10 +30,14 @@ class TokenMeanLoss:
 
     DeepSpeed divides each micro-batch's loss by their number and the gradients by the data-parallel size; the scale
     micro_batches * dp / (unmasked tokens of the global batch) turns both into the mean over tokens.
+
+    Attributes:
+        scale: fp64 scalar on the engine's device, so that setting it never waits for the device.
     """
 
     def __init__(self, vocab_size: int, grid: ParallelGrid) -> None:
-        self.vocab_size, self.grid, self.scale = vocab_size, grid, 1.0
+        self.vocab_size, self.grid = vocab_size, grid
+        self.scale = torch.ones((), dtype=torch.float64)
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels_bs, mask_bs = targets
@@ -105,7 +109,7 @@ class PipelineTrainEngine:
         tokens = self._global_tokens(micro_batches)
         replicas = len(micro_batches) * self.grid.dp.size
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
-        self._loss.scale = replicas / max(tokens, 1)
+        self._loss.scale = replicas / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches)
         loss, tokens_all = self._share(loss_sum, tokens, 1.0 / replicas)
         optimizer = self._engine.optimizer
@@ -121,24 +125,23 @@ class PipelineTrainEngine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         tokens = self._global_tokens(micro_batches)
-        self._loss.scale = 1.0
-        loss_sum, tokens = self._share(self._engine.run_inference_schedule(micro_batches), tokens, 1.0)
-        return EvaluationResult(loss_sum, tokens)
+        self._loss.scale = torch.ones_like(tokens)
+        loss_sum, tokens_all = self._share(self._engine.run_inference_schedule(micro_batches), tokens, 1.0)
+        return EvaluationResult(loss_sum, tokens_all)
 
-    def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Unmasked tokens over data parallel; known before the first backward, on the last stage only."""
-        if not self.grid.pp.is_last:
-            return 0
-        counts = [
-            batch.loss_mask_bs.sum(dtype=torch.float64) for batch in micro_batches if batch.loss_mask_bs is not None
-        ]
-        total = torch.stack(counts).sum().to(self.device)
-        if self.grid.dp.size > 1:
-            dist.all_reduce(total, group=self.grid.dp.group)
-        return int(total.item())
+    def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Unmasked tokens over data parallel, fp64 scalar; known before the first backward, on the last stage only."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.grid.pp.is_last:
+            for batch in micro_batches:
+                assert batch.loss_mask_bs is not None
+                total += batch.loss_mask_bs.sum(dtype=torch.float64).to(self.device)
+            if self.grid.dp.size > 1:
+                dist.all_reduce(total, group=self.grid.dp.group)
+        return total
 
-    def _share(self, loss_sum: Tensor | None, tokens: int, scale: float) -> tuple[float, int]:
-        """Sums the last stages' losses over data parallel and tells the other stages."""
+    def _share(self, loss_sum: Tensor | None, tokens: Tensor, scale: float) -> tuple[float, int]:
+        """Sums the last stages' losses over data parallel and tells the other stages; (loss, tokens) on every rank."""
         values = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.grid.pp.is_last:
             assert loss_sum is not None

@@ -37,7 +37,7 @@ class ShardingTable:
         parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
             region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
         dropouts: pattern -> random stream.
-        attention_cores: patterns of modules with a `narrow(rank, size)` method that keeps a contiguous share of the heads.
+        attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads.
     """
 
     parameters: Mapping[str, Cut]
