@@ -110,13 +110,15 @@ def _refuse_shared_place(config: RootConfig, invocation: Invocation) -> None:
 
 
 def _changes(run_dir: Path, config: RootConfig) -> list[str]:
-    """Lists the keys whose values differ from the last start of the same run."""
+    """Lists the keys outside `run` whose values differ from the last start of the same run."""
     try:
         before = dict(_flat(config_dict(load_frozen(run_dir / CONFIG_FILE))))
     except ConfigError:
         return []
     return [
-        f"{key} {before.get(key)} -> {value}" for key, value in _flat(config_dict(config)) if before.get(key) != value
+        f"{key} {before.get(key)} -> {value}"
+        for key, value in _flat(config_dict(config))
+        if before.get(key) != value and not key.startswith("run.")
     ]
 
 

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 _LEVELS = ("debug", "info", "warning", "error")
+_OPENING_EVENTS = ("launch", "resume", "start")
 _STEP_TIME_MEMORY = 0.9
 
 
@@ -69,11 +70,21 @@ class Console:
 
     def poll(self) -> None:
         """Shows what the files gained since the last call."""
-        for event in self._events.read():
-            self._total_steps = event.get("total_steps", self._total_steps)
-            self.say(render_event(event), str(event.get("level", "info")))
+        # Events have a time and steps have none, so their order within one poll is a guess: what a start says comes
+        # before the steps, everything else after the step that caused it.
+        events = self._events.read()
+        opening = [event for event in events if event.get("event") in _OPENING_EVENTS]
+        for event in opening:
+            self._show_event(event)
         for record in self._metrics.read():
             self._show_metrics(record)
+        for event in events:
+            if event not in opening:
+                self._show_event(event)
+
+    def _show_event(self, event: Mapping[str, Any]) -> None:
+        self._total_steps = event.get("total_steps", self._total_steps)
+        self.say(render_event(event), str(event.get("level", "info")))
 
     def say(self, line: str, level: str = "info") -> None:
         """Shows one line of the launcher's own, unless its level is below what was asked for."""

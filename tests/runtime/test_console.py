@@ -81,6 +81,21 @@ def test_a_file_cut_back_by_a_resume(tmp_path: Path) -> None:
     assert out.getvalue() == "step 1 | loss 1.0000\n"
 
 
+def test_events_of_one_poll_stand_where_they_belong(tmp_path: Path) -> None:
+    """Catches 'end' shown before the last validation, and 'start' after the first step."""
+    out = io.StringIO()
+    console = Console(tmp_path, out)
+    append(tmp_path / "events.jsonl", {"event": "start", "total_steps": 3}, {"event": "end", "step": 3})
+    append(tmp_path / "metrics.jsonl", {"step": 3, "loss": 1.0}, {"step": 3, "valid/a/loss": 1.0})
+    console.poll()
+    assert [line.split()[0].rstrip(":") for line in out.getvalue().splitlines()] == [
+        "start",
+        "step",
+        "validation",
+        "end",
+    ]
+
+
 def test_levels(tmp_path: Path) -> None:
     """Catches logging.level=warning that hides warnings or shows steps."""
     out = io.StringIO()
