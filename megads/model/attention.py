@@ -46,8 +46,10 @@ class AttentionCore(nn.Module):
             probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bnsd.dtype)
             dropped_bnst: Tensor = self.dropout(probabilities_bnst, info)
             return dropped_bnst @ v_bnsd
-        # The CPU kernel takes an fp32 mask beside bf16 queries; CUDA kernels want the queries' dtype.
-        dtype = torch.float32 if device.type == "cpu" else q_bnsd.dtype
+        # The CPU kernel takes an fp32 mask beside bf16 queries, but computes garbage with one beside fp64 queries; CUDA
+        # kernels want the queries' dtype.
+        low = device.type == "cpu" and q_bnsd.dtype.itemsize < 4
+        dtype = torch.float32 if low else q_bnsd.dtype
         return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=self.bias(seq_len, device, dtype))
 
 

@@ -25,7 +25,7 @@ class _VocabParallelTokenLosses(torch.autograd.Function):
     def forward(ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
         rows = padded_rows(vocab_size, axis.size)
         start = axis.rank * rows
-        valid = min(rows, vocab_size - start)
+        valid = max(0, min(rows, vocab_size - start))
         logits_bsr = logits_bsr.float() if logits_bsr.dtype.itemsize < 4 else logits_bsr.clone()
         logits_bsr[..., valid:] = float("-inf")
 
