@@ -13,19 +13,17 @@ from megads.errors import ConfigError
 OLDEST = Version("0.19.3")
 
 
-def require_deepspeed() -> None:
+def require_deepspeed(version: str = deepspeed.__version__) -> None:
     """Refuses releases that train wrong.
 
     0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by the number of
     micro-batches at every stage (DeepSpeed #8152).
 
     Raises:
-        ConfigError: the installed DeepSpeed is older than 0.19.3.
+        ConfigError: the version is older than 0.19.3.
     """
-    if Version(deepspeed.__version__) < OLDEST:
-        raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} scales pipeline gradients wrongly: install deepspeed>={OLDEST}"
-        )
+    if Version(version) < OLDEST:
+        raise ConfigError(f"DeepSpeed {version} scales pipeline gradients wrongly: install deepspeed>={OLDEST}")
 
 
 def prepare_deepspeed() -> None:
