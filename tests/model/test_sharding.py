@@ -1,0 +1,71 @@
+"""The sharding table covers the model: every matrix, every dropout, every attention core, and nothing that is gone."""
+
+from __future__ import annotations
+
+import functools
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+from megads.model.attention import AttentionCore
+from megads.model.config import ModelConfig, Position
+from megads.model.dropout import Dropout
+from megads.model.sharding import SHARDING
+from megads.model.stages import stage_specs
+from megads.parallel.table import Cut, Stream
+
+CONFIG = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False)
+REPLICATED = {"embedding.position", "embedding.norm", "final_norm"}
+
+
+@functools.cache
+def modules() -> dict[str, torch.nn.Module]:
+    """Every module of the model with every option on, by its full path."""
+    found = {}
+    with torch.device("meta"):
+        for spec in stage_specs(CONFIG, 0):
+            found |= {f"{spec.name}.{path}".rstrip("."): module for path, module in spec.build().named_modules()}
+    return found
+
+
+def first_match(patterns: dict, path: str) -> object:
+    return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
+
+
+def test_every_parameter_is_cut_or_known_to_be_replicated() -> None:
+    """Catches a new matrix that every rank would hold whole, unnoticed."""
+    for path, module in modules().items():
+        if not list(module.parameters(recurse=False)):
+            continue
+        replicated = path in REPLICATED or path.endswith((".input_norm", ".post_attention_norm"))
+        assert (first_match(SHARDING.parameters, path) is None) == replicated, path
+
+
+def test_cuts_pair_up_in_every_branch() -> None:
+    """Catches a column layer whose region no row layer closes."""
+    cuts = {path: first_match(SHARDING.parameters, path) for path in modules()}
+    for block in ("blocks.0", "blocks.1"):
+        assert (cuts[f"{block}.attention.qkv"], cuts[f"{block}.attention.dense"]) == (Cut.column, Cut.row)
+        assert (cuts[f"{block}.mlp.up"], cuts[f"{block}.mlp.down"]) == (Cut.column, Cut.row)
+    assert (cuts["embedding.word"], cuts["head"]) == (Cut.vocab, Cut.vocab_head)
+
+
+def test_every_dropout_has_a_stream() -> None:
+    """Catches attention dropout that is equal on all ranks, and a dropout on replicated activations that is not."""
+    for path, module in modules().items():
+        if isinstance(module, Dropout):
+            wanted = Stream.per_rank if path.endswith("attention.core.dropout") else Stream.shared
+            assert first_match(SHARDING.dropouts, path) is wanted, path
+
+
+def test_every_attention_core_is_narrowed() -> None:
+    """Catches a core that would take the slopes of the first heads on every rank."""
+    for path, module in modules().items():
+        assert isinstance(module, AttentionCore) == any(fnmatchcase(path, p) for p in SHARDING.attention_cores), path
+
+
+@pytest.mark.parametrize("pattern", [*SHARDING.parameters, *SHARDING.dropouts, *SHARDING.attention_cores])
+def test_no_pattern_is_unused(pattern: str) -> None:
+    """Catches a pattern that a renamed module left behind."""
+    assert any(fnmatchcase(path, pattern) for path in modules())
