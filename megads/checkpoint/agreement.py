@@ -18,10 +18,12 @@ _NAMED_FAILURES = 3
 
 
 def rank() -> int:
+    """This rank, 0 where nothing is distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
+    """Number of ranks, 1 where nothing is distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

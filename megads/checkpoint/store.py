@@ -39,10 +39,12 @@ class SaveError(CheckpointError):
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
+    """Where a run keeps its checkpoints."""
     return run_dir / "checkpoints"
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
+    """Final place of the checkpoint of a step."""
     return checkpoints_folder(run_dir) / f"step_{step:08d}"
 
 
