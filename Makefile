@@ -3,7 +3,7 @@ PYTHON_BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow check clean
+.PHONY: help setup demo test test-fast test-slow check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -29,6 +29,9 @@ check: setup ## lint, format, types, spelling, YAML
 	$(PYTHON_BIN)/mypy
 	$(PYTHON_BIN)/codespell
 	$(PYTHON_BIN)/yamllint --strict .
+
+docs: setup ## write docs/configuration.md from the config dataclasses and conf/
+	$(PYTHON_BIN)/python scripts/docs/configuration.py
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache

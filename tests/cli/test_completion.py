@@ -103,7 +103,7 @@ def test_own_config_folder_is_completed(tmp_path: Path) -> None:
     """Catches a user's own experiment that --config-dir makes known to Hydra but not to the tab key."""
     (tmp_path / "experiment" / "team").mkdir(parents=True)
     (tmp_path / "experiment" / "team" / "mine.yaml").write_text("# @package _global_\n# My own.\n")
-    given = ("train", "--config-dir", str(tmp_path), "experiment=te")
+    given = ("train", "--config-dir", str(tmp_path), "experiment=team")
     assert complete(given, VERBS, COMMANDS) == [("experiment=team/mine", "My own.")]
 
 
