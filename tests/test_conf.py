@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import preprocess, tokenizer, train
+from megads.cli import doctor, preprocess, tokenizer, train
 from megads.cli.entry import config_dir
 from megads.cli.groups import summary
 from megads.cli.main import VERBS
@@ -17,7 +17,12 @@ from megads.config import RootConfig, check_config
 from megads.plan.parameters import parameter_count
 
 CONF = config_dir()
-VERB_OBJECTS = {"train": train.VERB, "preprocess": preprocess.VERB, "tokenizer": tokenizer.VERB}
+VERB_OBJECTS = {
+    "train": train.VERB,
+    "preprocess": preprocess.VERB,
+    "tokenizer": tokenizer.VERB,
+    "doctor": doctor.VERB,
+}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 

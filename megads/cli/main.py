@@ -14,6 +14,7 @@ VERBS = {
     "train": "pretrain a model, or continue a run",
     "preprocess": "turn raw text into an indexed dataset",
     "tokenizer": "train a BPE tokenizer on raw text",
+    "doctor": "check this machine and its software",
 }
 # What is no Hydra app.
 COMMANDS = {
@@ -51,6 +52,11 @@ def run(arguments: list[str]) -> int:
         hint = f": did you mean {nearest[0]}?" if nearest else ""
         print(f"megads: unknown verb {verb}{hint}; verbs are {', '.join(known)}", file=sys.stderr)
         return ConfigError.exit_code
+    if verb == "doctor":
+        from megads.cli.doctor import hydra_defect, run_without_hydra
+
+        if defect := hydra_defect():
+            return run_without_hydra(rest, defect)
     from megads.cli.entry import run_verb
 
     return run_verb(importlib.import_module(f"megads.cli.{verb}").VERB, rest)
