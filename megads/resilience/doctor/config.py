@@ -17,7 +17,7 @@ class DoctorConfig:
     """Folder that runs write to: its disk is checked."""
     cache_dir: str | None = None
     """Folder of cached index maps and measurements; null is the user's cache."""
-    timeout_s: float = 7.0
+    timeout_s: float = 6.0
     """Longest wait for what is tried in a process of its own: importing torch and DeepSpeed, a collective, the GPUs."""
 
     def check(self) -> None:
