@@ -3,7 +3,7 @@ PYTHON_BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow check clean
+.PHONY: help setup demo test test-fast test-slow check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/codespell
 	$(PYTHON_BIN)/yamllint --strict .
 	$(PYTHON_BIN)/python -m pytest -q --durations=0 tests/test_architecture.py
+
+docs: setup ## write docs/configuration.md from the config dataclasses and conf/
+	$(PYTHON_BIN)/python scripts/docs/configuration.py
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache

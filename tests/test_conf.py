@@ -9,14 +9,20 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import preprocess, tokenizer, train
+from megads.cli import doctor, preprocess, tokenizer, train
 from megads.cli.entry import config_dir
+from megads.cli.groups import summary
 from megads.cli.main import VERBS
 from megads.config import RootConfig, check_config
 from megads.plan.parameters import parameter_count
 
 CONF = config_dir()
-VERB_OBJECTS = {"train": train.VERB, "preprocess": preprocess.VERB, "tokenizer": tokenizer.VERB}
+VERB_OBJECTS = {
+    "train": train.VERB,
+    "preprocess": preprocess.VERB,
+    "tokenizer": tokenizer.VERB,
+    "doctor": doctor.VERB,
+}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -113,3 +119,11 @@ def test_wheel_carries_conf() -> None:
     """Catches packaging that leaves an installed megads without its configs."""
     pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert 'conf = "megads/conf"' in pyproject
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_yaml_explains_itself(path: Path) -> None:
+    """Catches a file without the first comment that --help and tab completion show, and two with the same one."""
+    explanation = summary(path)
+    assert 10 <= len(explanation) <= 100
+    assert [other for other in CONF.rglob("*.yaml") if summary(other) == explanation] == [path]

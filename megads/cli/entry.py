@@ -4,56 +4,30 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-import megads
 from megads.cli.composition_errors import explain, explain_added_key
+from megads.cli.groups import config_dir, describe_groups, own_config_dirs
+from megads.cli.reference import describe_keys
+from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
 
 EXIT_INTERRUPTED = 130
 # A sweep ends when somebody asked its current point to end.
 _STOPPING_CODES = (5, 6, EXIT_INTERRUPTED)
-
-
-@dataclass(frozen=True)
-class Invocation:
-    """What a verb knows of its command line beside the config.
-
-    Attributes:
-        choices: option taken in each config group, None for none.
-        claimed_dirs: output places that earlier points of the same sweep named; shared by all its points.
-    """
-
-    choices: Mapping[str, str | None]
-    claimed_dirs: set[str]
-
-
-@dataclass(frozen=True)
-class Verb:
-    """One command: `megads <name>`, composed from conf/<name>.yaml.
-
-    Attributes:
-        name: the verb.
-        schema: dataclass of its config.
-        run: does the work and returns the exit code; gets an instance of `schema`.
-    """
-
-    name: str
-    schema: type
-    run: Callable[[Any, Invocation], int]
 
 
 @dataclass
@@ -103,11 +77,33 @@ def _typed(config: DictConfig, schema: type) -> Any:
         raise ConfigError(explain(error, schema)) from error
 
 
-def config_dir() -> Path:
-    """Returns the folder of the YAML files: inside the package when installed, beside it in a checkout."""
-    package = Path(megads.__file__).resolve().parent
-    installed = package / "conf"
-    return installed if installed.is_dir() else package.parent / "conf"
+def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
+    """Gives the help texts of conf/<verb>.yaml the lists that are taken from the code and from conf/.
+
+    `${megads.groups:}` lists the verb's config groups and their options, `${megads.keys:}` its keys. Hydra fills
+    `$NAME` into the text afterwards, so a dollar sign is doubled.
+    """
+    texts = {
+        "groups": lambda: describe_groups(verb.name, own_config_dirs(arguments)),
+        "keys": lambda: describe_keys(verb.schema),
+    }
+    for name, text in texts.items():
+        OmegaConf.register_new_resolver(f"megads.{name}", lambda text=text: text().replace("$", "$$"), replace=True)
+
+
+def _require_plugins() -> None:
+    """Loads Hydra's plugins, which all of the environment may bring.
+
+    Raises:
+        ConfigError: one of them cannot be loaded; Hydra then composes nothing for any application.
+    """
+    try:
+        Plugins.instance()
+    except Exception as error:
+        raise ConfigError(
+            f"a Hydra plugin of this environment cannot be loaded, so that no config composes: {error}; "
+            "uninstall it (megads doctor names the known ones)"
+        ) from error
 
 
 def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
@@ -121,9 +117,15 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
         The exit code: 2 when the config cannot be composed; for a sweep the first code that is not 0.
     """
     show_full_hydra_errors()
+    try:
+        _require_plugins()
+    except ConfigError as error:
+        print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=verb.schema)
+    _register_help(verb, arguments)
     session = _Session(verb)
-    sys.argv = [f"megads {verb.name}", *arguments]
+    sys.argv = [f"megads {verb.name}", *(verb.flags.get(argument, argument) for argument in arguments)]
 
     # Hydra names the application after this function's module.
     def task(config: DictConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megads.cli.entry import Invocation, Verb
+from megads.cli.verb import Invocation, Verb
 from megads.data.config import PreprocessConfig
 from megads.errors import EXIT_OK
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megads.cli.entry import Invocation, Verb
+from megads.cli.verb import Invocation, Verb
 from megads.config import (
     RootConfig,
     batch_size_schedule,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import netrc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 
@@ -104,3 +106,27 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def thread_settings() -> dict[str, str]:
+    """Returns the thread counts that the user's environment asks for."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def slurm_job() -> str | None:
+    """Returns the id of the SLURM job that this process is part of."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def wandb_login() -> str | None:
+    """Returns where wandb would find a key, or None when nobody is logged in; the key itself stays where it is."""
+    if os.environ.get("WANDB_API_KEY"):
+        return "WANDB_API_KEY"
+    url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    try:
+        known = netrc.netrc(path).hosts
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return str(path) if url.hostname in known else None

@@ -44,7 +44,7 @@ def test_verb_help_says_keys_examples_and_exit_codes(tmp_path: Path) -> None:
     """Catches Hydra's default help, which dumps the config and says none of it."""
     result = megads(tmp_path, "train", "--help")
     assert result.returncode == 0
-    for part in ("parallel.tp", "experiment: bloom_176b, demo", "Examples:", "Exit codes: 0 finished; 2 bad"):
+    for part in ("parallel.tp", "experiment=<option>", "Examples:", "Exit codes: 0 finished; 2 bad"):
         assert part in result.stdout
 
 

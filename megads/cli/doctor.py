@@ -1,0 +1,137 @@
+"""`megads doctor`: checks this machine and its software. Works where Hydra does not: that is when it is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megads import __version__
+from megads.cli.groups import config_dir
+from megads.cli.verb import Invocation, Verb
+from megads.errors import EXIT_OK, UnhealthyNode
+from megads.resilience.doctor.config import DoctorConfig
+from megads.resilience.doctor.finding import Finding, Status, ok, problem
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_STYLES = {Status.ok: "green", Status.note: "yellow", Status.problem: "bold red"}
+_JSON_FLAGS = {"--json": "json=true"}
+
+
+def run(config: DoctorConfig, _invocation: Invocation) -> int:
+    """Checks, prints, and returns 9 when something prevents training."""
+    config.check()
+    return report(config, ok("hydra", "composes configs"))
+
+
+def hydra_defect() -> str | None:
+    """Returns why no config can be composed here, or None."""
+    try:
+        from hydra.core.plugins import Plugins
+
+        import megads.cli.entry  # noqa: F401
+
+        Plugins.instance()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if (config_dir() / "doctor.yaml").is_file() else f"no doctor.yaml in {config_dir()}"
+
+
+def run_without_hydra(arguments: Sequence[str], defect: str) -> int:
+    """Checks with default settings; of the command line only --json counts.
+
+    Args:
+        arguments: what follows the verb.
+        defect: why no config can be composed.
+    """
+    wants_json = any(_JSON_FLAGS.get(argument, argument) == "json=true" for argument in arguments)
+    remedy = "see the other findings; else uninstall the plugin or package that the message names"
+    finding = problem("hydra", defect, "no verb can compose its config", remedy)
+    return report(DoctorConfig(json=wants_json), finding)
+
+
+def report(config: DoctorConfig, hydra: Finding) -> int:
+    """Runs every check, prints the findings and returns the exit code.
+
+    Args:
+        config: the verb's config.
+        hydra: whether configs can be composed here.
+    """
+    from megads.resilience.doctor.examine import examine, worst
+
+    start = time.perf_counter()
+    findings = [hydra, *examine(config, config_dir())]
+    seconds = time.perf_counter() - start
+    status = worst(findings)
+    if config.json:
+        content = {
+            "megads": __version__,
+            "status": status,
+            "seconds": round(seconds, 3),
+            "findings": [dataclasses.asdict(finding) for finding in findings],
+        }
+        print(json.dumps(content, indent=2))
+    else:
+        _show(findings)
+        print(f"{_summary(findings)} ({seconds:.1f} s)")
+    return UnhealthyNode.exit_code if status == Status.problem else EXIT_OK
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    """Prints a coloured table on a terminal, plain lines elsewhere or without rich."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+
+            Console().print(_table(findings))
+            return
+        except ImportError:
+            pass
+    print(plain(findings))
+
+
+def plain(findings: Sequence[Finding]) -> str:
+    """Returns the findings as lines of text."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<7}  {finding.check:<{width}}  {finding.found}")
+        for label, text in (("costs", finding.cost), ("remedy", finding.remedy)):
+            if text:
+                lines.append(f"{'':<7}  {'':<{width}}    {label}: {text}")
+    return "\n".join(lines)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        said = Text(finding.found)
+        for label, text in (("costs", finding.cost), ("remedy", finding.remedy)):
+            if text:
+                said.append(f"\n{label}: ", style="bold")
+                said.append(text)
+        table.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.check), said)
+    return table
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = {status: sum(finding.status == status for finding in findings) for status in Status}
+    problems, notes = counts[Status.problem], counts[Status.note]
+    verdict = "cannot train as it is" if problems else "can train"
+    counted = [f"{problems} problem{'s' * (problems > 1)}"] if problems else []
+    counted += [f"{notes} note{'s' * (notes > 1)}"] if notes else []
+    return f"This machine {verdict}: {', '.join([*counted, f'{counts[Status.ok]} in order'])}."
+
+
+VERB = Verb("doctor", DoctorConfig, run, flags=_JSON_FLAGS)

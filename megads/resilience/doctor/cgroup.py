@@ -1,0 +1,62 @@
+"""The limits that a container or a job scheduler put on this process, which psutil does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+# cgroup v1 writes "no limit" as the largest multiple of a page.
+_UNLIMITED_BYTES = 2**60
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Returns the CPUs' worth of time that this process may use, or None without a limit.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    quotas = []
+    for folder in _folders(root, "cpu"):
+        limit, _, period = _read(folder / "cpu.max").partition(" ")
+        if not limit:
+            limit, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if limit.isdigit() and period.isdigit() and int(limit) and int(period):
+            quotas.append(int(limit) / int(period))
+    return min(quotas, default=None)
+
+
+def memory_limit_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the memory above which this process is killed, or None without a limit.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    limits = []
+    for folder in _folders(root, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        if limit.isdigit() and int(limit) < _UNLIMITED_BYTES:
+            limits.append(int(limit))
+    return min(limits, default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the control folders of this process and of all above it: every one of them limits it."""
+    base = root / "sys" / "fs" / "cgroup"
+    for line in _read(root / "proc" / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = base / controller if controllers else base
+        folder = top / path.lstrip("/")
+        # Inside a container the path is the host's: only the top is there.
+        while folder != top:
+            yield folder
+            folder = folder.parent
+        yield top
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

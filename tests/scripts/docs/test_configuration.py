@@ -1,0 +1,35 @@
+"""The reference of every key is what the code says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
+SCRIPT = Path("scripts") / "docs" / "configuration.py"
+
+
+def check(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / SCRIPT), "--check"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    """Catches a key that was added, renamed or explained anew without `make docs`."""
+    result = check(REPOSITORY)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_stale_page_is_told_with_the_command(tmp_path: Path) -> None:
+    """Catches a check that passes whatever the page says."""
+    for name in (SCRIPT, Path("docs") / "configuration.md"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    assert check(tmp_path).returncode == 0
+    page = tmp_path / "docs" / "configuration.md"
+    page.write_text(page.read_text().replace("Transformer blocks.", "Layers."))
+    result = check(tmp_path)
+    assert result.returncode == 1
+    assert "run `make docs`" in result.stderr
