@@ -14,6 +14,7 @@ VERBS = {
     "train": "pretrain a model, or continue a run",
     "preprocess": "turn raw text into an indexed dataset",
     "tokenizer": "train a BPE tokenizer on raw text",
+    "report": "draw a run as one HTML page and pictures",
 }
 
 
