@@ -186,8 +186,9 @@ def _draw_raw(axes: Axes, step: FloatArray, values: FloatArray, label: str, colo
 
 
 def _draw_line(axes: Axes, step: FloatArray, values: FloatArray, color: str) -> None:
-    """A curve without noise; buckets do not hide anything of it."""
+    """A curve without noise: a line, as high as what each of its points stands for."""
     curve = envelope(step, values)
+    axes.fill_between(curve.step, curve.low, curve.high, color=color, linewidth=1.5)
     axes.plot(curve.step, curve.mean, color=color, marker="o" if len(step) == 1 else "")
 
 

@@ -110,7 +110,7 @@ def _train_loss(history: RunHistory) -> Figure:
     mean = float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan
     note = f"mean of the last {len(tail)} steps" if len(tail) > 1 else f"step {history.step[-1]:,.0f}"
     lost = int((~np.isfinite(loss)).sum())
-    return Figure("train loss", loss_text(mean), note + (f", {lost:,} not finite" if lost else ""))
+    return Figure("train loss", loss_text(mean), note + (f"; {lost:,} of all not finite" if lost else ""))
 
 
 def _speed(history: RunHistory) -> Figure:

@@ -28,7 +28,7 @@ def test_an_eventful_run(tmp_path: Path) -> None:
     shown = {item.label: (item.value, item.note) for item in figures(history)}
     assert shown["validation loss"] == ("5.0000", "best 4.3000 at step 300, unigram 6.2000")
     assert shown["perplexity"] == ("148.4", "of validation at step 301")
-    assert shown["train loss"][1] == "mean of the last 10 steps, 1 not finite"
+    assert shown["train loss"][1] == "mean of the last 10 steps; 1 of all not finite"
     assert shown["tokens"] == ("307.2 k", "2,400 samples")
     assert shown["wall time"][0] == "2m51s", "55 s, 62 s and 54 s"
     assert status(history) == ("stopped on request", "open")
