@@ -3,13 +3,16 @@ PYTHON_BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow check docs clean
+.PHONY: help setup browser demo test test-fast test-slow check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## create .venv with the pinned dependencies (a second run does nothing)
 	@scripts/setup.sh
+
+browser: ## install a headless browser for the tests that open reports in one (Debian, as root; otherwise they skip)
+	@scripts/install_chromium.sh
 
 demo: setup ## train a small model on text found on this machine, from raw text to validation loss
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh

@@ -17,6 +17,7 @@ LAYERS = (
     ("cli",),
     ("train",),
     ("config",),
+    ("report",),
     ("evaluate", "resilience", "checkpoint", "plan"),
     ("engine",),
     ("model", "optim", "data"),

@@ -9,12 +9,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import doctor, preprocess, tokenizer, train
+from megads.cli import doctor, preprocess, report, tokenizer, train
 from megads.cli.entry import config_dir
 from megads.cli.groups import summary
 from megads.cli.main import VERBS
 from megads.config import RootConfig, check_config
 from megads.plan.parameters import parameter_count
+from megads.report.config import ReportConfig
 
 CONF = config_dir()
 VERB_OBJECTS = {
@@ -22,6 +23,7 @@ VERB_OBJECTS = {
     "preprocess": preprocess.VERB,
     "tokenizer": tokenizer.VERB,
     "doctor": doctor.VERB,
+    "report": report.VERB,
 }
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -74,6 +76,14 @@ def test_data_verbs_compose(verb: str) -> None:
         verb, "input=[a.jsonl]", "output=out", *(["tokenizer=t.json"] if verb == "preprocess" else [])
     )
     assert isinstance(config, VERB_OBJECTS[verb].schema)
+
+
+@pytest.mark.parametrize(("given", "runs"), [("run=runs/a", ["runs/a"]), ("run=[a,b]", ["a", "b"]), ("run=7", ["7"])])
+def test_report_composes(given: str, runs: list[str]) -> None:
+    """Catches a run whose id reads as a number, and a list that stays OmegaConf's own."""
+    config = compose_verb("report", given)
+    assert isinstance(config, ReportConfig)
+    assert config.runs == runs
 
 
 @pytest.mark.parametrize("model", MODELS)

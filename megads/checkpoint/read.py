@@ -11,10 +11,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megads.checkpoint.agreement import agreed, gather_to_all, on_first, rank, world_size
+from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from megads.checkpoint.rectangle import Rectangle
 from megads.checkpoint.software import software, software_differences
-from megads.checkpoint.store import LATEST_FILE, checkpoints_folder, list_checkpoints, recover
+from megads.checkpoint.store import recover
 from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError

@@ -9,21 +9,18 @@ checkpoints/latest                    names the last committed one, for people a
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from megads.checkpoint.agreement import agreed, gather_to_first, on_first, rank
+from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, read_manifest
 from megads.checkpoint.software import software
 from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
 from megads.data.atomic_file import atomic_writer, sync_directory
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
-
-LATEST_FILE = "latest"
-_STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 class SaveError(CheckpointError):
@@ -36,23 +33,6 @@ class SaveError(CheckpointError):
     def __init__(self, message: str, previous: str | None) -> None:
         super().__init__(message)
         self.previous = previous
-
-
-def checkpoints_folder(run_dir: Path) -> Path:
-    """Where a run keeps its checkpoints."""
-    return run_dir / "checkpoints"
-
-
-def step_folder(run_dir: Path, step: int) -> Path:
-    """Final place of the checkpoint of a step."""
-    return checkpoints_folder(run_dir) / f"step_{step:08d}"
-
-
-def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Folders with a checkpoint's name by step, ascending; whether they are usable is for read.py to say."""
-    folder = checkpoints_folder(run_dir)
-    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def save_checkpoint(

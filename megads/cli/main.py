@@ -15,6 +15,7 @@ VERBS = {
     "preprocess": "turn raw text into an indexed dataset",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",
+    "report": "draw a run as one HTML page and pictures",
 }
 # What is no Hydra app.
 COMMANDS = {

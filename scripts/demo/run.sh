@@ -51,4 +51,7 @@ fi
 stage "what was made"
 ls -l "$CORPUS" "$TOKENIZER" "$DATASET.bin" "$DATASET.idx"
 echo "run directory: $run_dir (config.yaml, metrics.jsonl, events.jsonl, logs/, checkpoints/)"
-python scripts/demo/verdict.py "$run_dir"
+code=0
+python scripts/demo/verdict.py "$run_dir" || code=$?
+megads report run="$run_dir"
+exit "$code"

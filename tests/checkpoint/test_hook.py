@@ -10,8 +10,9 @@ import pytest
 
 from megads.checkpoint.agreement import rank
 from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.store import SaveError, list_checkpoints
+from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines

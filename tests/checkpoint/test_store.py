@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from megads.checkpoint.agreement import rank
+from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.store import SaveError, list_checkpoints, save_checkpoint
+from megads.checkpoint.store import SaveError, save_checkpoint
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks

@@ -13,14 +13,14 @@ REPOSITORY = Path(__file__).parents[2]
 DATA = "data.train=[{path: x}]"
 
 
-def megads(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def megads(cwd: Path, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megads.cli.main", *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout_s,
         check=False,
     )
 

@@ -1,0 +1,1 @@
+"""`megads report`: a run's files as one HTML page and a few pictures. Reads only; training never waits for it."""

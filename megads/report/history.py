@@ -1,0 +1,224 @@
+"""Reads what a run left: metrics as columns, events, config and checkpoints. Passes over what cannot be read."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.manifest import MANIFEST_FILE
+from megads.errors import ConfigError
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
+
+FloatArray = npt.NDArray[np.float64]
+
+STEP_KEYS = (
+    "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
+    "mfu", "peak_memory_bytes", "skipped",
+)  # fmt: skip
+"""Columns of the step lines; a key that a line lacks is NaN there."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validations of one set.
+
+    Attributes:
+        name: the set's.
+        step: after which step, ascending.
+        loss: nats a token.
+        unigram_loss: nats a token of the best model without context; NaN when unknown.
+    """
+
+    name: str
+    step: FloatArray
+    loss: FloatArray
+    unigram_loss: float
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        name: its folder's.
+        step: the step it was made after.
+        size_bytes: of all its files.
+        committed: whether its manifest is there, without which it does not count.
+    """
+
+    name: str
+    step: int
+    size_bytes: int
+    committed: bool
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Everything a report shows.
+
+    Attributes:
+        run_dir: where it was read.
+        run_id: the run's name.
+        step: step numbers, ascending and each once.
+        columns: one array a key of STEP_KEYS, as long as `step`.
+        validations: one a set.
+        events: in the order of the file.
+        config: the frozen config, empty when it cannot be read.
+        config_text: the file as it is.
+        checkpoints: on disk now, ascending by step.
+        unreadable_lines: complete lines of the metrics and events that hold no JSON object.
+    """
+
+    run_dir: Path
+    run_id: str
+    step: FloatArray
+    columns: Mapping[str, FloatArray]
+    validations: tuple[Validation, ...] = ()
+    events: tuple[dict[str, Any], ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
+    unreadable_lines: int = 0
+
+    def setting(self, key: str) -> Any:
+        """Value of a dotted config key, None where there is none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def last_event(self, name: str) -> dict[str, Any]:
+        """The newest event of a name, empty where there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") == name), {})
+
+    @property
+    def restarts(self) -> list[int]:
+        """Steps at which a later start of the run went on."""
+        starts = [event for event in self.events if event.get("event") == "start"]
+        return [int(step) for step in (number(event.get("step")) for event in starts[1:]) if math.isfinite(step)]
+
+
+def read_history(run_dir: Path) -> RunHistory:
+    """Reads a run directory.
+
+    Raises:
+        ConfigError: it is not there, is no run's, or its run has not finished a step.
+    """
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run directory {run_dir}: give the folder that megads train names at its start")
+    if not any((run_dir / name).exists() for name in (METRICS_FILE, EVENTS_FILE, CONFIG_FILE)):
+        raise ConfigError(
+            f"{run_dir} is not a run directory: it holds no {METRICS_FILE}, {EVENTS_FILE} or {CONFIG_FILE}; "
+            "give the folder that megads train names at its start"
+        )
+    step, columns, validations, metric_lines = _read_metrics(run_dir / METRICS_FILE)
+    if not len(step):
+        raise ConfigError(
+            f"{run_dir / METRICS_FILE} has no step yet: the run has just started, or failed before its first step "
+            f"(then {run_dir / 'logs'} says why); report again once it has made one"
+        )
+    events = tuple(read_json_lines(run_dir / EVENTS_FILE))
+    config, config_text = _read_config(run_dir / CONFIG_FILE)
+    run_section = config.get("run")
+    run_id = run_section.get("id") if isinstance(run_section, Mapping) else None
+    lines = _complete_lines(run_dir / METRICS_FILE) + _complete_lines(run_dir / EVENTS_FILE)
+    return RunHistory(
+        run_dir=run_dir,
+        run_id=str(run_id or run_dir.resolve().name),
+        step=step,
+        columns=columns,
+        validations=validations,
+        events=events,
+        config=config,
+        config_text=config_text,
+        checkpoints=tuple(_read_checkpoints(run_dir)),
+        unreadable_lines=max(0, lines - metric_lines - len(events)),
+    )
+
+
+def number(value: Any) -> float:
+    """A JSON value as a float; NaN where it is no number."""
+    if not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _read_metrics(path: Path) -> tuple[FloatArray, dict[str, FloatArray], tuple[Validation, ...], int]:
+    """Returns steps, their columns, the validations, and the number of lines that held an object."""
+    table: dict[str, array[float]] = {key: array("d") for key in ("step", *STEP_KEYS)}
+    validated: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    lines = 0
+    for record in read_json_lines(path):
+        lines += 1
+        step = number(record.get("step"))
+        if not math.isfinite(step):
+            continue
+        if "loss" in record:
+            table["step"].append(step)
+            for key in STEP_KEYS:
+                table[key].append(number(record.get(key)))
+            continue
+        for key, loss in record.items():
+            if key.startswith("valid/") and key.endswith("/loss"):
+                name = key.removeprefix("valid/").removesuffix("/loss")
+                unigram = number(record.get(f"valid/{name}/unigram_loss"))
+                validated[name].append((step, number(loss), unigram))
+    arrays = {key: np.array(values, dtype=np.float64) for key, values in table.items()}
+    order = _last_of_each(arrays["step"])
+    columns = {key: values[order] for key, values in arrays.items()}
+    return columns.pop("step"), columns, tuple(_validation(name, rows) for name, rows in validated.items()), lines
+
+
+def _validation(name: str, rows: list[tuple[float, float, float]]) -> Validation:
+    step, loss, unigram = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    order = _last_of_each(step)
+    return Validation(name, step[order], loss[order], float(unigram[order][-1]))
+
+
+def _last_of_each(step: FloatArray) -> npt.NDArray[np.intp]:
+    """Indices that sort the steps and keep the last line of each: a resumed run may have written one twice."""
+    _, from_the_end = np.unique(step[::-1], return_index=True)
+    return (len(step) - 1 - from_the_end).astype(np.intp)
+
+
+def _complete_lines(path: Path) -> int:
+    """Number of line ends: what a running process is writing right now is not yet a line."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
+def _read_config(path: Path) -> tuple[dict[str, Any], str]:
+    """The config as a dict and as text; a run of another version, or without the file, is drawn all the same."""
+    try:
+        text = path.read_text(errors="replace")
+        content = yaml.safe_load(text)
+    except (OSError, yaml.YAMLError):
+        return {}, ""
+    return (content if isinstance(content, dict) else {}), text
+
+
+def _read_checkpoints(run_dir: Path) -> list[StoredCheckpoint]:
+    found = []
+    for step, folder in list_checkpoints(run_dir).items():
+        try:
+            size_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        except OSError:
+            continue  # A running training has just removed it.
+        found.append(StoredCheckpoint(folder.name, step, size_bytes, (folder / MANIFEST_FILE).exists()))
+    return found

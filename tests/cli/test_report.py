@@ -1,0 +1,92 @@
+"""`megads report` as a user meets it: real processes, and a run that was really trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data.indexed import IndexedDatasetWriter
+from tests.cli.test_entry import REPOSITORY, megads
+from tests.report.written_runs import write_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "run has no value: it must be set, for example run=<value>"),
+        (("run=runs/nothing",), "run = runs/nothing: there is no such run directory, and no run of that id in runs/"),
+        (("run=started",), "metrics.jsonl has no step yet"),
+        (("run=[started,.]",), "say where it goes, for example output=runs/comparison"),
+        (("runs=started",), "unknown key runs: did you mean run?"),
+    ],
+)
+def test_errors_are_one_readable_message(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
+    """Catches tracebacks and exit 1 for a user's mistake, and files left by a report that failed."""
+    write_config(tmp_path / "started", "started")
+    result = megads(tmp_path, "report", *arguments)
+    assert result.returncode == 2
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["started"]
+    assert [path.name for path in (tmp_path / "started").iterdir()] == ["config.yaml"]
+
+
+def test_without_matplotlib(tmp_path: Path) -> None:
+    """Catches a traceback where the extra is not installed, and an entry that needs it for other verbs."""
+    program = (
+        "import sys; sys.modules['matplotlib'] = None; from megads.cli.main import run; sys.exit(run(sys.argv[1:]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, "report", "run=x"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "matplotlib is not installed: pip install 'megads[report]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help(tmp_path: Path) -> None:
+    """Catches a key that the help does not explain."""
+    result = megads(tmp_path, "report", "--help")
+    assert result.returncode == 0
+    assert all(part in result.stdout for part in ("run=<run directory>", "output=<folder>", "Exit codes: 0 finished"))
+
+
+@pytest.mark.distributed
+def test_a_trained_run(tmp_path: Path) -> None:
+    """Catches metrics and events that training writes and the report does not understand."""
+    pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+    with IndexedDatasetWriter(tmp_path / "corpus", np.int32) as writer:
+        for seed in range(40):
+            writer.append(np.random.default_rng(seed).integers(0, 512, 200).tolist())
+    trained = megads(
+        tmp_path, "train", "model=tiny", f"data.train=[{{path: {tmp_path}/corpus}}]", "data.split=[0.9,0.1]",
+        "run.id=mine", "train.steps=4", "train.seq_len=32", "evaluation.every_steps=2", "cluster.peak_tflops=0.1",
+        "cluster.threads_per_rank=1", timeout_s=300,
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    result = megads(tmp_path, "report", "run=mine")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "report:  runs/mine/report.html\npicture: runs/mine/report/loss.png\n"
+    page = (tmp_path / "runs" / "mine" / "report.html").read_text()
+    for part in (
+        "mine",
+        ">finished<",
+        "validation loss",
+        "unigram",
+        "step_00000004",
+        "4 of 4 planned",
+        "checkpoint saved",
+    ):
+        assert part in page, part
+    assert len(list((tmp_path / "runs" / "mine" / "report").glob("*.png"))) == 7

@@ -1,0 +1,30 @@
+"""A real headless browser: Debian's chromium, or any of its kind on the PATH."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+)  # fmt: skip
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+def browse(page: Path, width: int, *arguments: str, height: int = 1000) -> subprocess.CompletedProcess[str]:
+    """Opens a page in a window of a size with a profile of its own; skips the test where there is no browser."""
+    browser = next((found for found in map(shutil.which, NAMES) if found), None)
+    if browser is None:
+        pytest.skip(f"no browser found ({', '.join(NAMES)}): scripts/install_chromium.sh installs one")
+    with tempfile.TemporaryDirectory(prefix="megads-browser-", ignore_cleanup_errors=True) as profile:
+        size = f"--window-size={width},{height}"
+        return subprocess.run(
+            [browser, *QUIET, f"--user-data-dir={profile}", size, *arguments, page.as_uri()],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
