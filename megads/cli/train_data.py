@@ -92,7 +92,10 @@ def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: P
             f"{prepared.sidecar.vocab_size:,}: model.vocab_size=null takes the tokenizer's",
             "warning",
         )
-    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocabulary)
+    try:
+        open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocabulary)
+    except DataError as error:
+        raise DataError(f"data.raw = {', '.join(preparation.data.raw_patterns)}: {error}") from error
     return config
 
 

@@ -93,7 +93,7 @@ class Preparation:
     def __str__(self) -> str:
         size = sum(state[0] for state in self.states.values())
         given = self.tokenizer.path
-        tokenizer = f"tokenizer {given}" if given else f"a tokenizer of {self.vocab_size:,} tokens learnt from it"
+        tokenizer = f"tokenizer {given}" if given else f"a tokenizer of up to {self.vocab_size:,} tokens learnt from it"
         files = f"{len(self.states):,} file{'s' if len(self.states) > 1 else ''}"
         return f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
 
