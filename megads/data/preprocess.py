@@ -101,9 +101,11 @@ def tokenize(
     ):
         for batch in _batches(reader):
             texts = [document.text for document in batch]
-            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                ids = np.asarray(encoding.ids if end_id is None else [*encoding.ids, end_id], dtype=np.int64)
-                writer.append(ids)
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for document, encoding in zip(batch, encodings, strict=True):
+                end = [] if end_id is None or document.continues else [end_id]
+                ids = np.asarray([*encoding.ids, *end], dtype=np.int64)
+                writer.append(ids, continues=document.continues)
                 max_token_id = max(max_token_id, int(ids.max(initial=0)))
             text_bytes += sum(len(text.encode()) for text in texts)
             progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")

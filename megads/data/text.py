@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from zstandard import ZstdError
 
 from megads.data.parquet import NotText, parquet_rows
+from megads.data.plain_text import text_pieces, utf8_fault
 from megads.data.text_files import (
     PARQUET_ENDINGS,
     TEXT_ENDINGS,
@@ -31,11 +32,13 @@ KEPT_EXAMPLES = 100
 
 
 class Document(NamedTuple):
-    """One document and where it came from."""
+    """One document, or a piece of a long one, and where it came from."""
 
     text: str
     source: str
     line: int
+    continues: bool = False
+    """More of the same document follows."""
 
 
 @dataclass
@@ -126,10 +129,10 @@ class DocumentReader:
         if kind(path) in PARQUET_ENDINGS:
             yield from self._parquet(path, finished_bytes)
             return
+        if kind(path) in TEXT_ENDINGS:
+            yield from self._plain_text(path, finished_bytes)
+            return
         with path.open("rb") as raw, decompressed(raw, path) as file:
-            if kind(path) in TEXT_ENDINGS:
-                yield from self._plain_text(file, str(path))
-                return
             for number, line in enumerate(file, start=1):
                 # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
@@ -144,18 +147,24 @@ class DocumentReader:
             else:
                 yield Document(text, str(path), number)
 
-    def _plain_text(self, file: BinaryIO, source: str) -> Iterator[Document]:
-        content = file.read()
-        try:
-            text = content.removeprefix(UTF8_MARK).decode()
-        except UnicodeDecodeError as error:
-            line = content[: error.start].count(b"\n") + 1
-            self.rejected.add(source, line, "not UTF-8", f"byte {content[error.start]:#04x}")
+    def _plain_text(self, path: Path, finished_bytes: int) -> Iterator[Document]:
+        # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
+        with path.open("rb") as raw, decompressed(raw, path) as file:
+            fault = utf8_fault(file)
+        if fault is not None:
+            self.rejected.add(str(path), fault[0], "not UTF-8", f"byte {fault[1]:#04x}")
             return
-        if not text:
-            self.rejected.add(source, 1, "empty text")
-            return
-        yield Document(text, source, 1)
+        piece = ""
+        with path.open("rb") as raw, decompressed(raw, path) as file:
+            for following in text_pieces(file):
+                if piece:
+                    yield Document(piece, str(path), 1, continues=True)
+                piece = following
+                self.bytes_read = finished_bytes + raw.tell()
+        if piece:
+            yield Document(piece, str(path), 1)
+        else:
+            self.rejected.add(str(path), 1, "empty text")
 
     def _json_line(self, line: bytes, source: str, number: int) -> Iterator[Document]:
         if number == 1:
