@@ -6,8 +6,9 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO
 
-PIECE_CHARACTERS = 1 << 22
-_BLOCK_BYTES = 1 << 20
+# Small enough that a batch of pieces keeps every core busy.
+PIECE_CHARACTERS = 1 << 17
+_BLOCK_BYTES = 1 << 17
 
 
 def utf8_fault(file: BinaryIO) -> tuple[int, int] | None:
@@ -28,8 +29,8 @@ def utf8_fault(file: BinaryIO) -> tuple[int, int] | None:
 def text_pieces(file: BinaryIO) -> Iterator[str]:
     """Yields a UTF-8 text in pieces, most of them a little longer than PIECE_CHARACTERS.
 
-    A cut is made before a newline that a word follows. GPT-2's pattern, which byte-level tokenizers split text by,
-    makes a token of its own of such a newline, and ends one before it: the ids are those of the whole text.
+    A cut is made before a newline, or else a space, that a word follows. GPT-2's pattern, which byte-level tokenizers
+    split text by, begins a new token at such a place, whatever stands before it: the ids are those of the whole text.
 
     Args:
         file: the text, a byte order mark allowed.
@@ -51,9 +52,10 @@ def text_pieces(file: BinaryIO) -> Iterator[str]:
 
 
 def _last_cut(text: str) -> int:
-    """Returns the position of the last newline that a word follows; the end, where there is none."""
-    position = len(text) - 1
-    while (position := text.rfind("\n", 0, position)) > 0:
-        if not text[position + 1].isspace():
-            return position
+    """Returns the position of the last newline, or else space, that a word follows; the end, where there is none."""
+    for separator in "\n ":
+        position = len(text) - 1
+        while (position := text.rfind(separator, 0, position)) > 0:
+            if not text[position + 1].isspace():
+                return position
     return len(text)

@@ -39,9 +39,10 @@ def test_pieces_join_to_the_text(small_pieces: None, text: str) -> None:
     assert len(text) < 200 or len(pieces) > 1
 
 
-def test_pieces_tokenize_to_the_whole(small_pieces: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", ["", "\n"])
+def test_pieces_tokenize_to_the_whole(small_pieces: None, tmp_path: Path, without: str) -> None:
     """Catches a cut that changes tokens, which would change with the size of pieces, and ends inside a document."""
-    text = messy_text(5000)
+    text = messy_text(5000).replace(without or "nothing", " ")
     (tmp_path / "whole.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "last"}))
     (tmp_path / "a.txt").write_bytes(text.encode())
     (tmp_path / "b.txt").write_bytes(b"last")
