@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.cli.entry import Invocation, Verb
-from megads.cli.train_data import describe_data, locate_data, prepare_data
+from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.config import (
     RootConfig,
     batch_size_schedule,
@@ -21,7 +21,6 @@ from megads.config import (
     load_frozen,
     planned_steps,
 )
-from megads.data.datasets import open_datasets
 from megads.errors import EXIT_OK, ConfigError
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
@@ -39,8 +38,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     if config.run.dry_run:
         print(describe(*describe_data(config, preparation)))
         return EXIT_OK
-    # Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
-    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocab_size)
+    if preparation is None:
+        require_data(config)
     run_dir = Path(str(config.run.dir))
     with claimed(run_dir):
         console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))

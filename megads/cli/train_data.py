@@ -50,6 +50,16 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, Preparation | None]:
     return dataclasses.replace(config, data=data, tokenizer=tokenizer), preparation
 
 
+def require_data(config: RootConfig) -> None:
+    """Raises DataError where the data is missing, damaged or too little.
+
+    Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
+    """
+    from megads.data.datasets import open_datasets
+
+    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocabulary)
+
+
 def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: Path, console: Console) -> RootConfig:
     """Makes what is not there yet and checks that it is enough for the run.
 
@@ -68,8 +78,6 @@ def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: P
     """
     if preparation is None:
         return config
-    from megads.data.datasets import open_datasets
-
     start_s = time.monotonic()
     prepared, cached = _find_or_make(preparation, console)
     events = EventWriter(run_dir)
@@ -93,7 +101,7 @@ def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: P
             "warning",
         )
     try:
-        open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocabulary)
+        require_data(config)
     except DataError as error:
         raise DataError(f"data.raw = {', '.join(preparation.data.raw_patterns)}: {error}") from error
     return config
