@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.config import DataConfig
+from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig, Position
@@ -103,6 +103,8 @@ class RootConfig:
     """The learning rate."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
+    tokenizer: TextTokenizerConfig = field(default_factory=TextTokenizerConfig)
+    """The tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and resuming."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -128,6 +130,7 @@ def check_config(config: RootConfig) -> None:
         config.optim,
         config.schedule,
         config.data,
+        config.tokenizer,
         config.checkpoint,
         config.evaluation,
         config.run,
@@ -138,6 +141,7 @@ def check_config(config: RootConfig) -> None:
     _check_layout(config)
     _check_batches(config)
     _check_lengths(config)
+    _check_vocabulary(config)
 
 
 def _check_layout(config: RootConfig) -> None:
@@ -176,6 +180,27 @@ def _check_lengths(config: RootConfig) -> None:
         raise ConfigError(
             f"schedule.warmup_samples = {warmup} does not end within the training of {planned} samples: "
             "lower the warmup or train longer"
+        )
+
+
+def _check_vocabulary(config: RootConfig) -> None:
+    """A tokenizer is learnt from raw text only, and its tokens must fit the model."""
+    size, rows = config.tokenizer.vocab_size, config.model.vocab_size
+    if size is not None and config.data.raw is None:
+        raise ConfigError(
+            f"tokenizer.vocab_size = {size} is for a tokenizer to learn from data.raw, but data.train is set, whose "
+            "tokenizer is made: leave it out"
+        )
+    if size is not None and rows is not None and rows < size:
+        raise ConfigError(
+            f"model.vocab_size = {rows} is below tokenizer.vocab_size = {size}: set model.vocab_size=null, which takes "
+            "the tokenizer's, or lower tokenizer.vocab_size"
+        )
+    learns = config.data.raw is not None and config.tokenizer.path is None
+    if learns and rows is not None and rows < SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"model.vocab_size = {rows} has no room for a tokenizer: it {SMALLEST_WANTED}; set model.vocab_size=null, "
+            "which takes the tokenizer's"
         )
 
 

@@ -59,7 +59,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         require_equal("the frozen config", config_digest(config))
         grid = build_grid(config.parallel, environment.rank, environment.world_size)
         train_samples, valid_samples = open_datasets(
-            config.data, config.train.seq_len, config.train.seed, config.model.vocab_size
+            config.data, config.train.seq_len, config.train.seed, config.model.vocabulary
         )
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
@@ -207,7 +207,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, 
         config.train.micro_batch_size,
         grid.dp.rank,
         grid.dp.size,
-        config.model.vocab_size,
+        config.model.vocabulary,
         start_sample=state.samples,
         needs_tokens=needs_tokens(grid),
         prefetch_steps=config.data.prefetch_steps,
@@ -250,7 +250,7 @@ def validation_hook(
             config.train.micro_batch_size,
             grid.dp.rank,
             grid.dp.size,
-            config.model.vocab_size,
+            config.model.vocabulary,
             needs_tokens(grid),
             VALIDATION_MICRO_BATCHES,
         )

@@ -8,10 +8,10 @@ from megads.errors import EXIT_OK
 
 
 def run(config: TokenizerConfig, _invocation: Invocation) -> int:
-    """Trains and writes the tokenizer."""
+    """Trains and writes the tokenizer, and says how large it is."""
     from megads.data.tokenizer import train_tokenizer
 
-    train_tokenizer(config)
+    print(train_tokenizer(config))
     return EXIT_OK
 
 

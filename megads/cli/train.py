@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
     RootConfig,
@@ -20,7 +21,6 @@ from megads.config import (
     load_frozen,
     planned_steps,
 )
-from megads.data.datasets import open_datasets
 from megads.errors import EXIT_OK, ConfigError
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
@@ -33,16 +33,18 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
     check_config(config)
     _refuse_shared_place(config, invocation)
+    config, preparation = locate_data(config)
     config = place(config, invocation.choices)
     if config.run.dry_run:
-        print(describe(config))
+        print(describe(*describe_data(config, preparation)))
         return EXIT_OK
-    # Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
-    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocab_size)
+    if preparation is None:
+        require_data(config)
     run_dir = Path(str(config.run.dir))
     with claimed(run_dir):
         console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
+        config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         freeze(config, run_dir / CONFIG_FILE)
@@ -73,8 +75,13 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
 
 
-def describe(config: RootConfig) -> str:
-    """Returns what a run would do, for run.dry_run."""
+def describe(config: RootConfig, data: str) -> str:
+    """Returns what a run would do, for run.dry_run.
+
+    Args:
+        config: with its place.
+        data: a line about the data.
+    """
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
     batches = batch_size_schedule(config)
@@ -82,18 +89,23 @@ def describe(config: RootConfig) -> str:
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
+    vocabulary = (
+        "vocabulary and parameters not known before the data is there"
+        if model.vocab_size is None
+        else f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
+    )
     rows = {
         "run": config.run.id,
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
         f"threads of each {threads}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
-        f"vocabulary {model.vocab_size:,}, {model.position}; {parameter_count(model):,} parameters",
+        f"{model.position}; {vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
-        "data": ", ".join(dataset.path for dataset in config.data.train),
+        "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }
     return "\n".join(["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())])

@@ -278,6 +278,7 @@ class IndexedDatasetWriter:
         self._code = next(code for code, known in DTYPES.items() if known == self.dtype)
         self._limits = np.iinfo(self.dtype)
         self._sizes = array("i")
+        self._unfinished_tokens = 0
         self.num_tokens = 0
         self._temporary_bin = temporary_path(bin_path(prefix))
         self._temporary_idx = temporary_path(idx_path(prefix))
@@ -292,11 +293,12 @@ class IndexedDatasetWriter:
         """Documents appended so far."""
         return len(self._sizes)
 
-    def append(self, tokens: Sequence[int] | Array) -> None:
-        """Appends one document.
+    def append(self, tokens: Sequence[int] | Array, *, continues: bool = False) -> None:
+        """Appends one document, or what is next of one.
 
         Args:
             tokens: [length] token ids; may be empty.
+            continues: the next call goes on with the same document.
 
         Raises:
             DataError: a token does not fit the dtype, the document is longer than 2^31 - 1 tokens, or the disk is full.
@@ -307,17 +309,20 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: document {self.num_documents} has tokens from {wide.min()} to {wide.max()}, "
                 f"{self.dtype} holds {self._limits.min} to {self._limits.max}; write it with a wider dtype"
             )
-        if wide.size > np.iinfo(np.int32).max:
+        size = self._unfinished_tokens + wide.size
+        if size > np.iinfo(np.int32).max:
             raise DataError(
-                f"{self.prefix}: document {self.num_documents} has {wide.size} tokens, the format's limit is 2^31 - 1; "
+                f"{self.prefix}: document {self.num_documents} has {size} tokens, the format's limit is 2^31 - 1; "
                 "split the document"
             )
         try:
             self._file.write(wide.astype(self.dtype).tobytes())
         except OSError as error:
             raise self._write_error(error) from error
-        self._sizes.append(wide.size)
         self.num_tokens += int(wide.size)
+        self._unfinished_tokens = int(size) if continues else 0
+        if not continues:
+            self._sizes.append(size)
 
     def commit(self) -> None:
         """Puts both files on disk and gives them their names, `.idx` last: without it there is no dataset.
@@ -325,6 +330,7 @@ class IndexedDatasetWriter:
         Raises:
             DataError: nothing was appended, or the disk is full.
         """
+        assert not self._unfinished_tokens, "the last document was never ended"
         if self.num_tokens == 0:
             raise DataError(f"{self.prefix}: no tokens to write; the dataset would be empty")
         try:

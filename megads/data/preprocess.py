@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from megads.data.indexed import IndexedDatasetWriter, bin_path, idx_path, token_
 from megads.data.progress import ByteProgress
 from megads.data.sidecar import Sidecar, sidecar_path, write_sidecar
 from megads.data.text import Document, DocumentReader
-from megads.data.tokenizer import load_tokenizer
+from megads.data.tokenizer import embedding_rows, load_tokenizer
 from megads.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
@@ -51,9 +50,7 @@ class PreprocessReport:
 
 
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
-    """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`; prints a report.
-
-    Text that spells the end-of-document token is encoded as ordinary text, so that only real ends are marked.
+    """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`.
 
     Args:
         config: input, tokenizer and output.
@@ -68,27 +65,54 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     start_s = time.monotonic()
     reader = DocumentReader(config.input, config.text_field)
     _refuse_to_overwrite(config, reader.files)
-    tokenizer = load_tokenizer(config.tokenizer)
-    end_id = _end_of_document_id(tokenizer, config)
+    sidecar = tokenize(reader, config.tokenizer, config.output, config.end_of_document, "end_of_document")
+    return PreprocessReport(config.output, sidecar, time.monotonic() - start_s)
+
+
+def tokenize(
+    reader: DocumentReader, tokenizer_file: str, output: str, end_of_document: str | None, end_key: str
+) -> Sidecar:
+    """Tokenizes documents, in constant memory, into a dataset and its sidecar.
+
+    Text that spells the end-of-document token is encoded as ordinary text, so that only real ends are marked.
+
+    Args:
+        reader: the documents.
+        tokenizer_file: in the format of Hugging Face `tokenizers`.
+        output: prefix of the dataset; one that is there is replaced.
+        end_of_document: token appended to every document, or None.
+        end_key: the config key it comes from, for messages.
+
+    Returns:
+        The sidecar, as written.
+
+    Raises:
+        ConfigError: the end-of-document token is not in the tokenizer.
+        DataError: no documents, a damaged input or tokenizer file, or a full disk. Nothing is left behind then.
+    """
+    tokenizer = load_tokenizer(tokenizer_file)
+    end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
     tokenizer.encode_special_tokens = True
-    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    vocab_size = embedding_rows(tokenizer)
     text_bytes, max_token_id = 0, 0
     with (
-        IndexedDatasetWriter(config.output, token_dtype(vocab_size)) as writer,
+        IndexedDatasetWriter(output, token_dtype(vocab_size)) as writer,
         ByteProgress("tokenizing", reader.total_bytes) as progress,
     ):
         for batch in _batches(reader):
             texts = [document.text for document in batch]
-            for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-                ids = np.asarray(encoding.ids if end_id is None else [*encoding.ids, end_id], dtype=np.int64)
-                writer.append(ids)
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for document, encoding in zip(batch, encodings, strict=True):
+                end = [] if end_id is None or document.continues else [end_id]
+                ids = np.asarray([*encoding.ids, *end], dtype=np.int64)
+                writer.append(ids, continues=document.continues)
                 max_token_id = max(max_token_id, int(ids.max(initial=0)))
             text_bytes += sum(len(text.encode()) for text in texts)
             progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
         # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
-        sidecar_path(config.output).unlink(missing_ok=True)
+        sidecar_path(output).unlink(missing_ok=True)
     sidecar = Sidecar(
-        tokenizer_sha256=hashlib.sha256(Path(config.tokenizer).read_bytes()).hexdigest(),
+        tokenizer_sha256=hashlib.sha256(Path(tokenizer_file).read_bytes()).hexdigest(),
         vocab_size=vocab_size,
         max_token_id=max_token_id,
         end_of_document_id=end_id,
@@ -100,10 +124,8 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
         rejected_examples=reader.rejected.examples,
         input_files=[str(path) for path in reader.files],
     )
-    write_sidecar(config.output, sidecar)
-    report = PreprocessReport(config.output, sidecar, time.monotonic() - start_s)
-    sys.stdout.write(f"{report}\n")
-    return report
+    write_sidecar(output, sidecar)
+    return sidecar
 
 
 def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:
@@ -114,14 +136,21 @@ def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:
             raise ConfigError(f"output = {config.output}: {path} exists; choose another output or give overwrite=true")
 
 
-def _end_of_document_id(tokenizer: Tokenizer, config: PreprocessConfig) -> int | None:
-    if config.end_of_document is None:
+def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | None, key: str) -> int | None:
+    """Returns the id of the token that ends documents, None where none does.
+
+    Raises:
+        ConfigError: the tokenizer does not have it.
+    """
+    if token is None:
         return None
-    found: int | None = tokenizer.token_to_id(config.end_of_document)
+    found: int | None = tokenizer.token_to_id(token)
     if found is None:
+        special = [added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special]
+        has = f"its special tokens are {', '.join(special[:8])}" if special else "it has no special tokens"
         raise ConfigError(
-            f"end_of_document = {config.end_of_document}: not a token of {config.tokenizer}; give one that it has, or "
-            "end_of_document=null to mark no ends"
+            f"{key} = {token}: not a token of {tokenizer_file} ({has}); give one that it has, or {key}=null to mark no "
+            "ends"
         )
     return found
 

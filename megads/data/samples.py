@@ -185,8 +185,8 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
         counts[part] += 1
     if dataset.num_documents < len(by_remainder):
         raise DataError(
-            f"{dataset.prefix}: {dataset.num_documents} documents cannot be split by {list(shares)}: every share above "
-            "0 needs one; give more documents, or data.split=[1,0]"
+            f"{dataset.prefix}: {dataset.num_documents} documents of {dataset.num_tokens} tokens cannot be split by "
+            f"{list(shares)}: every share above 0 needs one; give more text, or data.split=[1,0] for no validation"
         )
     for part in by_remainder:
         if counts[part] == 0:

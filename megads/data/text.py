@@ -1,35 +1,44 @@
-"""Documents out of raw text files: JSON lines and plain text, also gzipped.
+"""Documents out of raw text files: JSON lines, plain text and parquet, the first two also compressed.
 
 A line that is no document is counted and reported; only what spoils a whole file is fatal.
 """
 
 from __future__ import annotations
 
-import glob
-import gzip
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
-from megads.errors import ConfigError, DataError
+from zstandard import ZstdError
 
-JSONL_ENDINGS = (".jsonl", ".json")
-TEXT_ENDINGS = (".txt",)
+from megads.data.parquet import NotText, parquet_rows
+from megads.data.plain_text import text_pieces, utf8_fault
+from megads.data.text_files import (
+    PARQUET_ENDINGS,
+    TEXT_ENDINGS,
+    decompressed,
+    find_text_files,
+    first_names,
+    kind,
+)
+from megads.errors import DataError
+
 UTF8_MARK = b"\xef\xbb\xbf"
 KEPT_EXAMPLES = 100
 
 
 class Document(NamedTuple):
-    """One document and where it came from."""
+    """One document, or a piece of a long one, and where it came from."""
 
     text: str
     source: str
     line: int
+    continues: bool = False
+    """More of the same document follows."""
 
 
 @dataclass
@@ -66,8 +75,10 @@ class DocumentReader:
     """Iterates over the documents of files, once.
 
     Args:
-        patterns: files or globs: .jsonl or .json (one JSON object a line), .txt (one document a file), each also .gz.
-        text_field: JSON field that holds the document.
+        patterns: files, folders or globs: .jsonl or .json (one JSON object a line), .txt or .md (one document a
+            file), each also .gz or .zst; .parquet.
+        text_field: JSON field, or column, that holds the document.
+        key: the config key that the patterns come from, for messages.
 
     Attributes:
         files: the files that match, each once: patterns in the order given, the matches of one in order of name.
@@ -80,12 +91,13 @@ class DocumentReader:
         DataError: a pattern matches nothing, or a file of an unknown kind.
     """
 
-    def __init__(self, patterns: Sequence[str], text_field: str) -> None:
-        self.files = _expand(patterns)
+    def __init__(self, patterns: Sequence[str], text_field: str, key: str = "input") -> None:
+        self.files = find_text_files(patterns, key)
         self.total_bytes = sum(path.stat().st_size for path in self.files)
         self.bytes_read = 0
         self.rejected = Rejections()
-        self._text_field = text_field
+        self.text_field = text_field
+        self.key = key
 
     def __iter__(self) -> Iterator[Document]:
         """Yields documents in order.
@@ -100,42 +112,59 @@ class DocumentReader:
                 for document in self._read(path, finished_bytes):
                     found = True
                     yield document
-            except (OSError, EOFError, zlib.error) as error:
+            except (OSError, EOFError, zlib.error, ZstdError) as error:
                 raise DataError(
                     f"{path}: reading failed after {self.bytes_read - finished_bytes} bytes: {error}; "
-                    "the file is truncated, damaged or not readable: make it again or leave it out of input"
+                    f"the file is truncated, damaged or not readable: make it again or leave it out of {self.key}"
                 ) from error
             finished_bytes += path.stat().st_size
             self.bytes_read = finished_bytes
         if not found:
             raise DataError(
-                f"{', '.join(map(str, self.files))}: no documents, {self.rejected}; "
-                f"want JSON lines with the field {self._text_field!r}, or text"
+                f"{first_names(self.files)}: no documents, {self.rejected}; want text, or JSON lines or parquet with "
+                f"the field {self.text_field!r} (another is named with text_field)"
             )
 
     def _read(self, path: Path, finished_bytes: int) -> Iterator[Document]:
-        with path.open("rb") as raw, gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as opened:
-            file = cast(BinaryIO, opened)
-            if _kind(path) in TEXT_ENDINGS:
-                yield from self._plain_text(file, str(path))
-                return
+        if kind(path) in PARQUET_ENDINGS:
+            yield from self._parquet(path, finished_bytes)
+            return
+        if kind(path) in TEXT_ENDINGS:
+            yield from self._plain_text(path, finished_bytes)
+            return
+        with path.open("rb") as raw, decompressed(raw, path) as file:
             for number, line in enumerate(file, start=1):
-                # The position in the raw file is known for gzip too, whose uncompressed size is not.
+                # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
                 yield from self._json_line(line, str(path), number)
 
-    def _plain_text(self, file: BinaryIO, source: str) -> Iterator[Document]:
-        content = file.read()
-        try:
-            text = content.removeprefix(UTF8_MARK).decode()
-        except UnicodeDecodeError as error:
-            line = content[: error.start].count(b"\n") + 1
-            self.rejected.add(source, line, "not UTF-8", f"byte {content[error.start]:#04x}")
+    def _parquet(self, path: Path, finished_bytes: int) -> Iterator[Document]:
+        size = path.stat().st_size
+        for number, (share, text) in enumerate(parquet_rows(path, self.text_field), start=1):
+            self.bytes_read = finished_bytes + int(share * size)
+            if isinstance(text, NotText):
+                self.rejected.add(str(path), number, str(text))
+            else:
+                yield Document(text, str(path), number)
+
+    def _plain_text(self, path: Path, finished_bytes: int) -> Iterator[Document]:
+        # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
+        with path.open("rb") as raw, decompressed(raw, path) as file:
+            fault = utf8_fault(file)
+        if fault is not None:
+            self.rejected.add(str(path), fault[0], "not UTF-8", f"byte {fault[1]:#04x}")
             return
-        if not text:
-            self.rejected.add(source, 1, "empty text")
-            return
-        yield Document(text, source, 1)
+        piece = ""
+        with path.open("rb") as raw, decompressed(raw, path) as file:
+            for following in text_pieces(file):
+                if piece:
+                    yield Document(piece, str(path), 1, continues=True)
+                piece = following
+                self.bytes_read = finished_bytes + raw.tell()
+        if piece:
+            yield Document(piece, str(path), 1)
+        else:
+            self.rejected.add(str(path), 1, "empty text")
 
     def _json_line(self, line: bytes, source: str, number: int) -> Iterator[Document]:
         if number == 1:
@@ -145,13 +174,13 @@ class DocumentReader:
         reason, detail = "", ""
         try:
             record = json.loads(line.decode())
-            text = record.get(self._text_field) if isinstance(record, dict) else None
+            text = record.get(self.text_field) if isinstance(record, dict) else None
             if not isinstance(record, dict):
                 reason, detail = "not a JSON object", type(record).__name__
             elif text is None:
-                reason = f"no field {self._text_field!r}"
+                reason = f"no field {self.text_field!r}"
             elif not isinstance(text, str):
-                reason, detail = f"field {self._text_field!r} is not text", type(text).__name__
+                reason, detail = f"field {self.text_field!r} is not text", type(text).__name__
             elif not text:
                 reason = "empty text"
             else:
@@ -166,25 +195,3 @@ class DocumentReader:
             reason, detail = "not JSON", str(error)[:100]
         if reason:
             self.rejected.add(source, number, reason, detail)
-
-
-def _kind(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-
-
-def _expand(patterns: Sequence[str]) -> list[Path]:
-    if not patterns:
-        raise ConfigError("input is empty: give files or globs, for example input='[corpus/*.jsonl]'")
-    files: dict[Path, None] = {}
-    for pattern in patterns:
-        # A name that exists is meant literally, even with brackets in it.
-        names = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
-        matches = [Path(name) for name in names if Path(name).is_file()]
-        if not matches:
-            raise DataError(f"input {pattern}: matches no file; check the path and quote globs")
-        for path in matches:
-            if _kind(path) not in JSONL_ENDINGS + TEXT_ENDINGS:
-                known = ", ".join(JSONL_ENDINGS + TEXT_ENDINGS)
-                raise DataError(f"{path}: unknown kind of file; want one of {known}, also with .gz")
-            files[path] = None
-    return list(files)

@@ -4,60 +4,114 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megads.data.atomic_file import atomic_writer
-from megads.data.config import TokenizerConfig
+from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, TokenizerConfig
 from megads.data.progress import ByteProgress
-from megads.data.text import DocumentReader
+from megads.data.text import DocumentReader, Rejections
 from megads.errors import ConfigError, DataError
 
 
-def train_tokenizer(config: TokenizerConfig) -> None:
-    """Learns a byte-level BPE vocabulary and writes the tokenizer file.
+@dataclass(frozen=True)
+class TokenizerReport:
+    """What `train_tokenizer` made.
 
-    The 256 bytes are always in it, so every text can be encoded and decodes to itself. The end-of-document token has
-    id 0. The same input gives the same file, byte for byte.
+    Attributes:
+        output: the file.
+        asked: the size asked for.
+        learnt: the size it has.
+        rejected: lines that gave no document.
+    """
+
+    output: str
+    asked: int
+    learnt: int
+    rejected: Rejections
+
+    def __str__(self) -> str:
+        short = "" if self.learnt == self.asked else f" (the text has no more pairs; {self.asked} were asked for)"
+        return f"{self.output}: {self.learnt} tokens{short}; {self.rejected}"
+
+
+def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
+    """Learns a byte-level BPE vocabulary and writes the tokenizer file.
 
     Args:
         config: input, output and size.
+
+    Returns:
+        What was made.
 
     Raises:
         ConfigError: vocab_size has no room for the bytes.
         DataError: the input has no documents, or the output cannot be written.
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    smallest = len(alphabet) + 1
-    if config.vocab_size < smallest:
-        raise ConfigError(
-            f"vocab_size = {config.vocab_size}: must be at least {smallest}, 256 bytes and the end-of-document token"
-        )
+    if config.vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"vocab_size = {config.vocab_size}: {SMALLEST_WANTED}")
     reader = DocumentReader(config.input, config.text_field)
+    learnt = learn_tokenizer(
+        reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
+    )
+    return TokenizerReport(config.output, config.vocab_size, learnt, reader.rejected)
+
+
+def learn_tokenizer(
+    reader: DocumentReader,
+    output: Path,
+    vocab_size: int,
+    min_frequency: int,
+    end_of_document: str | None,
+    every: int = 1,
+) -> int:
+    """Learns a vocabulary from documents and writes the tokenizer file.
+
+    The 256 bytes are always in it, so every text can be encoded and decodes to itself. The end-of-document token has
+    id 0. The same documents give the same file, byte for byte.
+
+    Args:
+        reader: the documents.
+        output: the file to write.
+        vocab_size: tokens to learn, the special one included; at least SMALLEST_VOCABULARY.
+        min_frequency: pairs seen less often are not merged.
+        end_of_document: the special token, or None for none.
+        every: learns from one document in so many.
+
+    Returns:
+        Tokens learnt, fewer than vocab_size where the text has no more pairs.
+
+    Raises:
+        DataError: there are no documents, or the output cannot be written.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     on_terminal = sys.stderr.isatty()
     trainer = trainers.BpeTrainer(
-        vocab_size=config.vocab_size,
-        min_frequency=config.min_frequency,
-        special_tokens=[config.end_of_document],
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[] if end_of_document is None else [end_of_document],
         # Sorted: the order of the alphabet is the order of its ids.
-        initial_alphabet=sorted(alphabet),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=on_terminal,
     )
-    tokenizer.train_from_iterator(_texts(reader, quiet=on_terminal), trainer)
-    output = Path(config.output)
+    tokenizer.train_from_iterator(_texts(reader, every, quiet=on_terminal), trainer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(output) as file:
             file.write(tokenizer.to_str(pretty=True).encode())
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}; choose another output") from error
-    learnt = tokenizer.get_vocab_size()
-    short = "" if learnt == config.vocab_size else f" (the text has no more pairs; {config.vocab_size} were asked for)"
-    sys.stdout.write(f"{output}: {learnt} tokens{short}; {reader.rejected}\n")
+    learnt: int = tokenizer.get_vocab_size()
+    return learnt
+
+
+def embedding_rows(tokenizer: Tokenizer) -> int:
+    """Returns the rows that an embedding needs for a tokenizer: its largest id + 1."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -86,10 +140,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _texts(reader: DocumentReader, quiet: bool) -> Iterator[str]:
+def _texts(reader: DocumentReader, every: int, quiet: bool) -> Iterator[str]:
     """Yields the texts, with progress unless the trainer shows its own."""
     with ByteProgress("reading", reader.total_bytes if not quiet else 0) as progress:
-        for document in reader:
-            yield document.text
+        for number, document in enumerate(reader):
+            if number % every == 0:
+                yield document.text
             if not quiet:
                 progress.update(reader.bytes_read)

@@ -85,7 +85,7 @@ class PipelineTrainEngine:
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocab_size, grid)
+        self._loss = TokenMeanLoss(model.vocabulary, grid)
         value = value or initial_value(model, seed)
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss)
         groups = parameter_groups(

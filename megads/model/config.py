@@ -28,8 +28,9 @@ class ModelConfig:
     """Attention heads."""
     ffn_size: int | None = None
     """Width of the MLP; null is 4 * hidden_size."""
-    vocab_size: int = 512
-    """The model's true output size. Rows that tensor parallelism adds beyond it are masked and never saved."""
+    vocab_size: int | None = 512
+    """The model's true output size; null is that of the data's tokenizer, filled in before the ranks start. Rows that
+    tensor parallelism adds beyond it are masked and never saved."""
     max_seq_len: int = 2048
     """Longest trained sequence; the number of learned positions."""
     position: Position = Position.alibi
@@ -48,6 +49,13 @@ class ModelConfig:
     """Standard deviation of the initial weights; null is sqrt(1 / (3 * hidden_size)), BLOOM's rule."""
 
     @property
+    def vocabulary(self) -> int:
+        """vocab_size once it is known; raises ConfigError where it is still the tokenizer's to say."""
+        if self.vocab_size is None:
+            raise ConfigError("model.vocab_size is null, and no tokenizer has filled it in: set it")
+        return self.vocab_size
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
@@ -62,8 +70,9 @@ class ModelConfig:
     def check(self) -> None:
         """Raises ConfigError on a shape that cannot be built."""
         for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name} = {getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"model.{name} = {value}: must be at least 1")
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}: "

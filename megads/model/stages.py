@@ -24,7 +24,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.word = nn.Embedding(config.vocabulary, config.hidden_size)
         learned = config.position is Position.learned
         self.position = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.embedding_norm else None
@@ -90,7 +90,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
 
     def tie(self, embedding: Embedding) -> None:
         """Shares the word embedding's weight."""

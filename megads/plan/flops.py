@@ -21,7 +21,7 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """
     hidden = config.hidden_size
     block_weights = 4 * hidden * hidden + 2 * hidden * config.ffn_width
-    weights = config.num_layers * block_weights + config.vocab_size * hidden
+    weights = config.num_layers * block_weights + config.vocabulary * hidden
     return 6 * weights + 12 * config.num_layers * hidden * seq_len
 
 

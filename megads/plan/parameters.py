@@ -17,7 +17,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocabulary, hidden)}
     if config.position is Position.learned:
         shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
     if config.embedding_norm:
@@ -31,7 +31,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
     shapes |= norm("final_norm")
     if not config.tie_embeddings:
-        shapes["head.weight"] = (config.vocab_size, hidden)
+        shapes["head.weight"] = (config.vocabulary, hidden)
     return shapes
 
 

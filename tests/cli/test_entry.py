@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpus import write_corpus
+
 REPOSITORY = Path(__file__).parents[2]
 DATA = "data.train=[{path: x}]"
 
@@ -122,6 +124,7 @@ def test_a_sweep_over_one_run_id_is_refused(tmp_path: Path) -> None:
 def test_unwritable_run_directory(tmp_path: Path) -> None:
     """Catches a traceback, or a start that fails only on the ranks."""
     (tmp_path / "file").touch()
-    result = megads(tmp_path, "train", "train.steps=1", DATA, f"run.dir={tmp_path}/file/run")
+    data = f"data.train=[{{path: {write_corpus(tmp_path / 'corpus')}}}]"
+    result = megads(tmp_path, "train", "model.vocab_size=509", "train.steps=1", data, f"run.dir={tmp_path}/file/run")
     assert result.returncode == 2
     assert f"{tmp_path}/file/run cannot be written to" in result.stderr

@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> PreprocessConfig:
     )
 
 
-def test_end_to_end(config: PreprocessConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_end_to_end(config: PreprocessConfig) -> None:
     """Catches lost, reordered or changed documents, missing ends, and text that forges an end of document."""
     report = preprocess(config)
     dataset = IndexedDataset(config.output)
@@ -46,8 +46,7 @@ def test_end_to_end(config: PreprocessConfig, capsys: pytest.CaptureFixture[str]
     assert made.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert made.tokenizer_sha256 == hashlib.sha256(Path(config.tokenizer).read_bytes()).hexdigest()
     assert made.rejected_lines == 1 and "text.jsonl:3: not JSON" in made.rejected_examples[0]
-    shown = capsys.readouterr().out
-    assert "5 documents" in shown and "1 lines rejected" in shown
+    assert "5 documents" in str(report) and "1 lines rejected" in str(report)
     assert sorted(path.name for path in Path(config.output).parent.iterdir()) == [
         "corpus.bin", "corpus.idx", "corpus.json",
     ]  # fmt: skip

@@ -111,7 +111,7 @@ def test_split(make_dataset: MakeDataset, documents: int, shares: list[float], c
 
 def test_a_split_of_too_few_documents_is_refused(make_dataset: MakeDataset) -> None:
     """Catches a validation set that is silently empty."""
-    with pytest.raises(DataError, match="1 documents cannot be split"):
+    with pytest.raises(DataError, match="1 documents of 50 tokens cannot be split"):
         split_documents(make_dataset([50]), [0.98, 0.02])
 
 

@@ -1,0 +1,85 @@
+"""Parquet files, a column of text at a time and a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megads.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+_ROWS = 256
+_READ_BYTES = 1 << 20
+
+
+class NotText(ValueError):
+    """A row without text; the message says why."""
+
+
+def parquet_rows(path: Path, column: str) -> Iterator[tuple[float, str | NotText]]:
+    """Reads one column in constant memory, however large the row groups are.
+
+    Args:
+        path: the file.
+        column: its name, at the top level of the schema.
+
+    Yields:
+        The share of rows read so far, and the text or why there is none.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: the file is damaged or has no such column of text.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading parquet needs pyarrow, which is not installed ({error}): pip install 'megads[parquet]'"
+        ) from error
+    try:
+        with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
+            _require_text(file, path, column)
+            rows, done = max(file.metadata.num_rows, 1), 0
+            for batch in file.iter_batches(_ROWS, columns=[column], use_threads=False):
+                for value in batch.column(0):
+                    done += 1
+                    yield done / rows, _text(value)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: reading parquet failed: {str(error).splitlines()[0]}; the file is truncated, damaged or no "
+            "parquet: make it again or leave it out"
+        ) from error
+
+
+def _require_text(file: pq.ParquetFile, path: Path, column: str) -> None:
+    import pyarrow as pa
+
+    schema = file.schema_arrow
+    index = schema.get_field_index(column)
+    if index < 0:
+        raise DataError(
+            f"{path}: no column {column!r}; it has {', '.join(schema.names) or 'none'}: name the one that holds the "
+            "text with text_field"
+        )
+    kind = schema.field(index).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(
+            f"{path}: column {column!r} holds {kind}, not text; it has {', '.join(schema.names)}: name another with "
+            "text_field"
+        )
+
+
+def _text(value: pa.Scalar) -> str | NotText:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError:
+        return NotText("not UTF-8")
+    if text is None:
+        return NotText("null")
+    return str(text) if text else NotText("empty text")

@@ -1,0 +1,271 @@
+"""From a user's own text to a dataset and its tokenizer, made once and found again by the content of the text."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megads.data.atomic_file import atomic_writer, sync_directory
+from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.content_digest import ContentDigests, FileState, require_unchanged
+from megads.data.few_documents import cut_few_documents
+from megads.data.indexed import IndexedDataset
+from megads.data.preprocess import end_of_document_id, tokenize
+from megads.data.sidecar import Sidecar, read_sidecar
+from megads.data.text import DocumentReader
+from megads.data.text_files import text_bytes_estimate
+from megads.data.tokenizer import embedding_rows, learn_tokenizer, load_tokenizer
+from megads.errors import ConfigError, DataError
+
+# Part of the key: a change of what is made must not find what was made before.
+FORMAT_VERSION = 1
+TOKENIZER_FILE = "tokenizer.json"
+TOKENS = "tokens"
+SMALLEST_DEFAULT_VOCABULARY, LARGEST_DEFAULT_VOCABULARY = 512, 32_768
+# More text than this teaches a tokenizer nothing and takes memory: of a larger corpus, every n-th document is learnt.
+TOKENIZER_TEXT_BYTES = 1 << 29
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared corpus.
+
+    Attributes:
+        prefix: its dataset, for data.train.
+        tokenizer_file: for tokenizer.path.
+        sidecar: its numbers.
+    """
+
+    prefix: Path
+    tokenizer_file: Path
+    sidecar: Sidecar
+
+    def __str__(self) -> str:
+        made = self.sidecar
+        text = (
+            f"{made.documents:,} documents, {made.tokens:,} tokens of {made.text_bytes / 1e6:,.1f} MB of text, "
+            f"vocabulary {made.vocab_size:,}, in {self.prefix.parent}"
+        )
+        if made.rejected_lines:
+            text += f"; {made.rejected_lines:,} lines rejected, the first: {made.rejected_examples[0]}"
+        return text
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be made of data.raw, and where; `plan_preparation` makes one.
+
+    Attributes:
+        folder: where the prepared corpus is, or will be; its name is a hash of the text and of the settings.
+        data: which text.
+        tokenizer: which tokenizer.
+        states: the files as they were when their content was hashed.
+        vocab_size: tokens of a given tokenizer, or those that one is to learn, which may find fewer.
+        tokenizer_content: a given tokenizer's file; None learns one.
+    """
+
+    folder: Path
+    data: DataConfig
+    tokenizer: TextTokenizerConfig
+    states: dict[Path, FileState]
+    vocab_size: int
+    tokenizer_content: bytes | None
+
+    @property
+    def prefix(self) -> Path:
+        """Prefix of the dataset, for data.train."""
+        return self.folder / TOKENS
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer, for tokenizer.path."""
+        return self.folder / TOKENIZER_FILE
+
+    def __str__(self) -> str:
+        size = sum(state[0] for state in self.states.values())
+        given = self.tokenizer.path
+        tokenizer = f"tokenizer {given}" if given else f"a tokenizer of up to {self.vocab_size:,} tokens learnt from it"
+        files = f"{len(self.states):,} file{'s' if len(self.states) > 1 else ''}"
+        return f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
+
+    def find(self) -> Prepared | None:
+        """Returns what an earlier start prepared, None where there is nothing.
+
+        Raises:
+            DataError: something is there, but damaged.
+        """
+        if not self.folder.is_dir():
+            return None
+        dataset = IndexedDataset(self.prefix)
+        sidecar = read_sidecar(self.prefix)
+        found = None if sidecar is None else (sidecar.documents, sidecar.tokens)
+        if sidecar is None or found != (dataset.num_documents, dataset.num_tokens):
+            raise DataError(f"{self.prefix}: the dataset and its sidecar do not belong together")
+        load_tokenizer(self.tokenizer_file)
+        if _sha256(self.tokenizer_file.read_bytes()) != sidecar.tokenizer_sha256:
+            raise DataError(f"{self.tokenizer_file}: is not the tokenizer that made the dataset beside it")
+        return Prepared(self.prefix, self.tokenizer_file, sidecar)
+
+    def make(self, say: Say) -> Prepared:
+        """Prepares the text, unless another process does so meanwhile; it appears whole under its name or not at all.
+
+        Args:
+            say: told what takes time.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+            DataError: the text cannot be read, has no documents, or changed meanwhile.
+        """
+        with _locked(self.folder, say):
+            try:
+                found = self.find()
+            except DataError as error:
+                say(f"what was prepared before is damaged and made anew: {error}")
+                found = None
+            if found is not None:
+                return found
+            partial = self.folder.with_name(f".{self.folder.name}.partial")
+            # A process that was killed leaves one; nobody else is here, the lock says.
+            shutil.rmtree(partial, ignore_errors=True)
+            try:
+                self._make_in(partial)
+                for path, state in self.states.items():
+                    require_unchanged(path, state)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                partial.rename(self.folder)
+                sync_directory(self.folder.parent)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        made = self.find()
+        assert made is not None
+        return made
+
+    def _make_in(self, folder: Path) -> None:
+        folder.mkdir()
+        tokenizer_file = folder / TOKENIZER_FILE
+        if self.tokenizer_content is not None:
+            with atomic_writer(tokenizer_file) as file:
+                file.write(self.tokenizer_content)
+        else:
+            every = -(-text_bytes_estimate(list(self.states)) // TOKENIZER_TEXT_BYTES)
+            learn_tokenizer(
+                self._reader(),
+                tokenizer_file,
+                self.vocab_size,
+                self.tokenizer.min_frequency,
+                self.tokenizer.end_of_document,
+                max(1, every),
+            )
+        sidecar = tokenize(
+            self._reader(),
+            str(tokenizer_file),
+            str(folder / TOKENS),
+            self.tokenizer.end_of_document,
+            "tokenizer.end_of_document",
+        )
+        cut_few_documents(folder / TOKENS, sidecar)
+
+    def _reader(self) -> DocumentReader:
+        # The files that were hashed, not the patterns, which may match more by now.
+        return DocumentReader([str(path) for path in self.states], self.data.text_field, "data.raw")
+
+
+def plan_preparation(
+    data: DataConfig,
+    tokenizer: TextTokenizerConfig,
+    model_vocab_size: int | None,
+    cache_dir: Path,
+    *,
+    remember: bool = True,
+) -> Preparation:
+    """Finds the files of data.raw and hashes them; a start after the first reads only files that changed.
+
+    Args:
+        data: which text.
+        tokenizer: which tokenizer.
+        model_vocab_size: a tokenizer whose size is not set learns no more than the model takes.
+        cache_dir: where prepared corpora are.
+        remember: write down the files' hashes for the next start.
+
+    Raises:
+        ConfigError: the tokenizer's settings do not fit it.
+        DataError: no such files, or one that cannot be read; a given tokenizer that is none.
+    """
+    reader = DocumentReader(data.raw_patterns, data.text_field, "data.raw")
+    content: bytes | None = None
+    if tokenizer.path is not None:
+        given = load_tokenizer(tokenizer.path)
+        content = Path(tokenizer.path).read_bytes()
+        end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
+        vocab_size = embedding_rows(given)
+    elif tokenizer.vocab_size is not None:
+        vocab_size = tokenizer.vocab_size
+    else:
+        vocab_size = min(default_vocab_size(text_bytes_estimate(reader.files)), model_vocab_size or 1 << 30)
+    digests = ContentDigests(cache_dir / "content-digests.json")
+    hashed = digests.of(reader.files)
+    if remember:
+        _make_folder(cache_dir)
+        digests.save()
+    identity = {
+        "format_version": FORMAT_VERSION,
+        "files": [
+            ("".join(path.suffixes[-2:]), digest) for path, (_, digest) in zip(reader.files, hashed, strict=True)
+        ],
+        "text_field": data.text_field,
+        "end_of_document": tokenizer.end_of_document,
+        "tokenizer": _sha256(content) if content is not None else [vocab_size, tokenizer.min_frequency],
+    }
+    key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]
+    states = {path: state for path, (state, _) in zip(reader.files, hashed, strict=True)}
+    return Preparation(cache_dir / key, data, tokenizer, states, vocab_size, content)
+
+
+def default_vocab_size(text_bytes: int) -> int:
+    """Returns the power of two below three times the root of the text's bytes: 2,048 for 1 MB, 16,384 for 100 MB."""
+    root = int(3 * text_bytes**0.5)
+    return max(SMALLEST_DEFAULT_VOCABULARY, min(LARGEST_DEFAULT_VOCABULARY, 1 << max(root, 1).bit_length() - 1))
+
+
+@contextmanager
+def _locked(folder: Path, say: Say) -> Iterator[None]:
+    """Keeps two processes from preparing the same; the kernel frees the lock when its holder dies."""
+    _make_folder(folder.parent)
+    descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+            say(f"waiting for process {holder}, which prepares the same text")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(0, "no permission to write")
+    except OSError as error:
+        raise ConfigError(
+            f"prepared text cannot be kept in {folder} ({error.strerror}): choose another folder with "
+            "data.cache_dir=<path>"
+        ) from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,240 @@
+"""Raw text to a prepared corpus: real tokenizers, real files, real processes killed and waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.indexed import IndexedDataset
+from megads.data.prepare import Preparation, Prepared, default_vocab_size, plan_preparation
+from megads.data.tokenizer import load_tokenizer
+from megads.errors import ConfigError, DataError, MegadsError
+
+REPOSITORY = Path(__file__).parents[2]
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "models", "learn", "to", "write"]
+PROGRAM = """
+import sys
+from pathlib import Path
+from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.prepare import plan_preparation
+preparation = plan_preparation(DataConfig(raw="text"), TextTokenizerConfig(vocab_size=600), None, Path("cache"))
+prepared = preparation.make(lambda line: print(line, flush=True))
+print(Path(f"{prepared.prefix}.bin").stat().st_ino)
+"""
+
+
+def prose(number: int, words: int = 400) -> str:
+    return " ".join(WORDS[(number * 7 + word * word) % len(WORDS)] for word in range(words)) + ".\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with text/ of three kinds of files."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text(prose(1))
+    (text / "b.md").write_text(prose(2))
+    (text / "c.jsonl").write_text(
+        "".join(json.dumps({"text": prose(n), "body": prose(n + 9)}) + "\n" for n in range(9))
+    )
+    return tmp_path
+
+
+def plan(
+    raw: object = "text", model_vocab_size: int | None = None, cache: str = "cache", **changes: object
+) -> Preparation:
+    data, tokenizer = DataConfig(raw=raw), TextTokenizerConfig()
+    for name, value in changes.items():
+        setattr(data if hasattr(data, name) else tokenizer, name, value)
+    return plan_preparation(data, tokenizer, model_vocab_size, Path(cache))
+
+
+def make(raw: object = "text", **changes: object) -> Prepared:
+    return plan(raw, **changes).make(lambda _: None)
+
+
+def states(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_what_is_made_holds_the_text(folder: Path) -> None:
+    """Catches lost text, a tokenizer that is not the dataset's, and leftovers."""
+    prepared = make()
+    dataset = IndexedDataset(prepared.prefix)
+    tokens = dataset.stream(range(dataset.num_documents)).tolist()
+    tokenizer = load_tokenizer(prepared.tokenizer_file)
+    texts = [prose(1), prose(2), *(prose(n) for n in range(9))]
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == "".join(text + "<|endoftext|>" for text in texts)
+    assert prepared.sidecar.vocab_size == tokenizer.get_vocab_size() <= 512
+    assert sorted(path.name for path in prepared.prefix.parent.iterdir()) == [
+        "tokenizer.json", "tokens.bin", "tokens.idx", "tokens.json",
+    ]  # fmt: skip
+    assert [path.name for path in Path("cache").glob(".*")] == []
+
+
+def test_a_second_start_finds_it(folder: Path) -> None:
+    """Catches text that is tokenized again at every start, and a key that depends on where the text is."""
+    first = make()
+    before = states(first.prefix.parent)
+    assert plan().find() == first and make() == first
+    (folder / "text").rename(folder / "moved")
+    assert plan(raw=["moved"]).find() == first
+    assert states(first.prefix.parent) == before
+
+
+def test_other_text_or_settings_make_another(folder: Path) -> None:
+    """Catches tokens of the old text, field or tokenizer in a run of the new."""
+    made = make()
+    given = folder / "given.json"
+    given.write_bytes(made.tokenizer_file.read_bytes())
+    keys = [
+        plan(**changes).folder
+        for changes in (
+            {}, {"text_field": "body"}, {"vocab_size": 300}, {"min_frequency": 3}, {"end_of_document": None},
+            {"path": str(given)}, {"raw": ["text/c.jsonl", "text/a.txt"]}, {"raw": ["text/a.txt", "text/c.jsonl"]},
+        )
+    ]  # fmt: skip
+    (folder / "text" / "a.txt").write_text(prose(1).upper())
+    keys.append(plan().folder)
+    (folder / "text" / "a.txt").rename(folder / "text" / "a.jsonl")
+    keys.append(plan().folder)
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_given_tokenizer_is_used_and_kept(folder: Path) -> None:
+    """Catches a given tokenizer that is ignored, and a run that cannot decode once the user's file is gone."""
+    make(vocab_size=270).tokenizer_file.rename("mine.json")
+    prepared = make(path="mine.json")
+    assert prepared.sidecar.vocab_size == 270
+    assert prepared.tokenizer_file.read_bytes() == Path("mine.json").read_bytes()
+
+
+def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
+    """Catches a default size that the model the user asked for refuses."""
+    assert plan().vocab_size == 512
+    assert plan(model_vocab_size=300).vocab_size == 300
+    assert plan(model_vocab_size=9999, vocab_size=700).vocab_size == 700
+    sizes = [default_vocab_size(size) for size in (0, 10**5, 10**6, 10**7, 10**8, 10**12)]
+    assert sizes == [512, 512, 2048, 8192, 16384, 32768]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> None:
+    """Catches a run on half a dataset, or one that fails for what it can make again."""
+    prepared = make()
+    whole = {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()}
+    path = prepared.prefix.parent / name
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[name][: len(whole[name]) // 2] if damage == "cut" else b'{"version": "1.0"}')
+    said: list[str] = []
+    assert plan().make(said.append) == prepared
+    assert {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()} == whole
+    assert len(said) == 1 and "damaged and made anew" in said[0]
+
+
+def test_text_that_changes_meanwhile_is_refused(folder: Path) -> None:
+    """Catches tokens of the new text under the hash of the old one."""
+    preparation = plan()
+    (folder / "text" / "a.txt").write_text("something else")
+    with pytest.raises(DataError, match=r"a.txt: changed while it was read"):
+        preparation.make(lambda _: None)
+    assert preparation.find() is None and not list(Path("cache").glob(".*"))
+
+
+def start() -> subprocess.Popen[str]:
+    """Starts a process that prepares text/ in the current folder."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> None:
+    """Catches half a dataset that the next start trains on, and leftovers that stop it."""
+    (folder / "text" / "large.jsonl").write_text("".join(json.dumps({"text": prose(n) * 6}) + "\n" for n in range(150)))
+    process = start()
+    deadline = time.monotonic() + 60
+    while not list(Path("cache").glob(".*.partial/.tokens.bin.*.partial")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    preparation = plan(vocab_size=600)
+    assert preparation.find() is None
+    assert list(Path("cache").glob(".*.partial"))
+    assert preparation.make(lambda _: None).sidecar.tokens > 0
+    assert not list(Path("cache").glob(".*"))
+
+
+def test_two_processes_make_it_once(folder: Path) -> None:
+    """Catches two launches that write the same files, or the second failing because the first is at work."""
+    preparation = plan(vocab_size=600)
+    Path("cache").mkdir(exist_ok=True)
+    with preparation.folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        processes = [start(), start()]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("waiting for process")
+    made = [process.communicate(timeout=60)[0].split()[-1] for process in processes]
+    assert made[0] == made[1] == str(Path(f"{preparation.prefix}.bin").stat().st_ino)
+
+
+BAD_TEXTS: list[tuple[str, bytes, str]] = [
+    ("a.txt", b"", "no documents, 1 lines rejected: 1 x empty text"),
+    ("a.txt", bytes(range(256)) * 9, "no documents, 1 lines rejected: 1 x not UTF-8"),
+    ("a.jsonl", bytes(range(256)) * 9, "no documents, .* lines rejected"),
+    ("a.jsonl", b'{"body": "x"}\n', "no field 'text'.*another is named with text_field"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "reading failed"),
+    ("a.parquet", b"PAR1", "reading parquet failed"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_TEXTS)
+def test_bad_text_is_refused_and_leaves_nothing(folder: Path, name: str, content: bytes, message: str) -> None:
+    """Catches a traceback, or half a corpus taken for whole by the next start."""
+    Path(name).write_bytes(content)
+    preparation = plan(raw=name)
+    with pytest.raises(DataError, match=message):
+        preparation.make(lambda _: None)
+    assert preparation.find() is None and not list(Path("cache").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"raw": "none/*.txt"}, DataError, r"data.raw none/\*.txt: matches no file"),
+        ({"path": "none.json"}, DataError, "none.json: no such tokenizer file"),
+        ({"path": "text/a.txt"}, DataError, "is not a tokenizer file"),
+        ({"path": "mine.json", "end_of_document": "</s>"}, ConfigError, "tokenizer.end_of_document = </s>: .* special"),
+        ({"cache": "text/a.txt/cache"}, ConfigError, "choose another folder with data.cache_dir"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_at_once(
+    folder: Path, changes: dict[str, object], kind: type[MegadsError], message: str
+) -> None:
+    """Catches a failure after an hour of tokenizing, and a message that names another verb's key."""
+    Path("mine.json").write_bytes(make(vocab_size=300, cache="other").tokenizer_file.read_bytes())
+    with pytest.raises(kind, match=message):
+        plan(**changes)  # type: ignore[arg-type]
+
+
+def test_a_plan_says_what_it_would_do(folder: Path) -> None:
+    """Catches a dry run that leaves the user in the dark."""
+    assert str(plan(raw="text/a.txt")).startswith("1 file, 0.0 MB, a tokenizer of up to 512 tokens learnt from it")
+    given = dataclasses.replace(plan(), tokenizer=TextTokenizerConfig(path="mine.json"))
+    assert str(given) == "3 files, 0.0 MB, tokenizer mine.json"
