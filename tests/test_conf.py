@@ -9,14 +9,15 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import preprocess, tokenizer, train
+from megads.cli import generate, preprocess, tokenizer, train
 from megads.cli.entry import config_dir
 from megads.cli.main import VERBS
 from megads.config import RootConfig, check_config
+from megads.evaluate.config import GenerateConfig
 from megads.plan.parameters import parameter_count
 
 CONF = config_dir()
-VERB_OBJECTS = {"train": train.VERB, "preprocess": preprocess.VERB, "tokenizer": tokenizer.VERB}
+VERB_OBJECTS = {verb.VERB.name: verb.VERB for verb in (train, generate, preprocess, tokenizer)}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -68,6 +69,13 @@ def test_data_verbs_compose(verb: str) -> None:
         verb, "input=[a.jsonl]", "output=out", *(["tokenizer=t.json"] if verb == "preprocess" else [])
     )
     assert isinstance(config, VERB_OBJECTS[verb].schema)
+
+
+def test_generate_composes() -> None:
+    """Catches a schema that Hydra cannot nest, and defaults that its own check refuses."""
+    config = compose_verb("generate", "run=runs/x", "prompts=[a, b]")
+    assert isinstance(config, GenerateConfig) and config.prompts == ["a", "b"]
+    config.check()
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 import megads
 from megads.cli.composition_errors import explain, explain_added_key
+from megads.cli.text_override import as_text
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
 
@@ -49,11 +50,13 @@ class Verb:
         name: the verb.
         schema: dataclass of its config.
         run: does the work and returns the exit code; gets an instance of `schema`.
+        text_keys: keys whose values are taken as they stand, commas and brackets included.
     """
 
     name: str
     schema: type
     run: Callable[[Any, Invocation], int]
+    text_keys: tuple[str, ...] = ()
 
 
 @dataclass
@@ -123,7 +126,7 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     show_full_hydra_errors()
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=verb.schema)
     session = _Session(verb)
-    sys.argv = [f"megads {verb.name}", *arguments]
+    sys.argv = [f"megads {verb.name}", *(as_text(argument, verb.text_keys) for argument in arguments)]
 
     # Hydra names the application after this function's module.
     def task(config: DictConfig) -> None:

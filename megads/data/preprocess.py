@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from megads.data.carried_tokenizer import carried_path, write_carried
 from megads.data.config import PreprocessConfig
 from megads.data.indexed import IndexedDatasetWriter, bin_path, idx_path, token_dtype
 from megads.data.progress import ByteProgress
@@ -53,6 +54,8 @@ class PreprocessReport:
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`; prints a report.
 
+    A copy of the tokenizer goes with them, as `<output>.tokenizer.json`: who has the dataset can read it.
+
     Text that spells the end-of-document token is encoded as ordinary text, so that only real ends are marked.
 
     Args:
@@ -69,6 +72,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     reader = DocumentReader(config.input, config.text_field)
     _refuse_to_overwrite(config, reader.files)
     tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer_file = Path(config.tokenizer).read_bytes()
     end_id = _end_of_document_id(tokenizer, config)
     tokenizer.encode_special_tokens = True
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -87,8 +91,11 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
             progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
         # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
         sidecar_path(config.output).unlink(missing_ok=True)
+        if carried_path(config.output).resolve() != Path(config.tokenizer).resolve():
+            carried_path(config.output).unlink(missing_ok=True)
+    write_carried(config.output, tokenizer_file)
     sidecar = Sidecar(
-        tokenizer_sha256=hashlib.sha256(Path(config.tokenizer).read_bytes()).hexdigest(),
+        tokenizer_sha256=hashlib.sha256(tokenizer_file).hexdigest(),
         vocab_size=vocab_size,
         max_token_id=max_token_id,
         end_of_document_id=end_id,
@@ -107,7 +114,8 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 
 
 def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:
-    for path in (bin_path(config.output), idx_path(config.output), sidecar_path(config.output)):
+    written = (bin_path(config.output), idx_path(config.output), sidecar_path(config.output))
+    for path in (*written, carried_path(config.output)):
         if path.resolve() in [file.resolve() for file in files]:
             raise ConfigError(f"output = {config.output}: {path} is an input and would be lost; choose another output")
         if path.exists() and not config.overwrite:
