@@ -85,17 +85,19 @@ def run_path(given: str) -> Path:
 
 
 def stream(generator: TextGenerator, prompt: Prompt, number: int, echo: bool) -> None:
-    """Prints one completion as it comes, and then its speed on stderr."""
+    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted."""
     from megads.evaluate.completion import Speed
 
     speed = Speed()
     if echo:
         print(prompt.text, end="", flush=True)
-    for _, text, _ in generator.complete([prompt], [number], speed):
-        if text:
-            print(text, end="", flush=True)
-    print(flush=True)
-    _say(speed)
+    try:
+        for _, text, _ in generator.complete([prompt], [number], speed):
+            if text:
+                print(text, end="", flush=True)
+    finally:
+        print(flush=True)
+        _say(speed)
 
 
 def _prompt(generator: TextGenerator, number: int, task: Task) -> Prompt:

@@ -44,7 +44,7 @@ def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
         except KeyboardInterrupt:
             if not typed:
                 raise
-            print("\nstopped", file=sys.stderr, flush=True)
+            print("stopped", file=sys.stderr, flush=True)
         # Every text has draws of its own: the same prompt again is continued in another way.
         number += 1
     if not number and not typed:
