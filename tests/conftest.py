@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import StartCommand, commands_in
 from tests.corpus import write_corpus
+
+# As many as a rank has: references computed with more threads would fight the ranks for the cores, and LayerNorm's
+# gradient depends on the number bit for bit.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
