@@ -31,6 +31,7 @@ from tests.command import StartCommand, checkpoint_of, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset, write_run
 
 NOWHERE = Invocation({}, set())
+ENDLESS = ("max_new_tokens=1000000", "end_of_document=none")
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +177,7 @@ def test_a_terminal_session(small_run: Path, tmp_path: Path) -> None:
     """Catches a prompt that is echoed twice, a Ctrl-C that ends more than the text, no history, a deaf Ctrl-D."""
     terminal, process_side = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "megads.cli.main", "generate", f"run={small_run}", "device=cpu"]
-        + ["max_new_tokens=1000000", "end_of_document=none"],
+        [sys.executable, "-m", "megads.cli.main", "generate", f"run={small_run}", "device=cpu", *ENDLESS],
         stdin=process_side,
         stdout=process_side,
         stderr=process_side,
