@@ -9,22 +9,17 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import doctor, preprocess, report, tokenizer, train
+from megads.cli import doctor, generate, preprocess, report, tokenizer, train
 from megads.cli.entry import config_dir
 from megads.cli.groups import summary
 from megads.cli.main import VERBS
 from megads.config import RootConfig, check_config
+from megads.evaluate.config import GenerateConfig
 from megads.plan.parameters import parameter_count
 from megads.report.config import ReportConfig
 
 CONF = config_dir()
-VERB_OBJECTS = {
-    "train": train.VERB,
-    "preprocess": preprocess.VERB,
-    "tokenizer": tokenizer.VERB,
-    "doctor": doctor.VERB,
-    "report": report.VERB,
-}
+VERB_OBJECTS = {verb.VERB.name: verb.VERB for verb in (train, generate, preprocess, tokenizer, doctor, report)}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -84,6 +79,13 @@ def test_report_composes(given: str, runs: list[str]) -> None:
     config = compose_verb("report", given)
     assert isinstance(config, ReportConfig)
     assert config.runs == runs
+
+
+def test_generate_composes() -> None:
+    """Catches a schema that Hydra cannot nest, and defaults that its own check refuses."""
+    config = compose_verb("generate", "run=runs/x", "prompts=[a, b]")
+    assert isinstance(config, GenerateConfig) and config.prompts == ["a", "b"]
+    config.check()
 
 
 @pytest.mark.parametrize("model", MODELS)

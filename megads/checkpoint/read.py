@@ -75,18 +75,47 @@ def find_checkpoint(run_dir: Path, load: str) -> CheckpointHandle | None:
             return CheckpointHandle(folder, _verified(folder))
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint.load = {load} is not usable: {error}") from error
-    passed_by: list[str] = []
-    for folder in on_first(lambda: _newest_first(run_dir)):
-        try:
-            return CheckpointHandle(folder, _verified(folder), tuple(passed_by))
-        except CheckpointError as error:
-            passed_by.append(f"{folder.name}: {error}")
-    if passed_by:
+
+    def folders() -> list[Path]:
+        recover(run_dir)
+        return _newest_first(run_dir)
+
+    handle, passed_by = _first_usable(on_first(folders))
+    if handle is None and passed_by:
         raise CheckpointError(
             f"no checkpoint in {checkpoints_folder(run_dir)} is usable; checkpoint.load=none starts afresh: "
             + "; ".join(passed_by)
         )
-    return None
+    return handle
+
+
+def open_checkpoint(path: Path) -> CheckpointHandle:
+    """The checkpoint that a path means to a reader: itself, or the newest usable one of a run; collective.
+
+    Changes nothing in the folder, so that a run in mid-training can be read.
+
+    Args:
+        path: a checkpoint's folder, a run's folder, or the folder of a run's checkpoints.
+
+    Raises:
+        CheckpointError: there is no usable one.
+    """
+
+    def folders() -> list[Path]:
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: there is no such folder")
+        if (path / MANIFEST_FILE).is_file():
+            return [path.absolute()]
+        run_dir = path.parent if checkpoints_folder(path.parent) == path else path
+        found = _newest_first(run_dir)
+        if not found:
+            raise CheckpointError(f"{path} holds no checkpoint: neither a manifest.json nor checkpoints/step_*")
+        return found
+
+    handle, passed_by = _first_usable(on_first(folders))
+    if handle is None:
+        raise CheckpointError(f"no checkpoint in {path} is usable: " + "; ".join(passed_by))
+    return handle
 
 
 def read_into(handle: CheckpointHandle, shards: Sequence[Shard]) -> None:
@@ -164,9 +193,19 @@ def _given_folder(path: Path) -> Path:
     return path.absolute()
 
 
+def _first_usable(folders: Sequence[Path]) -> tuple[CheckpointHandle | None, list[str]]:
+    """The first checkpoint whose files are intact, and why those before it are not; collective."""
+    passed_by: list[str] = []
+    for folder in folders:
+        try:
+            return CheckpointHandle(folder, _verified(folder), tuple(passed_by)), passed_by
+        except CheckpointError as error:
+            passed_by.append(f"{folder.name}: {error}")
+    return None, passed_by
+
+
 def _newest_first(run_dir: Path) -> list[Path]:
     """This run's checkpoints by descending sequence; those without a readable manifest first, to be reported."""
-    recover(run_dir)
 
     def age(item: tuple[int, Path]) -> tuple[float, int]:
         step, folder = item

@@ -21,6 +21,7 @@ from yaml import YAMLError
 from megads.cli.composition_errors import explain, explain_added_key
 from megads.cli.groups import config_dir, describe_groups, own_config_dirs
 from megads.cli.reference import describe_keys
+from megads.cli.text_override import as_text
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
@@ -125,7 +126,8 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=verb.schema)
     _register_help(verb, arguments)
     session = _Session(verb)
-    sys.argv = [f"megads {verb.name}", *(verb.flags.get(argument, argument) for argument in arguments)]
+    texts = (as_text(argument, verb.text_keys) for argument in arguments)
+    sys.argv = [f"megads {verb.name}", *(verb.flags.get(text, text) for text in texts)]
 
     # Hydra names the application after this function's module.
     def task(config: DictConfig) -> None:

@@ -29,9 +29,11 @@ class Verb:
         schema: dataclass of its config.
         run: does the work and returns the exit code; gets an instance of `schema`.
         flags: the override that each flag of the verb's own stands for, as in --json for json=true.
+        text_keys: keys whose values are taken as they stand, commas and brackets included.
     """
 
     name: str
     schema: type
     run: Callable[[Any, Invocation], int]
     flags: Mapping[str, str] = field(default_factory=dict)
+    text_keys: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from megads.data.carried_tokenizer import carried_path, write_carried
 from megads.data.config import PreprocessConfig
 from megads.data.indexed import IndexedDatasetWriter, bin_path, idx_path, token_dtype
 from megads.data.progress import ByteProgress
@@ -52,6 +53,8 @@ class PreprocessReport:
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`.
 
+    A copy of the tokenizer goes with them, as `<output>.tokenizer.json`: who has the dataset can read it.
+
     Args:
         config: input, tokenizer and output.
 
@@ -91,6 +94,7 @@ def tokenize(
         DataError: no documents, a damaged input or tokenizer file, or a full disk. Nothing is left behind then.
     """
     tokenizer = load_tokenizer(tokenizer_file)
+    tokenizer_text = Path(tokenizer_file).read_bytes()
     end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
     tokenizer.encode_special_tokens = True
     vocab_size = embedding_rows(tokenizer)
@@ -111,8 +115,11 @@ def tokenize(
             progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
         # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
         sidecar_path(output).unlink(missing_ok=True)
+        if carried_path(output).resolve() != Path(tokenizer_file).resolve():
+            carried_path(output).unlink(missing_ok=True)
+    write_carried(output, tokenizer_text)
     sidecar = Sidecar(
-        tokenizer_sha256=hashlib.sha256(Path(tokenizer_file).read_bytes()).hexdigest(),
+        tokenizer_sha256=hashlib.sha256(tokenizer_text).hexdigest(),
         vocab_size=vocab_size,
         max_token_id=max_token_id,
         end_of_document_id=end_id,
@@ -129,7 +136,8 @@ def tokenize(
 
 
 def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:
-    for path in (bin_path(config.output), idx_path(config.output), sidecar_path(config.output)):
+    written = (bin_path(config.output), idx_path(config.output), sidecar_path(config.output))
+    for path in (*written, carried_path(config.output)):
         if path.resolve() in [file.resolve() for file in files]:
             raise ConfigError(f"output = {config.output}: {path} is an input and would be lost; choose another output")
         if path.exists() and not config.overwrite:

@@ -1,8 +1,12 @@
-"""When a run validates."""
+"""When a run validates, and how text is generated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from omegaconf import MISSING
 
 from megads.errors import ConfigError
 
@@ -20,3 +24,71 @@ class EvaluationConfig:
         """Raises ConfigError on a negative interval."""
         if self.every_steps < 0:
             raise ConfigError(f"evaluation.every_steps = {self.every_steps}: must not be negative")
+
+
+class WeightPrecision(StrEnum):
+    """Dtype of weights and activations in generation."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass
+class GenerateConfig:
+    """`megads generate`: continues prompts with a trained model, in one process."""
+
+    run: str = MISSING
+    """A run's folder (its newest usable checkpoint is taken) or a checkpoint's folder."""
+    prompt: str | None = None
+    """Text to continue, taken literally; without any prompt they are read from stdin, line by line."""
+    prompts: list[str] = field(default_factory=list)
+    """Several texts to continue."""
+    input: str | None = None
+    """File of prompts: JSONL with a prompt field, or any other file with one a line."""
+    prompt_field: str = "prompt"
+    """JSON field that holds the prompt."""
+    output: str | None = None
+    """JSONL file to write the completions to; null prints them."""
+    overwrite: bool = False
+    """Replace an existing output."""
+    tokenizer: str | None = None
+    """Tokenizer file; null takes the one that the run's dataset carries."""
+    max_new_tokens: int = 128
+    """Longest completion."""
+    temperature: float = 0.8
+    """Divides the logits; below 1 prefers likely tokens, 0 always takes the likeliest."""
+    top_p: float = 0.95
+    """Draw among the likeliest tokens whose probabilities reach this sum; 1 draws among all."""
+    top_k: int = 0
+    """Draw among this many of the likeliest tokens; 0 draws among all."""
+    seed: int = 1234
+    """Of the draws; the same seed gives the same text, whatever else is in the batch."""
+    end_of_document: str = "auto"
+    """Token that ends a completion: auto (the dataset's), none, or a token of the tokenizer."""
+    batch_size: int = 8
+    """Prompts that are continued together."""
+    echo: bool = True
+    """Print the prompt in front of its completion."""
+    precision: WeightPrecision = WeightPrecision.auto
+    """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
+    device: str = "auto"
+    """auto (a GPU where there is one), cpu, cuda or cuda:<number>."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a value out of range and on prompts from several places."""
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not math.isfinite(self.temperature):
+            raise ConfigError(f"temperature = {self.temperature}: must be a finite number")
+        for name in ("temperature", "top_k", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p = {self.top_p}: must be above 0 and at most 1")
+        given = [name for name in ("prompt", "prompts", "input") if getattr(self, name) not in (None, [])]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} are both given: say in one way what to continue")
+        if self.output is not None and not given:
+            raise ConfigError(f"output = {self.output}: give prompt, prompts or input to write completions of")

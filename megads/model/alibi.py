@@ -30,11 +30,35 @@ def causal_bias(
     Holds slope * (key - query) up to the diagonal and -inf above it. The relative form is used, not slope * key,
     because its values near the diagonal, where most of the probability lies, stay exact in low precision.
     """
-    position = torch.arange(seq_len, device=device, dtype=torch.float32)
-    distance = position[None, :] - position[:, None]
-    future = distance > 0
+    positions = torch.arange(seq_len, device=device)[None]
+    return causal_bias_at(num_heads, first_head, last_head, positions, seq_len, alibi, dtype)
+
+
+def causal_bias_at(
+    num_heads: int,
+    first_head: int,
+    last_head: int,
+    positions_bs: Tensor,
+    num_keys: int,
+    alibi: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same for queries anywhere in their sequences and keys at 0..num_keys-1, [b, heads or 1, s, num_keys].
+
+    Args:
+        num_heads: heads of the whole model.
+        first_head: first head of the range.
+        last_head: the one after the last.
+        positions_bs: integer position of every query.
+        num_keys: keys of every sequence; those beyond a query's position are masked.
+        alibi: False leaves the causal mask alone.
+        dtype: of the result.
+    """
+    keys = torch.arange(num_keys, device=positions_bs.device, dtype=torch.float32)
+    distance_bst = keys - positions_bs[:, :, None]
+    future_bst = distance_bst > 0
     if not alibi:
-        return torch.zeros_like(distance).masked_fill_(future, -math.inf)[None, None].to(dtype)
-    slopes = alibi_slopes(num_heads)[first_head:last_head].to(device)
-    bias = slopes[:, None, None] * distance
-    return bias.masked_fill_(future, -math.inf)[None].to(dtype)
+        return torch.zeros_like(distance_bst).masked_fill_(future_bst, -math.inf)[:, None].to(dtype)
+    slopes = alibi_slopes(num_heads)[first_head:last_head].to(positions_bs.device)
+    bias_bnst = slopes[:, None, None] * distance_bst[:, None]
+    return bias_bnst.masked_fill_(future_bst[:, None], -math.inf).to(dtype)

@@ -15,6 +15,16 @@ from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
 
 
+def bias_dtype(queries: Tensor) -> torch.dtype:
+    """Dtype of the additive mask that the fused kernels want beside these queries.
+
+    The CPU kernel takes an fp32 mask beside bf16 queries, but computes garbage with one beside fp64 queries; CUDA
+    kernels want the queries' dtype.
+    """
+    low = queries.device.type == "cpu" and queries.dtype.itemsize < 4
+    return torch.float32 if low else queries.dtype
+
+
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d) + bias) v over a contiguous range of the model's heads.
 
@@ -46,11 +56,8 @@ class AttentionCore(nn.Module):
             probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bnsd.dtype)
             dropped_bnst: Tensor = self.dropout(probabilities_bnst, info)
             return dropped_bnst @ v_bnsd
-        # The CPU kernel takes an fp32 mask beside bf16 queries, but computes garbage with one beside fp64 queries; CUDA
-        # kernels want the queries' dtype.
-        low = device.type == "cpu" and q_bnsd.dtype.itemsize < 4
-        dtype = torch.float32 if low else q_bnsd.dtype
-        return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=self.bias(seq_len, device, dtype))
+        bias = self.bias(seq_len, device, bias_dtype(q_bnsd))
+        return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=bias)
 
 
 class Attention(nn.Module):
@@ -64,7 +71,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.core = AttentionCore(config, seed, f"{site}.core")
+        self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:

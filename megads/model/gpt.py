@@ -23,29 +23,57 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, seed: int, value: InitialValue | None = None) -> None:
         super().__init__()
         config.check()
+        self.config = config
         value = value or initial_value(config, seed)
-        self.names: dict[nn.Parameter, str] = {}
+        self.stage_names: list[str] = []
         self.stages = nn.ModuleList()
         for spec in stage_specs(config, seed):
             stage = spec.build()
+            self.stage_names.append(spec.name)
             self.stages.append(stage)
             for name, parameter in stage.named_parameters():
-                self.names[parameter] = f"{spec.name}.{name}"
                 with torch.no_grad():
-                    parameter.copy_(value(self._canonical(config, self.names[parameter]), tuple(parameter.shape)))
+                    parameter.copy_(value(self._canonical(f"{spec.name}.{name}"), tuple(parameter.shape)))
+        if config.tie_embeddings:
+            self._tie()
+
+    @classmethod
+    def empty(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> GPT:
+        """The model with uninitialised weights for a checkpoint to fill; allocates each of them once.
+
+        Args:
+            config: the model's shape.
+            device: where the weights are.
+            dtype: of the weights.
+        """
+
+        def nothing(_name: str, shape: tuple[int, ...]) -> Tensor:
+            return torch.empty(shape, device="meta")
+
+        with torch.device("meta"):
+            model = cls(config, seed=0, value=nothing).to(dtype)
+        for stage in model.stages:
+            if not (config.tie_embeddings and isinstance(stage, Head)):
+                stage.to_empty(device=device)
+        if config.tie_embeddings:
+            model._tie()
+        return model
+
+    def _tie(self) -> None:
         embedding, head = self.stages[0], self.stages[-1]
         assert isinstance(embedding, Embedding) and isinstance(head, Head)
-        if config.tie_embeddings:
-            del self.names[head.weight]
-            head.tie(embedding)
+        head.tie(embedding)
 
-    @staticmethod
-    def _canonical(config: ModelConfig, name: str) -> str:
-        return TIED_PARAMETER if config.tie_embeddings and name == TIED_COPY else name
+    def _canonical(self, name: str) -> str:
+        return TIED_PARAMETER if self.config.tie_embeddings and name == TIED_COPY else name
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its name in the whole model."""
-        return {name: parameter for parameter, name in self.names.items()}
+        return {
+            self._canonical(f"{stage_name}.{name}"): parameter
+            for stage_name, stage in zip(self.stage_names, self.stages, strict=True)
+            for name, parameter in stage.named_parameters()
+        }
 
     def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
         """Returns logits [b, s, v]."""

@@ -93,6 +93,16 @@ def rank_variables(threads: int, cuda: bool) -> dict[str, str]:
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
+def wait_passively() -> None:
+    """Makes CPU threads sleep while they wait for each other; to be called before torch is imported.
+
+    A generated token is many short parallel loops. Threads that spin at the end of each cost little on an idle machine,
+    but where a training shares the cores, spinning waits for a thread that cannot run: measured, 110 ms a token
+    instead of 17.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables for the children started inside the block, then restores what was there."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megads.checkpoint.agreement import rank
-from megads.checkpoint.read import check_model, find_checkpoint, read_into
+from megads.checkpoint.read import check_model, find_checkpoint, open_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
@@ -122,6 +122,35 @@ def test_given_path(tmp_path: Path) -> None:
         assert handle is not None and handle.state["step"] == step
     with pytest.raises(CheckpointError, match="typo: there is no such folder"):
         find_checkpoint(tmp_path / "run", str(tmp_path / "typo"))
+
+
+def test_opened_by_a_reader(tmp_path: Path) -> None:
+    """Catches a path that means nothing, a damaged checkpoint that is read, and errors that say what to train with."""
+    first, second = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", second):
+        assert open_checkpoint(path).state["step"] == 2
+    assert open_checkpoint(first).state["step"] == 1
+    damage(second, "flipped byte in a tensor")
+    handle = open_checkpoint(tmp_path / "run")
+    assert handle.state["step"] == 1 and "fails its checksum" in handle.passed_by[0]
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*step_00000002 is usable: .* fails its checksum"):
+        open_checkpoint(second)
+    with pytest.raises(CheckpointError, match="typo: there is no such folder"):
+        open_checkpoint(tmp_path / "typo")
+    for name in ("empty", "run/logs"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(CheckpointError, match=f"{name} holds no checkpoint"):
+            open_checkpoint(tmp_path / name)
+
+
+def test_a_reader_changes_nothing(tmp_path: Path) -> None:
+    """Catches a reader that puts back the checkpoint which a training run is replacing at this moment."""
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+    folder.rename(folder.with_name(f".{folder.name}.replaced"))
+    before = sorted(path.name for path in folder.parent.iterdir())
+    assert open_checkpoint(tmp_path).state["step"] == 1
+    assert sorted(path.name for path in folder.parent.iterdir()) == before
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -48,7 +48,7 @@ def test_end_to_end(config: PreprocessConfig) -> None:
     assert made.rejected_lines == 1 and "text.jsonl:3: not JSON" in made.rejected_examples[0]
     assert "5 documents" in str(report) and "1 lines rejected" in str(report)
     assert sorted(path.name for path in Path(config.output).parent.iterdir()) == [
-        "corpus.bin", "corpus.idx", "corpus.json",
+        "corpus.bin", "corpus.idx", "corpus.json", "corpus.tokenizer.json",
     ]  # fmt: skip
 
 
@@ -70,6 +70,17 @@ def test_overwriting_must_be_asked_for(config: PreprocessConfig) -> None:
     config.overwrite = True
     preprocess(config)
     assert IndexedDataset(config.output).fingerprint() != before
+
+
+def test_the_dataset_carries_its_tokenizer(config: PreprocessConfig) -> None:
+    """Catches a dataset whose text nobody can read back, and a rebuild with the carried tokenizer that deletes it."""
+    preprocess(config)
+    carried = f"{config.output}.tokenizer.json"
+    content = Path(config.tokenizer).read_bytes()
+    assert Path(carried).read_bytes() == content
+    config.tokenizer, config.overwrite = carried, True
+    preprocess(config)
+    assert Path(carried).read_bytes() == content
 
 
 def test_an_input_is_never_overwritten(config: PreprocessConfig, tmp_path: Path) -> None:

@@ -84,3 +84,18 @@ def test_a_model_that_cannot_be_built_is_refused() -> None:
     """Catches heads that do not divide the width being found by a reshape deep inside."""
     with pytest.raises(ConfigError, match="num_heads"):
         GPT(ModelConfig(hidden_size=10, num_heads=3), 0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_empty_model_has_every_weight_once(tied: bool) -> None:
+    """Catches a tie that is lost, a weight left on the meta device, and a dtype that is not the one asked for."""
+    config = model_config(tie_embeddings=tied, position=Position.learned)
+    model = GPT.empty(config, torch.device("cpu"), torch.bfloat16)
+    named = model.parameters_by_name()
+    assert {name: tuple(p.shape) for name, p in named.items()} == parameter_shapes(config)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("cpu", torch.bfloat16)}
+    reference = GPT(config, 0, hot_value).bfloat16()
+    with torch.no_grad():
+        for name, parameter in reference.parameters_by_name().items():
+            named[name].copy_(parameter)
+    assert torch.equal(model(*batch()), reference(*batch()))

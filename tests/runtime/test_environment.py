@@ -6,7 +6,14 @@ import os
 
 import pytest
 
-from megads.runtime.environment import RankEnvironment, exported, rank_environment, rank_variables, share_of_cores
+from megads.runtime.environment import (
+    RankEnvironment,
+    exported,
+    rank_environment,
+    rank_variables,
+    share_of_cores,
+    wait_passively,
+)
 
 
 def test_a_process_started_by_hand_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +49,13 @@ def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_cores_are_shared_evenly_and_never_zero() -> None:
     """Catches zero threads when ranks outnumber cores."""
     assert share_of_cores(10_000) == 1
+
+
+def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a user's own setting that is overwritten."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"

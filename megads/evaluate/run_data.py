@@ -1,0 +1,28 @@
+"""Which data a run was trained on, for those who come later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megads.runtime.run_dir import CONFIG_FILE
+
+
+def dataset_prefixes(run_dir: Path) -> list[Path]:
+    """Places where the training data of a run may be, from its frozen config; none where that is not there.
+
+    Paths there are relative to where the run was started: that is here, or the folder that holds runs/.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE))
+    except (OSError, YAMLError, OmegaConfBaseException):
+        return []
+    # Not load_frozen: a run of an earlier version, whose config lacks today's keys, can still be read.
+    data = content.get("data") if isinstance(content, dict) else None
+    datasets: Any = data.get("train") if isinstance(data, dict) else None
+    paths = [Path(str(item["path"])) for item in datasets or [] if isinstance(item, dict) and "path" in item]
+    return [base / path for path in paths for base in (Path(), run_dir.parent.parent)]

@@ -1,0 +1,186 @@
+"""The model one piece of a sequence at a time: keys and values of what it has read are kept.
+
+Shape suffixes: b = batch, s = position in the new piece, t = key position, n = heads, d = head dim, h = hidden size,
+v = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo
+from megads.model.alibi import causal_bias_at
+from megads.model.attention import Attention, AttentionCore, bias_dtype
+from megads.model.config import Position
+from megads.model.gpt import GPT
+
+PIECE = 512
+"""Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""
+
+
+class Pass:
+    """What all layers share in one forward pass.
+
+    Args:
+        positions_bs: position of every new token in its sequence.
+        num_keys: keys that any query of the pass may see.
+    """
+
+    def __init__(self, positions_bs: Tensor, num_keys: int) -> None:
+        self.positions_bs = positions_bs
+        self.num_keys = num_keys
+        self._bias: Tensor | None = None
+
+    def bias(self, core: AttentionCore, dtype: torch.dtype) -> Tensor:
+        """Additive mask [b, n or 1, s, num_keys], made once for all layers: they hold the same heads."""
+        if self._bias is None:
+            self._bias = causal_bias_at(
+                core.num_heads,
+                core.heads.start,
+                core.heads.stop,
+                self.positions_bs,
+                self.num_keys,
+                core.alibi,
+                dtype,
+            )
+        return self._bias
+
+
+class CachingCore(nn.Module):
+    """The same attention over all tokens of the sequences so far; takes the place of an AttentionCore.
+
+    Slot t of a row holds the key and value at position t. A row that is shorter than its neighbours has padding in the
+    slots beyond its length; causality hides them, because no query of the row is that far, until real tokens take
+    their place. So rows of different lengths need no mask of their own and compute what each would compute alone.
+    """
+
+    def __init__(self, core: AttentionCore) -> None:
+        super().__init__()
+        self.core = core
+        self.current: Pass | None = None
+        self.keys_btnd: Tensor | None = None
+        self.values_btnd: Tensor | None = None
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.keys_btnd = self.values_btnd = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but these."""
+        if self.keys_btnd is not None and self.values_btnd is not None:
+            self.keys_btnd, self.values_btnd = self.keys_btnd[rows], self.values_btnd[rows]
+
+    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, n, s, d]."""
+        assert self.current is not None
+        self.keys_btnd = self._stored(self.keys_btnd, k_bnsd)
+        self.values_btnd = self._stored(self.values_btnd, v_bnsd)
+        seen = slice(self.current.num_keys)
+        return F.scaled_dot_product_attention(
+            q_bnsd,
+            self.keys_btnd[:, seen].transpose(1, 2),
+            self.values_btnd[:, seen].transpose(1, 2),
+            attn_mask=self.current.bias(self.core, bias_dtype(q_bnsd)),
+        )
+
+    def _stored(self, cache_btnd: Tensor | None, new_bnsd: Tensor) -> Tensor:
+        """The cache with the new keys or values in their slots; its room doubles when it is full."""
+        assert self.current is not None
+        batch, heads, _, dim = new_bnsd.shape
+        capacity = 0 if cache_btnd is None else cache_btnd.shape[1]
+        if capacity < self.current.num_keys:
+            # Zeros: a masked slot has probability zero, and zero times an uninitialised NaN would be NaN.
+            larger = new_bnsd.new_zeros(batch, max(self.current.num_keys, 2 * capacity), heads, dim)
+            if cache_btnd is not None:
+                larger[:, :capacity] = cache_btnd
+            cache_btnd = larger
+        assert cache_btnd is not None
+        rows = torch.arange(batch, device=new_bnsd.device)[:, None]
+        cache_btnd[rows, self.current.positions_bs] = new_bnsd.transpose(1, 2)
+        return cache_btnd
+
+
+class IncrementalGPT:
+    """Reads sequences piece by piece and gives the logits of what comes next.
+
+    Logits are those of the whole model on the whole sequence, up to rounding. With ALiBi there is no longest sequence;
+    learned positions end at model.max_seq_len, which the caller must respect.
+
+    Args:
+        model: taken over: it is put in evaluation mode and its attention cores are replaced.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model.eval()
+        learned = model.config.position is Position.learned
+        self.max_length = model.config.max_seq_len if learned else None
+        self.device = next(model.parameters()).device
+        self.lengths: list[int] = []
+        self._cores: list[CachingCore] = []
+        for attention in [module for module in model.modules() if isinstance(module, Attention)]:
+            assert isinstance(attention.core, AttentionCore)
+            caching = CachingCore(attention.core)
+            attention.core = caching
+            self._cores.append(caching)
+
+    def start(self, num_rows: int) -> None:
+        """Forgets everything and begins `num_rows` empty sequences."""
+        self.lengths = [0] * num_rows
+        for core in self._cores:
+            core.clear()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(rows, device=self.device)
+        for core in self._cores:
+            core.keep(index)
+
+    @torch.inference_mode()
+    def append(self, pieces: Sequence[Sequence[int]]) -> Tensor:
+        """Reads the next tokens of every row.
+
+        Args:
+            pieces: for every row at least one token; their numbers may differ.
+
+        Returns:
+            Logits [b, v] of the token after each row's last one.
+        """
+        assert len(pieces) == len(self.lengths) and all(pieces)
+        lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces, strict=True)]
+        assert self.max_length is None or max(lengths) <= self.max_length
+        counts_b = torch.tensor([len(piece) for piece in pieces], device=self.device)
+        longest = max(len(piece) for piece in pieces)
+        tokens_bs = torch.tensor([[*piece, *[0] * (longest - len(piece))] for piece in pieces], device=self.device)
+        rows = torch.arange(len(pieces), device=self.device)
+        last_bh: Tensor | None = None
+        for start in range(0, longest, PIECE):
+            hidden_bsh, info = self._hidden(tokens_bs[:, start : start + PIECE], start)
+            # Of a row that ended before this piece the last hidden state is already known.
+            index_b = counts_b - 1 - start
+            here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
+            last_bh = here_bh if last_bh is None else torch.where(index_b[:, None] >= 0, here_bh, last_bh)
+        assert last_bh is not None
+        logits_bv: Tensor = self.model.stages[-1](last_bh, info)
+        self.lengths = lengths
+        return logits_bv
+
+    def _hidden(self, tokens_bs: Tensor, offset: int) -> tuple[Tensor, BatchInfo]:
+        """Hidden states [b, s, h] before the head of tokens that follow each row's length + offset."""
+        batch, count = tokens_bs.shape
+        starts_b = torch.tensor(self.lengths, device=self.device) + offset
+        positions_bs = starts_b[:, None] + torch.arange(count, device=self.device)
+        current = Pass(positions_bs, max(self.lengths) + offset + count)
+        for core in self._cores:
+            core.current = current
+        # Padding beyond a row's end may lie beyond the table of learned positions.
+        known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
+        info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)
+        hidden = tokens_bs
+        for stage in list(self.model.stages)[:-1]:
+            hidden = stage(hidden, info)
+        return hidden, info
