@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.data.atomic_file import atomic_writer, sync_directory
+from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig, TextTokenizerConfig
 from megads.data.content_digest import ContentDigests, FileState, require_unchanged
 from megads.data.few_documents import cut_few_documents
@@ -26,8 +27,9 @@ from megads.errors import ConfigError, DataError
 
 # Part of the key: a change of what is made must not find what was made before.
 FORMAT_VERSION = 1
-TOKENIZER_FILE = "tokenizer.json"
 TOKENS = "tokens"
+# Where the dataset carries its tokenizer, whichever way it was made.
+TOKENIZER_FILE = carried_path(TOKENS).name
 SMALLEST_DEFAULT_VOCABULARY, LARGEST_DEFAULT_VOCABULARY = 512, 32_768
 # More text than this teaches a tokenizer nothing and takes memory: of a larger corpus, every n-th document is learnt.
 TOKENIZER_TEXT_BYTES = 1 << 29

@@ -98,21 +98,8 @@ def tokenize(
     end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
     tokenizer.encode_special_tokens = True
     vocab_size = embedding_rows(tokenizer)
-    text_bytes, max_token_id = 0, 0
-    with (
-        IndexedDatasetWriter(output, token_dtype(vocab_size)) as writer,
-        ByteProgress("tokenizing", reader.total_bytes) as progress,
-    ):
-        for batch in _batches(reader):
-            texts = [document.text for document in batch]
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for document, encoding in zip(batch, encodings, strict=True):
-                end = [] if end_id is None or document.continues else [end_id]
-                ids = np.asarray([*encoding.ids, *end], dtype=np.int64)
-                writer.append(ids, continues=document.continues)
-                max_token_id = max(max_token_id, int(ids.max(initial=0)))
-            text_bytes += sum(len(text.encode()) for text in texts)
-            progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
+    with IndexedDatasetWriter(output, token_dtype(vocab_size)) as writer:
+        text_bytes, max_token_id = _append_documents(reader, tokenizer, end_id, writer)
         # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
         sidecar_path(output).unlink(missing_ok=True)
         if carried_path(output).resolve() != Path(tokenizer_file).resolve():
@@ -133,6 +120,25 @@ def tokenize(
     )
     write_sidecar(output, sidecar)
     return sidecar
+
+
+def _append_documents(
+    reader: DocumentReader, tokenizer: Tokenizer, end_id: int | None, writer: IndexedDatasetWriter
+) -> tuple[int, int]:
+    """Tokenizes all documents into the writer, showing progress; returns bytes of text and the largest token."""
+    text_bytes, max_token_id = 0, 0
+    with ByteProgress("tokenizing", reader.total_bytes) as progress:
+        for batch in _batches(reader):
+            texts = [document.text for document in batch]
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for document, encoding in zip(batch, encodings, strict=True):
+                end = [] if end_id is None or document.continues else [end_id]
+                ids = np.asarray([*encoding.ids, *end], dtype=np.int64)
+                writer.append(ids, continues=document.continues)
+                max_token_id = max(max_token_id, int(ids.max(initial=0)))
+            text_bytes += sum(len(text.encode()) for text in texts)
+            progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
+    return text_bytes, max_token_id
 
 
 def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:

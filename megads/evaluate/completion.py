@@ -129,9 +129,9 @@ class TextGenerator:
     def __init__(
         self, model: GPT, found: FoundTokenizer, sampling: Sampling, max_new_tokens: int, end_of_document: str = "auto"
     ) -> None:
-        if found.vocabulary > model.config.vocab_size:
+        if found.vocab_size > model.config.vocabulary:
             raise DataError(
-                f"{found.path} has {found.vocab_size} tokens and the model {model.config.vocab_size}: it is the "
+                f"{found.path} has {found.vocab_size} tokens and the model {model.config.vocabulary}: it is the "
                 "tokenizer of another model; give tokenizer=<file> with the right one"
             )
         self._config = model.config

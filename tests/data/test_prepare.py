@@ -78,7 +78,7 @@ def test_what_is_made_holds_the_text(folder: Path) -> None:
     assert tokenizer.decode(tokens, skip_special_tokens=False) == "".join(text + "<|endoftext|>" for text in texts)
     assert prepared.sidecar.vocab_size == tokenizer.get_vocab_size() <= 512
     assert sorted(path.name for path in prepared.prefix.parent.iterdir()) == [
-        "tokenizer.json", "tokens.bin", "tokens.idx", "tokens.json",
+        "tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json",
     ]  # fmt: skip
     assert [path.name for path in Path("cache").glob(".*")] == []
 
