@@ -129,7 +129,7 @@ def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
     assert sizes == [512, 512, 2048, 8192, 16384, 32768]
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "other"])
 def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> None:
     """Catches a run on half a dataset, or one that fails for what it can make again."""
