@@ -12,6 +12,7 @@ from megads.errors import EXIT_OK, ConfigError
 # Each verb is a module of this package with a VERB; it is imported only when called.
 VERBS = {
     "train": "pretrain a model, or continue a run",
+    "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
     "preprocess": "turn raw text into an indexed dataset",
     "tokenizer": "train a BPE tokenizer on raw text",
 }

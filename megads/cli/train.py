@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.cli.entry import Invocation, Verb
+from megads.cli.memory_check import memory_line, refuse_unfit
 from megads.config import (
     RootConfig,
     batch_size_schedule,
@@ -36,6 +37,7 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     if config.run.dry_run:
         print(describe(config))
         return EXIT_OK
+    refuse_unfit(config)
     run_dir = Path(str(config.run.dir))
     with claimed(run_dir):
         console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))
@@ -88,6 +90,7 @@ def describe(config: RootConfig) -> str:
         f"vocabulary {model.vocab_size:,}, {model.position}; {parameter_count(model):,} parameters",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
+        "memory": memory_line(config),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "data": ", ".join(dataset.path for dataset in config.data.train),
