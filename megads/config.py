@@ -80,11 +80,15 @@ class TrainConfig:
                 f"train needs exactly one of steps, samples and tokens, but {found}: "
                 "set one (for example train.steps=100) and the others to null"
             )
-        for name in ("global_batch_size", "micro_batch_size", "seq_len", "max_nonfinite_steps", *given):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")
+        self.check_sizes("max_nonfinite_steps", *given)
         if self.seed < 0:
             raise ConfigError(f"train.seed = {self.seed}: must not be negative")
+
+    def check_sizes(self, *others: str) -> None:
+        """Raises ConfigError on batch and sequence sizes, and other fields, below one."""
+        for name in ("global_batch_size", "micro_batch_size", "seq_len", *others):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")
 
 
 @dataclass
@@ -140,8 +144,23 @@ def check_config(config: RootConfig) -> None:
         part.check()
     _check_layout(config)
     _check_batches(config)
+    _check_positions(config)
     _check_lengths(config)
     _check_vocabulary(config)
+
+
+def check_shape(config: RootConfig) -> None:
+    """Checks what a plan needs: model, layout and batches; neither data nor a length.
+
+    Raises:
+        ConfigError: the shape cannot be built.
+    """
+    config.model.check()
+    config.parallel.check()
+    config.train.check_sizes()
+    _check_layout(config)
+    _check_batches(config)
+    _check_positions(config)
 
 
 def _check_layout(config: RootConfig) -> None:
@@ -166,14 +185,18 @@ def _check_batches(config: RootConfig) -> None:
     batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
 
 
-def _check_lengths(config: RootConfig) -> None:
-    """Sequences must fit the positions, and the warmup the training."""
+def _check_positions(config: RootConfig) -> None:
+    """Sequences must fit the positions."""
     train, model = config.train, config.model
     if model.position == Position.learned and train.seq_len > model.max_seq_len:
         raise ConfigError(
             f"train.seq_len = {train.seq_len} exceeds model.max_seq_len = {model.max_seq_len}, the number of learned "
             "positions: lower train.seq_len, raise model.max_seq_len, or use model.position=alibi"
         )
+
+
+def _check_lengths(config: RootConfig) -> None:
+    """The warmup must fit the training."""
     planned = batch_size_schedule(config).samples_after(planned_steps(config))
     warmup = config.schedule.warmup_samples
     if warmup and warmup >= planned:

@@ -13,6 +13,7 @@ from megads.errors import EXIT_OK, ConfigError
 VERBS = {
     "train": "pretrain a model, or continue a run",
     "generate": "continue a text with a trained model",
+    "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
     "preprocess": "turn raw text into an indexed dataset",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",

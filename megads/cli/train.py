@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megads.cli.memory_check import memory_line, refuse_unfit
 from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
@@ -40,6 +41,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         return EXIT_OK
     if preparation is None:
         require_data(config)
+    # The vocabulary counts, and is known before the text is prepared.
+    refuse_unfit(describe_data(config, preparation)[0])
     run_dir = Path(str(config.run.dir))
     with claimed(run_dir):
         console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))
@@ -103,6 +106,7 @@ def describe(config: RootConfig, data: str) -> str:
         f"{model.position}; {vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
+        "memory": memory_line(config),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "data": data,

@@ -78,6 +78,19 @@ def _lookup(patterns: Mapping[str, T], path: str) -> T | None:
     return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
 
 
+def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: int) -> tuple[int, ...]:
+    """Shape of one rank's tensor of a parameter, vocabulary padding included; nothing is built.
+
+    Args:
+        key: the parameter's name in the whole model.
+        shape: its unsharded shape.
+        table: how it may be cut.
+        size: tensor-parallel ranks.
+    """
+    place = _placement(key, shape, _lookup(table.parameters, key.rpartition(".")[0]), Axis(0, tuple(range(size)), None))
+    return tuple(padded_rows(rows, size) if dim == place.dim else rows for dim, rows in enumerate(shape))
+
+
 def shard_stage(
     stage: nn.Module, name: str, table: ShardingTable, axis: Axis
 ) -> tuple[nn.Module, dict[str, Placement]]:

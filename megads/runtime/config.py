@@ -27,6 +27,8 @@ class RunConfig:
     """First part of a derived run.id; null is the experiment's name, else the model's."""
     dry_run: bool = False
     """Check the config and print what would run and where it would write; start nothing."""
+    check_memory: bool = True
+    """Refuse a run whose planned memory this machine does not have; false tries all the same."""
 
     def check(self) -> None:
         """Raises ConfigError on an id that is no plain folder name."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus import write_corpus
-
 REPOSITORY = Path(__file__).parents[2]
 DATA = "data.train=[{path: x}]"
 

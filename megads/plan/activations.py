@@ -1,0 +1,239 @@
+"""What the model's operations hold in memory, one micro-batch on one rank.
+
+Derived from the code of `megads.model`, `megads.parallel` and of torch's kernels, not from a paper's table: `kept` is
+what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and `backward` are the temporaries that
+are alive together (tests compare the whole with the allocator's peak).
+
+Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
+rank's share of the attention width and the MLP width; n = this rank's heads, s = sequence length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from megads.model.config import ModelConfig, Position
+from megads.parallel.tensor import padded_rows
+from megads.plan.tape import Op
+
+FP32, INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch on one rank.
+
+    Attributes:
+        model: the model's shape.
+        tp: tensor parallel size.
+        micro_batch_size: samples.
+        seq_len: tokens a sample.
+        weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
+        cuda: on a GPU; else on a CPU.
+    """
+
+    model: ModelConfig
+    tp: int
+    micro_batch_size: int
+    seq_len: int
+    weight_bytes: int
+    cuda: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of this rank."""
+        return self.model.num_heads // self.tp
+
+    @property
+    def hidden(self) -> int:
+        """T h w: bytes of one [b, s, h] tensor."""
+        return self.tokens * self.model.hidden_size * self.weight_bytes
+
+    @property
+    def attention(self) -> int:
+        """T h/t w: bytes of this rank's queries, keys, values or context."""
+        return self.hidden // self.tp
+
+    @property
+    def ffn(self) -> int:
+        """T f/t w: bytes of this rank's MLP activation."""
+        return self.tokens * self.model.ffn_width // self.tp * self.weight_bytes
+
+    @property
+    def scores(self) -> int:
+        """Elements of this rank's attention scores, [b, n, s, s]."""
+        return self.tokens * self.seq_len * self.heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding on this rank, padding included."""
+        return padded_rows(self.model.vocabulary, self.tp)
+
+    @property
+    def logits(self) -> int:
+        """Bytes of this rank's logits, [b, s, rows]."""
+        return self.tokens * self.vocab_rows * self.weight_bytes
+
+    @property
+    def norm_statistics(self) -> int:
+        """Mean and reciprocal deviation of a LayerNorm: in the weights' dtype on a CPU, in fp32 on a GPU."""
+        return 2 * self.tokens * (FP32 if self.cuda else self.weight_bytes)
+
+    @property
+    def bias_table(self) -> int:
+        """Elements of the cached additive mask, [1, n or 1, s, s]."""
+        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2
+
+    def matrix(self, *shape: int) -> int:
+        """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""
+        return prod(shape) * self.weight_bytes
+
+
+def _hidden_dropout(p: Pass) -> tuple[int, int]:
+    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made."""
+    if not p.model.hidden_dropout:
+        return 0, 0
+    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size
+
+
+def embedding_ops(p: Pass) -> list[Op]:
+    """Word embedding, learned positions, embedding LayerNorm, dropout."""
+    model, hidden = p.model, p.hidden
+    mask, drawing = _hidden_dropout(p)
+    positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
+    words = p.matrix(p.vocab_rows, model.hidden_size)
+    # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
+    lookup = Op("embedding", 4 * INT64 * p.tokens, forward=2 * hidden, backward=hidden, gradient=words + positions)
+    norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
+    dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
+    return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
+
+
+def _attention_core_op(p: Pass) -> Op:
+    """The kernel of scaled_dot_product_attention, or with attention dropout the explicit product.
+
+    The kernel saves views of the QKV projection, its output and an fp32 logsumexp of every row; backward makes three
+    gradients of the output's size from that of the output.
+
+    The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
+    probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
+    rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
+    kept; and so is the QKV projection, which nobody saves.
+    """
+    if not p.model.attention_dropout:
+        logsumexp = FP32 * p.tokens * p.heads
+        return Op("attention", kept=4 * p.attention + logsumexp, backward=p.hidden + 4 * p.attention)
+    return Op(
+        "attention",
+        kept=3 * p.attention + (FP32 + 2 * p.weight_bytes) * p.scores,
+        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores,
+        backward=p.hidden + 2 * p.attention + 4 * p.scores,
+    )
+
+
+def attention_ops(p: Pass) -> list[Op]:
+    """x + dropout(attention(norm(x)))."""
+    hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
+    mask, drawing = _hidden_dropout(p)
+    # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
+    copied, still_there = (attention, 4 * attention) if p.model.attention_dropout else (0, 0)
+    return [
+        Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden),
+        Op(
+            "qkv",
+            kept=hidden,
+            forward=3 * attention,
+            backward=2 * hidden + 3 * attention,
+            gradient=p.matrix(3 * width // p.tp, width),
+        ),
+        _attention_core_op(p),
+        Op(
+            "attention output",
+            kept=copied + mask,
+            forward=max(2 * hidden + still_there, hidden + drawing),
+            backward=hidden + mask + attention,
+            gradient=p.matrix(width, width // p.tp),
+        ),
+        Op("attention residual", forward=2 * hidden + mask, backward=hidden),
+    ]
+
+
+def mlp_ops(p: Pass) -> list[Op]:
+    """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
+    hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
+    attended = hidden
+    mask, drawing = _hidden_dropout(p)
+    matrix = p.matrix(p.model.ffn_width // p.tp, width)
+    return [
+        Op("post-attention norm", kept=hidden + p.norm_statistics, forward=attended + hidden, backward=3 * hidden),
+        Op("mlp up", kept=hidden, forward=attended + ffn, backward=2 * hidden + ffn, gradient=matrix),
+        Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn),
+        Op(
+            "mlp down",
+            kept=ffn + mask,
+            forward=attended + max(2 * hidden, hidden + drawing),
+            backward=hidden + mask + ffn,
+            gradient=matrix,
+        ),
+        Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
+    ]
+
+
+def block_ops(p: Pass) -> list[Op]:
+    """One transformer block."""
+    return [*attention_ops(p), *mlp_ops(p)]
+
+
+def final_norm_ops(p: Pass) -> list[Op]:
+    """The LayerNorm after the last block."""
+    return [Op("final norm", kept=p.hidden + p.norm_statistics, forward=p.hidden, backward=2 * p.hidden)]
+
+
+def head_ops(p: Pass) -> list[Op]:
+    """Output projection and vocabulary-parallel cross entropy.
+
+    The engine holds the logits themselves beyond the micro-batch (see `megads.plan.memory`). The loss saves fp32
+    probabilities; backward writes its gradient into a second such tensor and, under bf16, casts that.
+    """
+    width, tokens = p.model.hidden_size, p.tokens
+    probabilities = FP32 * tokens * p.vocab_rows
+    cast = p.logits if p.weight_bytes < FP32 else 0
+    return [
+        Op("head", p.hidden, forward=p.logits, backward=p.logits + p.hidden, gradient=p.matrix(p.vocab_rows, width)),
+        Op(
+            "loss",
+            kept=probabilities + 2 * INT64 * tokens,
+            forward=6 * FP32 * tokens,
+            backward=probabilities + cast + 6 * FP32 * tokens,
+            is_loss=True,
+        ),
+    ]
+
+
+def received_ops(p: Pass) -> list[Op]:
+    """A later stage's input: the engine keeps what it received beside the copy that the model reads.
+
+    Backward leaves the gradient of what was received there until it is sent.
+    """
+    return [Op("received", kept=p.hidden, forward=p.hidden, backward=p.hidden)]
+
+
+def sent_ops(p: Pass) -> list[Op]:
+    """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
+    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size, backward=0)]
+
+
+def tie_gradients(ops: list[Op]) -> list[Op]:
+    """The same operations where embedding and head, the first and the last but one, share a weight.
+
+    Autograd holds the head's gradient until it has the embedding's, and adds the two into a third tensor.
+    """
+    held = ops[-2].gradient
+    head = replace(ops[-2], backward=ops[-2].backward + held, gradient=0)
+    body = [replace(op, backward=op.backward + held) for op in ops[1:-2]]
+    return [replace(ops[0], backward=ops[0].backward + 2 * held), *body, head, ops[-1]]

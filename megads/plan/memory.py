@@ -1,0 +1,313 @@
+"""Memory of every rank before anything is allocated.
+
+Weights, gradients and optimizer state are exact: they follow from shapes, layout and the engine's flat buffers.
+Activations and temporaries follow from `megads.plan.activations`; tests compare the sum with what torch's allocator
+counts over real steps. docs/memory.md has the table.
+
+Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), scratch space inside
+kernels, fragmentation of the heap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megads.model.config import ModelConfig
+from megads.model.sharding import SHARDING
+from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.optim.groups import Role, parameter_role
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import global_rank
+from megads.parallel.partition import partition
+from megads.parallel.sharding import local_shape
+from megads.plan.activations import (
+    FP32,
+    INT64,
+    Pass,
+    block_ops,
+    embedding_ops,
+    final_norm_ops,
+    head_ops,
+    received_ops,
+    sent_ops,
+    tie_gradients,
+)
+from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.tape import Moment, Op, kept_bytes, moments
+
+REDUCTION_BUCKET = 500_000_000
+"""Elements after which DeepSpeed closes a bucket of gradients (MEMORY_OPT_ALLREDUCE_SIZE)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a step computes.
+
+    Attributes:
+        seq_len: tokens a sample.
+        micro_batch_size: samples in one forward pass of one data-parallel rank.
+        micro_batches: forward passes of one data-parallel rank in a step.
+        weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
+        steps_loaded: steps whose micro-batches are in memory, those read ahead included.
+        cuda: ranks compute on GPUs.
+    """
+
+    seq_len: int
+    micro_batch_size: int
+    micro_batches: int
+    weight_bytes: int
+    steps_loaded: int = 1
+    cuda: bool = False
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One rank of a pipeline stage; all ranks of a stage are alike. Sizes in bytes.
+
+    Attributes:
+        stage: number of the pipeline stage.
+        layers: names of the model's stages it holds.
+        first_rank: lowest global rank of the stage.
+        parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
+        rank_parameters: elements that one rank holds, padding of the vocabulary included.
+        weights: in the weights' dtype.
+        fp32_gradients: the accumulation buffer; ZeRO-1 does not shard it.
+        masters: this rank's share of the fp32 weights.
+        adam_moments: this rank's share of AdamW's two moments.
+        attention_bias: the cached additive mask.
+        held_logits: logits of earlier micro-batches that the engine does not let go of.
+        pipeline_buffers: the receive buffer and the micro-batches read ahead.
+        in_flight: most micro-batches between their forward and backward pass.
+        phases: the fullest moment of each phase of a step; they do not meet.
+    """
+
+    stage: int
+    layers: tuple[str, ...]
+    first_rank: int
+    parameters: int
+    rank_parameters: int
+    weights: int
+    fp32_gradients: int
+    masters: int
+    adam_moments: int
+    attention_bias: int
+    held_logits: int
+    pipeline_buffers: int
+    in_flight: int
+    phases: tuple[Moment, ...]
+
+    @property
+    def permanent(self) -> int:
+        """Alive all the time."""
+        optimizer = self.fp32_gradients + self.masters + self.adam_moments
+        return self.weights + optimizer + self.attention_bias + self.held_logits + self.pipeline_buffers
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment that decides."""
+        return max(self.phases, key=lambda moment: moment.total)
+
+    @property
+    def peak(self) -> int:
+        """Most that is alive at once."""
+        return self.permanent + self.fullest.total
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of a layout.
+
+    Attributes:
+        parameters: of the whole model, padding excluded and a tied embedding counted once.
+        stages: one rank of every pipeline stage.
+        ranks_per_stage: tensor times data parallel ranks.
+    """
+
+    parameters: int
+    stages: tuple[StageMemory, ...]
+    ranks_per_stage: int
+
+    @property
+    def largest(self) -> StageMemory:
+        """The stage whose ranks need most; the first of equals."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def all_ranks(self) -> int:
+        """Bytes of all ranks together, each at its fullest moment."""
+        return self.ranks_per_stage * sum(stage.peak for stage in self.stages)
+
+
+def bubble_share(stages: int, micro_batches: int) -> float:
+    """Share of a 1F1B step in which a stage waits: (p - 1) / (m + p - 1), Narayanan et al. 2021."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def in_flight(stage: int, stages: int, micro_batches: int) -> int:
+    """Most micro-batches between forward and backward on a stage of 1F1B: the first stage holds the most."""
+    return min(stages - stage, micro_batches)
+
+
+def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> MemoryPlan:
+    """What every rank will hold.
+
+    Raises:
+        ConfigError: more pipeline stages than layers.
+    """
+    specs = stage_specs(model, seed=0)
+    bounds = partition([spec.weight for spec in specs], parallel.pp)
+    shapes = parameter_shapes(model)
+    if model.tie_embeddings:
+        shapes[TIED_COPY] = shapes[TIED_PARAMETER]
+    stages = []
+    for stage in range(parallel.pp):
+        layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
+        stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.dp)
+
+
+def _stage_memory(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    workload: Workload,
+    shapes: dict[str, tuple[int, ...]],
+    stage: int,
+    layers: tuple[str, ...],
+) -> StageMemory:
+    one_pass = Pass(
+        model, parallel.tp, workload.micro_batch_size, workload.seq_len, workload.weight_bytes, workload.cuda
+    )
+    held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
+    if model.tie_embeddings and EMBEDDING in layers:
+        held.pop(TIED_COPY, None)
+    local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
+    groups = _group_elements(local, model.tie_embeddings, parallel.dp)
+    flat = sum(groups)
+    ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
+    low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
+    held_logits = _held_logits(one_pass, parallel, workload.micro_batches) if HEAD in layers else 0
+    bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
+    bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
+    waiting = in_flight(stage, parallel.pp, workload.micro_batches)
+    phases = [
+        _fullest(moments(ops, waiting=waiting - 1, gradients=None)),
+        Moment(
+            "gradient accumulation",
+            gradients,
+            activations=(waiting - 1) * kept_bytes(ops),
+            transient=FP32 * max(local.values()) if low < FP32 else 0,
+        ),
+        Moment("gradient reduction", gradients, transient=_flattened(groups)),
+        Moment("attention bias", transient=_bias_transient(one_pass, bias, bias_bytes)),
+    ]
+    if workload.micro_batches > 1:
+        later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
+        phases.append(_fullest(moments(ops, waiting=later - 1, gradients=gradients)))
+    if parallel.dp > 1 and not workload.cuda:
+        phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
+    return StageMemory(
+        stage=stage,
+        layers=layers,
+        first_rank=global_rank(0, stage, 0, parallel),
+        parameters=sum(prod(shape) for shape in held.values()),
+        rank_parameters=sum(local.values()),
+        weights=low * flat,
+        fp32_gradients=FP32 * flat,
+        masters=FP32 * flat // parallel.dp,
+        adam_moments=2 * FP32 * flat // parallel.dp,
+        attention_bias=bias * bias_bytes,
+        held_logits=held_logits,
+        pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
+        in_flight=waiting,
+        phases=tuple(phases),
+    )
+
+
+def _fullest(row: Iterable[Moment]) -> Moment:
+    return max(row, key=lambda moment: moment.total)
+
+
+def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool) -> list[Op]:
+    """The operations of a pipeline stage, in order.
+
+    Args:
+        one_pass: the micro-batch.
+        layers: names of the model's stages it holds.
+        first: it reads tokens instead of receiving activations.
+        last: it computes the loss instead of sending activations.
+    """
+    ops: list[Op] = [] if first else received_ops(one_pass)
+    for layer in layers:
+        if layer == EMBEDDING:
+            ops += embedding_ops(one_pass)
+        elif layer == HEAD:
+            ops += head_ops(one_pass)
+        elif layer == "final_norm":
+            ops += final_norm_ops(one_pass)
+        else:
+            ops += block_ops(one_pass)
+    if not last:
+        ops += sent_ops(one_pass)
+    return tie_gradients(ops) if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings else ops
+
+
+def _layer_of(name: str) -> str:
+    """Model stage that owns a parameter: blocks.3.mlp.up.weight is blocks.3's."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def _group_elements(local: dict[str, int], tied: bool, dp: int) -> list[int]:
+    """Elements of the flat buffer of every parameter group, padded so that dp ranks share it 4-byte aligned."""
+    sizes = dict.fromkeys(Role, 0)
+    for name, elements in local.items():
+        is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
+        sizes[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)] += elements
+    return [-(-elements // (2 * dp)) * 2 * dp for elements in sizes.values() if elements]
+
+
+def _flattened(groups: Sequence[int]) -> int:
+    """Bytes of the largest bucket of gradients that DeepSpeed copies together; one group alone is not copied."""
+    largest = bucket = members = 0
+    for elements in groups:
+        bucket, members = bucket + elements, members + 1
+        if members > 1:
+            largest = max(largest, bucket)
+        if bucket > REDUCTION_BUCKET:
+            bucket = members = 0
+    return FP32 * largest
+
+
+def _held_logits(one_pass: Pass, parallel: ParallelConfig, micro_batches: int) -> int:
+    """What the last stage never lets go of.
+
+    Each of its two pipeline buffers (one, where there is one micro-batch) holds the logits of its last forward pass,
+    and through their graph what that pass had received, and its gradient.
+    """
+    buffers = min(2, micro_batches)
+    received = 2 * one_pass.hidden if parallel.pp > 1 else 0
+    return buffers * one_pass.logits + (buffers - 1) * received
+
+
+def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stage: int) -> int:
+    """What else the engine holds between passes.
+
+    One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
+    loaded micro-batch.
+    """
+    received = one_pass.hidden if parallel.pp > 1 else 0
+    batch = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
+    return received + workload.steps_loaded * workload.micro_batches * batch
+
+
+def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
+    """Bytes beside the cached mask while it is built: distances, a boolean mask, and the fp32 original of a cast.
+
+    Args:
+        one_pass: the micro-batch.
+        elements: of the mask.
+        cached_bytes: of one element of the cached mask.
+    """
+    return (FP32 + 1) * one_pass.seq_len**2 + (FP32 * elements if cached_bytes < FP32 else 0) if elements else 0

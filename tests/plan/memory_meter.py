@@ -1,0 +1,152 @@
+"""Peak memory as torch's own CPU allocator counts it: every allocation, those inside kernels and gloo included.
+
+The profiler reports each allocation and free, but not the frees on gloo's own threads, which would let the total grow.
+So every collective waits a moment until gloo has let go of its tensors; and a later allocation at an address that
+overlaps a block proves that the block was freed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from megads.model.alibi import causal_bias
+from megads.parallel.config import ParallelConfig
+from megads.plan.memory import MemoryPlan, Workload, memory_plan
+from tests.parity import Scenario, build_engine, step_batches
+
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast", "send", "recv")
+PAUSE_S = 1e-3
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+@dataclass
+class Ledger:
+    """Blocks that are alive, by address."""
+
+    sizes: dict[int, int] = field(default_factory=dict)
+    addresses: list[int] = field(default_factory=list)
+    total: int = 0
+    peak: int = 0
+
+    def allocate(self, address: int, size: int) -> None:
+        place = bisect_left(self.addresses, address)
+        if place and self.addresses[place - 1] + self.sizes[self.addresses[place - 1]] > address:
+            self.free(self.addresses[place - 1])
+            place -= 1
+        while place < len(self.addresses) and self.addresses[place] < address + size:
+            self.free(self.addresses[place])
+        self.sizes[address] = size
+        insort(self.addresses, address)
+        self.total += size
+        self.peak = max(self.peak, self.total)
+
+    def free(self, address: int) -> None:
+        if address in self.sizes:
+            self.total -= self.sizes.pop(address)
+            self.addresses.pop(bisect_left(self.addresses, address))
+
+
+def allocator_peak(run: Callable[[], None]) -> int:
+    """Most bytes that were alive at once of those allocated inside `run`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    events = []
+    stack = list(record.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
+    ledger = Ledger()
+    for _, address, size in sorted(events):
+        if size > 0:
+            ledger.allocate(address, size)
+        else:
+            ledger.free(address)
+    return ledger.peak
+
+
+@contextmanager
+def patient_collectives() -> Iterator[None]:
+    """Lets gloo's threads drop their references while the caller still has its own."""
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def patient(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            time.sleep(PAUSE_S)
+            return result
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, patient(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) -> None:
+    """Builds the engine and trains: two steps, as the first starts without what earlier ones left in the pipeline."""
+    causal_bias.cache_clear()
+    engine = build_engine(scenario, parallel)
+    for step in range(steps):
+        engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
+    causal_bias.cache_clear()
+
+
+def measured_peaks(cases: list[tuple[Scenario, ParallelConfig]]) -> list[int]:
+    """This rank's peak in each case, one after the other."""
+    with patient_collectives():
+        return [allocator_peak(lambda s=scenario, p=parallel: train_steps(s, p)) for scenario, parallel in cases]
+
+
+def resident_growth(first: Scenario, scenario: Scenario, parallel: ParallelConfig) -> int:
+    """How far the kernel's high-water mark of this process (VmHWM) rises above what was resident before; in bytes.
+
+    Args:
+        first: trained before, so that code and libraries that load at their first use are there.
+        scenario: what is measured.
+        parallel: the layout.
+    """
+    # Every large block comes from the kernel and goes back to it: no holes in the heap that count as resident.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
+    train_steps(first, parallel)
+    gc.collect()
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    train_steps(scenario, parallel)
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
+    """The plan of what `train_steps` does."""
+    return memory_plan(
+        scenario.model,
+        parallel,
+        Workload(
+            seq_len=scenario.seq_len,
+            micro_batch_size=scenario.micro_batch_size,
+            micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
+            weight_bytes=scenario.dtype.itemsize,
+        ),
+    )

@@ -1,0 +1,103 @@
+"""The plan against the allocator, on real ranks: `python -m pytest -s tests/plan/test_memory_measured.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.model.config import ModelConfig, Position
+from megads.parallel.config import ParallelConfig
+from tests.distributed import run_ranks
+from tests.parity import Scenario
+from tests.plan.memory_meter import measured_peaks, planned, resident_growth
+
+MODEL = ModelConfig(num_layers=3, hidden_size=256, num_heads=8, vocab_size=2048, max_seq_len=256)
+DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+SCENARIO = Scenario(
+    model=MODEL, global_batch_size=8, micro_batch_size=4, seq_len=128, precision="bfloat16", hot=False, clip_grad=1.0
+)
+FP32 = replace(SCENARIO, precision="float32")
+LEARNED = replace(MODEL, position=Position.learned, embedding_norm=False, tie_embeddings=False)
+FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
+
+CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
+    "single bf16": (SCENARIO, ParallelConfig()),
+    "single fp32": (FP32, ParallelConfig()),
+    "single bf16, dropout": (replace(SCENARIO, model=DROPOUT), ParallelConfig()),
+    "single fp32, dropout": (replace(FP32, model=DROPOUT), ParallelConfig()),
+    "single, untied, learned positions": (replace(SCENARIO, model=LEARNED), ParallelConfig()),
+    "single, one micro-batch of one long sample": (
+        replace(SCENARIO, global_batch_size=1, micro_batch_size=1, seq_len=512),
+        ParallelConfig(),
+    ),
+    "single, few tokens": (FEW_TOKENS, ParallelConfig()),
+    "tp2": (SCENARIO, ParallelConfig(tp=2)),
+    "tp2 fp32, dropout": (replace(FP32, model=DROPOUT), ParallelConfig(tp=2)),
+    "pp2": (SCENARIO, ParallelConfig(pp=2)),
+    "pp2, 8 micro-batches": (replace(SCENARIO, global_batch_size=16, micro_batch_size=2), ParallelConfig(pp=2)),
+    "pp2, untied": (replace(SCENARIO, model=replace(MODEL, tie_embeddings=False)), ParallelConfig(pp=2)),
+    "dp2": (SCENARIO, ParallelConfig(dp=2)),
+    "dp2, few tokens": (FEW_TOKENS, ParallelConfig(dp=2)),
+    "tp2 pp2": (SCENARIO, ParallelConfig(tp=2, pp=2)),
+    "pp2 dp2": (replace(SCENARIO, global_batch_size=16), ParallelConfig(pp=2, dp=2)),
+    "tp2 dp2": (SCENARIO, ParallelConfig(tp=2, dp=2)),
+    "pp4, 4 micro-batches, dropout": (
+        replace(SCENARIO, model=DROPOUT, global_batch_size=8, micro_batch_size=2),
+        ParallelConfig(pp=4),
+    ),
+}
+WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
+TOLERANCE = 0.05
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[int]]:
+    """Peak of every rank in every case; one start of ranks for each world size."""
+    peaks: dict[str, list[int]] = {}
+    for world_size in WORLD_SIZES:
+        names = [name for name, (_, parallel) in CASES.items() if parallel.world_size == world_size]
+        by_rank = run_ranks(measured_peaks, world_size, [CASES[name] for name in names])
+        peaks |= {name: list(of_case) for name, of_case in zip(names, zip(*by_rank, strict=True), strict=True)}
+    rows = ["", "| layout and config | stage | predicted MiB | measured MiB | off |", "|---|---|---|---|---|"]
+    for name, ranks in peaks.items():
+        rows += [
+            f"| {name} | {stage} | {plan / MIB:.1f} | {real / MIB:.1f} | {plan / real - 1:+.1%} |"
+            for stage, (plan, real) in enumerate(by_stage(name, ranks))
+        ]
+    print("\n".join(rows))
+    return peaks
+
+
+def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
+    """(planned, most measured) bytes of the ranks of every stage."""
+    scenario, parallel = CASES[name]
+    stages = planned(scenario, parallel).stages
+    pairs = []
+    for stage in stages:
+        mine = [real for rank, real in enumerate(ranks) if rank // parallel.tp % parallel.pp == stage.stage]
+        pairs.append((stage.peak, max(mine)))
+    return pairs
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> None:
+    """Catches an operation that saves more than the plan knows, a schedule that holds more micro-batches, a lost copy.
+
+    The bound is tighter than the 10% that users are promised: at 10% a missing activation of a block would pass.
+    """
+    for stage, (plan, real) in enumerate(by_stage(name, measured[name])):
+        assert plan == pytest.approx(real, rel=TOLERANCE), f"stage {stage}"
+
+
+@pytest.mark.distributed
+def test_the_meter_agrees_with_the_kernel() -> None:
+    """Catches a meter that misses memory: what the kernel counts as resident grows by as much as the plan says."""
+    scenario = replace(SCENARIO, model=replace(MODEL, hidden_size=512, vocab_size=8192, num_layers=4), seq_len=256)
+    peak = planned(scenario, ParallelConfig()).largest.peak
+    [growth] = run_ranks(resident_growth, 1, FEW_TOKENS, scenario, ParallelConfig())
+    print(f"\npredicted {peak / MIB:.1f} MiB, VmHWM grew by {growth / MIB:.1f} MiB, {peak / growth - 1:+.1%}")
+    assert peak > 300 * MIB
+    assert peak == pytest.approx(growth, rel=0.1)
