@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megads.cli.memory_check import memory_line, refuse_unfit
 from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
@@ -41,6 +40,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         return EXIT_OK
     if preparation is None:
         require_data(config)
+    from megads.cli.memory_check import refuse_unfit
+
     # The vocabulary counts, and is known before the text is prepared.
     refuse_unfit(describe_data(config, preparation)[0])
     run_dir = Path(str(config.run.dir))
@@ -85,6 +86,8 @@ def describe(config: RootConfig, data: str) -> str:
         config: with its place.
         data: a line about the data.
     """
+    from megads.cli.memory_check import memory_line
+
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
     batches = batch_size_schedule(config)

@@ -51,7 +51,10 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     Tensor parallelism is one rank's share, whose collectives save nothing and are left out.
     """
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
-    block, _ = shard_stage(Block(model, 0, 0), "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
+    with torch.device("meta"):
+        whole = Block(model, 0, 0)
+    block, _ = shard_stage(whole, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
+    block = block.to_empty(device="cpu")
     for module in block.modules():
         if hasattr(module, "axis"):
             module.axis = Axis(0, (0,), None)
