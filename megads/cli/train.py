@@ -95,11 +95,10 @@ def describe(config: RootConfig, data: str) -> str:
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
-    vocabulary = (
-        "vocabulary and parameters not known before the data is there"
-        if model.vocab_size is None
-        else f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
-    )
+    vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known either"
+    if model.vocab_size is not None:
+        vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
+        memory = memory_line(config)
     rows = {
         "run": config.run.id,
         "writes to": config.run.dir,
@@ -109,7 +108,7 @@ def describe(config: RootConfig, data: str) -> str:
         f"{model.position}; {vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
-        "memory": memory_line(config),
+        "memory": memory,
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "data": data,

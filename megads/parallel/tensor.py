@@ -42,6 +42,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_bsi: Tensor) -> Tensor:
         """[b, s, in / size] -> [b, s, out] replicated."""
+        if self.axis.size == 1:
+            # The product is then rounded once, as in nn.Linear.
+            return F.linear(x_bsi, self.weight, self.bias)
         return leave_region(F.linear(x_bsi, self.weight), self.axis) + self.bias
 
 
