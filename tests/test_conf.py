@@ -9,14 +9,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import preprocess, tokenizer, train
+from megads.cli import plan, preprocess, tokenizer, train
 from megads.cli.entry import config_dir
 from megads.cli.main import VERBS
 from megads.config import RootConfig, check_config
 from megads.plan.parameters import parameter_count
 
 CONF = config_dir()
-VERB_OBJECTS = {"train": train.VERB, "preprocess": preprocess.VERB, "tokenizer": tokenizer.VERB}
+VERB_OBJECTS = {"train": train.VERB, "plan": plan.VERB, "preprocess": preprocess.VERB, "tokenizer": tokenizer.VERB}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -68,6 +68,15 @@ def test_data_verbs_compose(verb: str) -> None:
         verb, "input=[a.jsonl]", "output=out", *(["tokenizer=t.json"] if verb == "preprocess" else [])
     )
     assert isinstance(config, VERB_OBJECTS[verb].schema)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_plan_takes_what_train_takes(experiment: str) -> None:
+    """Catches a plan.yaml whose groups or values drifted from those of train.yaml."""
+    config = compose_verb("plan", f"experiment={experiment}", "train.seed=7")
+    trained = compose_train(f"experiment={experiment}", "train.seed=7")
+    assert isinstance(config, plan.PlanConfig)
+    assert {name: getattr(config, name) for name in vars(trained)} == vars(trained)
 
 
 @pytest.mark.parametrize("model", MODELS)

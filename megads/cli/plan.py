@@ -42,7 +42,7 @@ class PlanConfig(RootConfig):
     """Where ranks would compute; auto is this machine's GPUs, or its CPU."""
 
 
-def run(config: PlanConfig, _: Invocation) -> int:
+def run(config: PlanConfig, _invocation: Invocation) -> int:
     """Prints the plan; starts and allocates nothing."""
     check_shape(config)
     free_gpus = free_gpu_memory() if config.device is not Device.cpu else []
@@ -76,7 +76,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str
     stages = []
     for stage in plan.stages:
         entry = dataclasses.asdict(stage)
-        entry["phases"] = {moment.name: moment.total for moment in stage.phases}
+        entry["phases"] = [{"name": moment.name, "bytes": moment.total} for moment in stage.phases]
         entry |= {"fullest": dataclasses.asdict(stage.fullest), "permanent": stage.permanent, "peak": stage.peak}
         stages.append(entry)
     return {
@@ -108,11 +108,11 @@ def _print(config: RootConfig, plan: MemoryPlan, room: Room | None) -> None:
     console.print(_table(plan))
     largest = plan.largest
     console.print(
-        f"largest: rank {largest.first_rank} with {gib(largest.peak)}, most at {largest.fullest.name}; "
-        f"it always holds {gib(largest.permanent)}, and in each phase of a step at most"
+        f"largest: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
+        f"it always holds {gib(largest.permanent)}, and in each phase of a step"
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
-        console.print(f"  {gib(moment.total):>12} more at {moment.name}")
+        console.print(f"  {gib(moment.total):>12} more: {moment.name}")
     if room is not None:
         subject = "each GPU" if room.per_gpu else "all ranks and their processes"
         verdict = "fits" if room.fits else "does not fit"

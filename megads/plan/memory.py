@@ -11,7 +11,7 @@ kernels, fragmentation of the heap.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig
@@ -192,7 +192,7 @@ def _stage_memory(
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     phases = [
-        _fullest(moments(ops, waiting=waiting - 1, gradients=None)),
+        _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
         Moment(
             "gradient accumulation",
             gradients,
@@ -204,7 +204,7 @@ def _stage_memory(
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
-        phases.append(_fullest(moments(ops, waiting=later - 1, gradients=gradients)))
+        phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
     if parallel.dp > 1 and not workload.cuda:
         phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
     return StageMemory(
@@ -225,8 +225,9 @@ def _stage_memory(
     )
 
 
-def _fullest(row: Iterable[Moment]) -> Moment:
-    return max(row, key=lambda moment: moment.total)
+def _fullest(phase: str, row: Iterable[Moment]) -> Moment:
+    moment = max(row, key=lambda moment: moment.total)
+    return replace(moment, name=f"{phase}: {moment.name}")
 
 
 def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool) -> list[Op]:
