@@ -23,12 +23,13 @@ test-fast: setup ## tests in one process only, within two minutes
 test-slow: setup ## the slow tests only; finding none is no failure
 	$(PYTHON_BIN)/python -m pytest -m slow || [ $$? -eq 5 ]
 
-check: setup ## lint, format, types, spelling, YAML
+check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/ruff check .
 	$(PYTHON_BIN)/ruff format --check .
 	$(PYTHON_BIN)/mypy
 	$(PYTHON_BIN)/codespell
 	$(PYTHON_BIN)/yamllint --strict .
+	$(PYTHON_BIN)/python -m pytest -q --durations=0 tests/test_architecture.py
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache

@@ -69,7 +69,7 @@ class TrainConfig:
     seed: int = 1234
     """Seed of weights, data order and dropout."""
     max_nonfinite_steps: int = 5
-    """Non-finite steps in a row after which the run gives up (exit 7)."""
+    """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
 
     def check(self) -> None:
         """Raises ConfigError on a length given twice or never, and on sizes below one."""

@@ -255,7 +255,7 @@ def validation_hook(
             VALIDATION_MICRO_BATCHES,
         )
 
-    return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, metrics)
+    return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, planned_steps(config), metrics)
 
 
 def announce(

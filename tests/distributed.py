@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -13,6 +14,15 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120.0
+# The last two take a rank seconds when torch and DeepSpeed come to need them.
+PRELOADED = [
+    "torch",
+    "deepspeed",
+    "deepspeed.runtime.pipe.engine",
+    "megads.engine.training",
+    "torch._dynamo",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+]
 
 
 def free_port() -> int:
@@ -23,7 +33,7 @@ def free_port() -> int:
 
 def _context() -> Any:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.pipe.engine", "megads.engine.training"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -38,6 +48,8 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, world_size: i
     with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
     torch.set_num_threads(1)
+    # DeepSpeed collects garbage eight times while it builds an optimizer; what was preloaded is none.
+    gc.freeze()
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S))
         connection.send((True, fn(*args)))

@@ -20,8 +20,8 @@ from megads.plan.flops import model_flops_per_token
 from megads.plan.memory import MemoryPlan, bubble_share
 from megads.runtime.machine_memory import free_gpu_memory
 
-_PLAIN_WIDTH = 150
-"""Columns where the output is no terminal."""
+_TABLE_WIDTH = 155
+"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
 
 
 class Device(StrEnum):
@@ -93,8 +93,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str
 
 def _print(config: RootConfig, plan: MemoryPlan, room: Room | None) -> None:
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    console.width = max(console.width, _TABLE_WIDTH)
     parallel, train, step = config.parallel, config.train, compute(config)
     console.print(
         f"{plan.parameters:,} parameters on {parallel.world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x "
@@ -128,9 +127,8 @@ def _table(plan: MemoryPlan) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
-    headers = ["stage", "parameters", "on a rank", "micro-batches in flight", *parts(plan.largest), "peak"]
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=header in ("parameters", "on a rank"))
+    for header in ("stage", "parameters", "on a rank", "in flight", *parts(plan.largest), "peak"):
+        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
     for stage in plan.stages:
         sizes = [f"{part / size:,.1f}" for part in (*parts(stage).values(), stage.peak)]
         counts = [f"{count:,}" for count in (stage.stage, stage.parameters, stage.rank_parameters, stage.in_flight)]

@@ -21,6 +21,7 @@ from megads.config import (
     load_frozen,
     planned_steps,
 )
+from megads.data.datasets import open_datasets
 from megads.errors import EXIT_OK, ConfigError
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
@@ -38,6 +39,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         print(describe(config))
         return EXIT_OK
     refuse_unfit(config)
+    # Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
+    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocab_size)
     run_dir = Path(str(config.run.dir))
     with claimed(run_dir):
         console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))

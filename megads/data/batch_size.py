@@ -93,8 +93,9 @@ class BatchSizeSchedule:
             if size % block:
                 name = "train.global_batch_size" if size == self.global_batch_size else "a step of train.batch_ramp"
                 raise ConfigError(
-                    f"{name} is {size} samples: must be a multiple of train.micro_batch_size * dp = "
-                    f"{micro_batch_size} * {dp} = {block}"
+                    f"{name} = {size} samples is not divisible by train.micro_batch_size * parallel.dp = "
+                    f"{micro_batch_size} * {dp} = {block}: every replica takes an equal number of micro-batches; "
+                    "change one of the three"
                 )
 
     @cached_property

@@ -34,6 +34,7 @@ def prepare_deepspeed() -> None:
     """
     require_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU DeepSpeed would JIT-compile a shared-memory collective: 93 s, and a crash without a C++ compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # On a CPU DeepSpeed would JIT-compile a shared-memory collective: 93 s, and a crash without a C++ compiler. Reading
+    # the table would probe every op, and run the compiler for some: an empty one says that none is to be had.
+    deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, auto_mpi_discovery=False)

@@ -107,6 +107,9 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._forwarded += 1
         self._exec_forward_pass(buffer_id)
         output = self.loss if self.is_last_stage() else self.pipe_buffers["outputs"][buffer_id]
+        if self.is_last_stage():
+            # DeepSpeed would keep the logits of every buffer until its next use; only the loss is needed of them.
+            self.pipe_buffers["outputs"][buffer_id] = None
         # Stays on the device: no synchronisation in the step.
         self.forward_finite &= torch.isfinite(output.detach()).all()
 

@@ -9,6 +9,7 @@ from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
+from megads.runtime.distributed import any_rank
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter
 
@@ -26,6 +27,7 @@ class ValidationHook:
         name: the set's name in the metrics.
         unigram_loss: nats a token of the best model that ignores context, which a trained one must beat.
         config: when.
+        total_steps: the planned end.
         metrics: where the line goes.
     """
 
@@ -36,6 +38,7 @@ class ValidationHook:
         name: str,
         unigram_loss: float,
         config: EvaluationConfig,
+        total_steps: int,
         metrics: MetricsWriter,
     ) -> None:
         self._engine = engine
@@ -43,31 +46,44 @@ class ValidationHook:
         self._name = name
         self._unigram_loss = unigram_loss
         self._config = config
+        self._total_steps = total_steps
         self._metrics = metrics
 
     def on_start(self, state: TrainState) -> None:
-        pass
+        # A checkpoint is saved before its step is validated: a kill in between left the validation owing.
+        if state.step == 0 or not self._due(state.step):
+            return
+        if any_rank(self._metrics.lacks(state.step, self._loss_key), self._engine.device):
+            self._record(state.step, state.samples, state.tokens)
 
     def on_step(self, info: StepInfo) -> None:
+        if self._due(info.step):
+            self._record(info.step, info.samples, info.tokens)
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    @property
+    def _loss_key(self) -> str:
+        return f"valid/{self._name}/loss"
+
+    def _due(self, step: int) -> bool:
         every = self._config.every_steps
-        regular = every > 0 and info.step % every == 0
-        finished = info.last and not info.stop_reason
-        if not (regular or (finished and self._config.at_end)):
-            return
+        return (every > 0 and step % every == 0) or (self._config.at_end and step >= self._total_steps)
+
+    def _record(self, step: int, samples: int, tokens: int) -> None:
+        """Validates and writes the line; collective."""
         loss = self.validate()
         self._metrics.write(
             {
-                "step": info.step,
-                "samples": info.samples,
-                "tokens": info.tokens,
-                f"valid/{self._name}/loss": loss,
+                "step": step,
+                "samples": samples,
+                "tokens": tokens,
+                self._loss_key: loss,
                 f"valid/{self._name}/ppl": perplexity(loss),
                 f"valid/{self._name}/unigram_loss": self._unigram_loss,
             }
         )
-
-    def on_end(self, state: TrainState) -> None:
-        pass
 
     def validate(self) -> float:
         """Mean loss in nats over every unmasked token of the validation set; collective.

@@ -23,7 +23,8 @@ class _EnterRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = grad.contiguous()
+        # A copy: autograd may hand the same tensor to another branch.
+        grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
@@ -31,9 +32,9 @@ class _EnterRegion(torch.autograd.Function):
 class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=axis.group)
+        assert x.is_contiguous()
         # The sum is written into the producer's output, which nothing else reads.
+        dist.all_reduce(x, group=axis.group)
         ctx.mark_dirty(x)
         return x
 

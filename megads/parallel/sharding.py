@@ -124,7 +124,8 @@ def shard_stage(
         cut = _lookup(table.parameters, full_path)
         if cut is None:
             continue
-        layer = _parallel_layer(module, full_path, cut, axis)
+        with torch.device("meta"):
+            layer = _parallel_layer(module, full_path, cut, axis)
         if path:
             stage.set_submodule(path, layer)
         else:
@@ -153,4 +154,5 @@ def materialise(
                 parameter.zero_()
                 parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
+        del full  # before the next one is drawn
     return stage

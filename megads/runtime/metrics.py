@@ -58,6 +58,12 @@ class MetricsWriter(JsonLinesWriter):
         """Appends one step or one validation; `record` holds its `step`."""
         self.write_line(record)
 
+    def lacks(self, step: int, key: str) -> bool:
+        """True where this process writes the file and it has no line of that step with that key."""
+        if self._file is None:
+            return False
+        return not any(line.get("step") == step and key in line for line in read_json_lines(self._path))
+
     def drop_after(self, step: int) -> None:
         """Cuts off what an earlier start wrote beyond the checkpoint that the run now continues from.
 

@@ -117,11 +117,3 @@ def test_a_sweep_over_one_run_id_is_refused(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert "shared by several points" in result.stderr
-
-
-def test_unwritable_run_directory(tmp_path: Path) -> None:
-    """Catches a traceback, or a start that fails only on the ranks."""
-    (tmp_path / "file").touch()
-    result = megads(tmp_path, "train", "train.steps=1", DATA, f"run.dir={tmp_path}/file/run")
-    assert result.returncode == 2
-    assert f"{tmp_path}/file/run cannot be written to" in result.stderr

@@ -62,7 +62,7 @@ def test_a_ramp_that_is_none_is_refused(arguments: tuple[int, ...], message: str
 def test_check_names_the_first_bad_size() -> None:
     """Catches a run that starts well and dies when the ramp reaches a size that does not divide."""
     BLOOM.check(2, 8)
-    with pytest.raises(ConfigError, match=r"a step of train.batch_ramp is 208 samples.*2 \* 16 = 32"):
+    with pytest.raises(ConfigError, match=r"a step of train.batch_ramp = 208 samples.*2 \* 16 = 32"):
         BLOOM.check(2, 16)
-    with pytest.raises(ConfigError, match=r"train.global_batch_size is 10 samples.*4 \* 1 = 4"):
+    with pytest.raises(ConfigError, match=r"train.global_batch_size = 10 samples.*4 \* 1 = 4"):
         BatchSizeSchedule(10).check(4, 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megads.batch import BatchInfo, MicroBatch
@@ -15,13 +16,16 @@ from megads.engine.interface import EvaluationResult
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import ValidationHook, perplexity
-from megads.runtime.hooks import StepInfo
+from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE
+from tests.distributed import run_ranks
 
 
 class BigramEngine:
     """Predicts the next token from a table of logits; the one part of an engine that validation calls."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.logits_vv = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -52,21 +56,25 @@ def passes() -> Iterator[list[MicroBatch]]:
     yield [rest]
 
 
-def info(step: int, last: bool = False, stop_reason: str = "") -> StepInfo:
+def info(step: int) -> StepInfo:
     return StepInfo(
         step=step, samples=8 * step, tokens=40 * step, loss=2.0, grad_norm=1.0, lr=1e-3, global_batch_size=8, seq_len=5,
-        step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="", last=last, stop_reason=stop_reason,
+        step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="",
     )  # fmt: skip
 
 
-def hook(run_dir: Path, every_steps: int = 0, at_end: bool = True) -> ValidationHook:
-    config = EvaluationConfig(every_steps=every_steps, at_end=at_end)
-    return ValidationHook(BigramEngine(), passes, "main", 2.5, config, MetricsWriter(run_dir, enabled=True))  # type: ignore[arg-type]
+def hook(run_dir: Path, every_steps: int = 0, at_end: bool = True, total_steps: int = 5) -> ValidationHook:
+    config, metrics = EvaluationConfig(every_steps=every_steps, at_end=at_end), MetricsWriter(run_dir, enabled=True)
+    return ValidationHook(BigramEngine(), passes, "main", 2.5, config, total_steps, metrics)  # type: ignore[arg-type]
+
+
+def validated_steps(run_dir: Path) -> list[int]:
+    return [line["step"] for line in read_json_lines(run_dir / METRICS_FILE) if "valid/main/loss" in line]
 
 
 def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
     """Catches a mean of batch means, and an incomplete last batch left out (N10)."""
-    hook(tmp_path).on_step(info(4, last=True))
+    hook(tmp_path, total_steps=4).on_step(info(4))
     whole = BigramEngine().evaluate(micro_batches())
     [line] = read_json_lines(tmp_path / METRICS_FILE)
     assert line["valid/main/loss"] == pytest.approx(whole.loss_sum / whole.tokens, rel=1e-6)
@@ -77,21 +85,49 @@ def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "at_end", "stop_reason", "steps"),
-    [(2, True, "", [2, 4, 5]), (2, False, "", [2, 4]), (0, True, "", [5]), (2, True, "preempted", [2, 4])],
+    ("every_steps", "at_end", "total_steps", "steps"),
+    [(2, True, 5, [2, 4, 5]), (2, False, 5, [2, 4]), (0, True, 5, [5]), (2, True, 9, [2, 4])],
 )
-def test_when(every_steps: int, at_end: bool, stop_reason: str, steps: list[int], tmp_path: Path) -> None:
-    """Catches a validation at the wrong step, and an extra one when a run stops early and will be resumed."""
-    validation = hook(tmp_path, every_steps, at_end)
+def test_when(every_steps: int, at_end: bool, total_steps: int, steps: list[int], tmp_path: Path) -> None:
+    """Catches a validation at the wrong step, and an extra one when a run of 9 steps stops early to be resumed."""
+    validation = hook(tmp_path, every_steps, at_end, total_steps)
     for step in range(1, 6):
-        validation.on_step(info(step, last=step == 5, stop_reason=stop_reason if step == 5 else ""))
-    assert [line["step"] for line in read_json_lines(tmp_path / METRICS_FILE)] == steps
+        validation.on_step(info(step))
+    assert validated_steps(tmp_path) == steps
+
+
+@pytest.mark.distributed
+def test_a_validation_that_a_kill_prevented_is_made_up_for(tmp_path: Path) -> None:
+    """Catches a line that is missing for ever, one that is written twice, and ranks that disagree: only one knows."""
+    assert run_ranks(_resume_at_steps, 2, tmp_path) == [[], []]
+    assert validated_steps(tmp_path) == [2, 5]
+
+
+def _resume_at_steps(run_dir: Path) -> list[str]:
+    metrics = MetricsWriter(run_dir, enabled=dist.get_rank() == 0)
+    config = EvaluationConfig(every_steps=2)
+    validation = ValidationHook(BigramEngine(), passes, "main", 2.5, config, 5, metrics)  # type: ignore[arg-type]
+    passes_made, faults = 0, []
+    validate = validation.validate
+
+    def counted() -> float:
+        nonlocal passes_made
+        passes_made += 1
+        return validate()
+
+    validation.validate = counted  # type: ignore[method-assign]
+    for step, wanted in ((0, 0), (2, 1), (2, 1), (3, 1), (5, 2), (5, 2)):
+        metrics.write({"step": step, "loss": 1.0})
+        validation.on_start(TrainState(step, 8 * step, 40 * step))
+        if passes_made != wanted:
+            faults.append(f"{passes_made} validations after a start at step {step}")
+    return faults
 
 
 def test_empty_set_is_refused(tmp_path: Path) -> None:
     """Catches a division by zero where a message should be."""
     metrics = MetricsWriter(tmp_path, enabled=True)
-    validation = ValidationHook(BigramEngine(), lambda: iter([]), "main", 2.5, EvaluationConfig(), metrics)  # type: ignore[arg-type]
+    validation = ValidationHook(BigramEngine(), lambda: iter([]), "main", 2.5, EvaluationConfig(), 5, metrics)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="'main' has no token"):
         validation.validate()
 

@@ -1,0 +1,174 @@
+"""Starts the real `megads` command in a process of its own, watches it and reads what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from megads.runtime.metrics import read_json_lines
+from tests.corpus import VOCAB_SIZE
+
+REPOSITORY = Path(__file__).parents[1]
+TIMEOUT_S = 240.0
+# What a run computes: equal bits after a resume. The other keys of a line are times.
+COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
+
+
+def small_model(corpus: Path, **changes: Any) -> list[str]:
+    """Overrides of a model with six heads and a vocabulary that no number of ranks divides; `__` stands for a dot."""
+    values: dict[str, Any] = {
+        "model.num_layers": 2,
+        "model.hidden_size": 48,
+        "model.num_heads": 6,
+        "model.vocab_size": VOCAB_SIZE,
+        "train.seq_len": 16,
+        "train.global_batch_size": 12,
+        "train.micro_batch_size": 2,
+        "train.precision": "fp32",
+        "data.train": f"[{{path: {corpus}}}]",
+        "data.split": "[0.9, 0.1]",
+        # Measuring the CPU takes seconds, and no test looks at MFU.
+        "cluster.peak_tflops": 1,
+        # On a busy machine the threads of one rank wait for each other.
+        "cluster.threads_per_rank": 1,
+    }
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Command:
+    """One `megads` process.
+
+    Args:
+        folder: where it runs.
+        arguments: verb and overrides.
+        fault: name of a function of tests.faults that every rank runs in place of megads.train:train.
+        variables: added to the environment.
+    """
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...], fault: str = "", variables: Mapping[str, str] = {}):
+        self.folder = folder
+        module = ("tests.faults", fault) if fault else ("megads.cli.main",)
+        # Files, not pipes: a full pipe would stop the command.
+        self._out = (folder / f"{time.monotonic_ns()}.out").open("w+")
+        self._err = (folder / f"{time.monotonic_ns()}.err").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *module, *arguments],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+        )
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        """Waits for the end."""
+        code = self.process.wait(timeout=timeout_s)
+        texts = []
+        for file in (self._out, self._err):
+            file.seek(0)
+            texts.append(file.read())
+        return Ended(code, *texts)
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Waits until the condition holds; the command ending before that is a failure."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            running = self.process.poll() is None
+            assert running and time.monotonic() < deadline, f"never got there: {self.end(5) if not running else ''}"
+            time.sleep(0.005)
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and everything it started."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the launcher and all its ranks at once, as a power cut would."""
+        with suppress(psutil.NoSuchProcess):
+            for process in self.processes():
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill_everything()
+        self._out.close()
+        self._err.close()
+
+
+class StartCommand(Protocol):
+    """Starts a command in `folder`."""
+
+    folder: Path
+
+    def __call__(self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}) -> Command: ...
+
+
+class _Starter:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.started: list[Command] = []
+
+    def __call__(self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}) -> Command:
+        self.started.append(Command(self.folder, arguments, fault, variables))
+        return self.started[-1]
+
+
+@contextmanager
+def commands_in(folder: Path) -> Iterator[StartCommand]:
+    """Yields a starter of commands; leaves none of them running."""
+    starter = _Starter(folder)
+    try:
+        yield starter
+    finally:
+        for command in starter.started:
+            command.close()
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What the run computed, step by step."""
+    lines = read_json_lines(run_dir / "metrics.jsonl")
+    return [{key: line[key] for key in COMPUTED} for line in lines if "loss" in line]
+
+
+def validations_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The validation lines."""
+    return [line for line in read_json_lines(run_dir / "metrics.jsonl") if "loss" not in line]
+
+
+def events_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
+    """The run's events of one kind."""
+    return [line for line in read_json_lines(run_dir / "events.jsonl") if line["event"] == event]
+
+
+def checkpoint_of(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of a step; it may not exist."""
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def checksums(checkpoint: Path) -> dict[str, str]:
+    """Checksum of every stored rectangle by tensor, offset and shape."""
+    tensors = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
+    return {f"{t['key']} at {t['offset']} of {t['shape']}": t["checksum"] for t in tensors}

@@ -1,0 +1,36 @@
+"""What the end-to-end tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command import StartCommand, commands_in
+from tests.corpus import write_corpus
+
+# As many as a rank has: references computed with more threads would fight the ranks for the cores, and LayerNorm's
+# gradient depends on the number bit for bit.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of one small prepared dataset; read only."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
+
+
+@pytest.fixture
+def megads(tmp_path: Path) -> Iterator[StartCommand]:
+    """Starts `megads` commands in tmp_path; whatever still runs at the end of the test is killed."""
+    with commands_in(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def module_megads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCommand]:
+    """The same for runs that several tests of a module look at."""
+    with commands_in(tmp_path_factory.mktemp("runs")) as start:
+        yield start

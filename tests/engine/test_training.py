@@ -1,0 +1,387 @@
+"""The engine itself: token means, its settings, steps that are skipped, its memory, its state in and out."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megads.engine.interface import Shard, StepResult
+from megads.engine.optimizer import Fp32GradientOptimizer
+from megads.engine.training import PipelineTrainEngine, TokenMeanLoss
+from megads.model.config import ModelConfig
+from megads.model.gpt import GPT
+from megads.model.loss import token_losses
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import single_rank_grid
+from megads.plan.parameters import parameter_count, parameter_shapes
+from tests import parity
+from tests.distributed import run_ranks
+from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
+
+distributed = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_loss_is_the_token_mean_exactly(seed: int) -> None:
+    """Catches a mean of means, a forgotten division by replicas or micro-batches, and masked tokens that count (N9)."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dp, micro_batches, batch, seq_len, vocab = (rng.randint(1, n) for n in (4, 4, 3, 9, 11))
+    shape = (dp, micro_batches, batch, seq_len)
+    logits = torch.randn(*shape, vocab, dtype=torch.float64, generator=generator).requires_grad_()
+    labels = torch.randint(0, vocab, shape, generator=generator)
+    kept = torch.tensor([rng.randint(1, seq_len) for _ in range(dp * micro_batches * batch)]).view(
+        dp, micro_batches, batch
+    )
+    mask = (torch.arange(seq_len) < kept[..., None]).float()
+
+    loss = TokenMeanLoss(vocab, single_rank_grid())
+    loss.scale = micro_batches * dp / mask.sum(dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for rank in range(dp):
+        for index in range(micro_batches):
+            # What DeepSpeed does to each micro-batch's loss and to the sum of gradients over replicas.
+            here = (rank, index)
+            total = total + loss(logits[here], (labels[here], mask[here])) / micro_batches / dp
+    (ours,) = torch.autograd.grad(total, logits)
+
+    chosen = mask.bool()
+    mean = F.cross_entropy(logits[chosen], labels[chosen])
+    (theirs,) = torch.autograd.grad(mean, logits)
+    torch.testing.assert_close(total, mean, rtol=1e-14, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-16)
+    assert not ours[~chosen].any()
+
+
+def _facts(scenario: Scenario, parallel: ParallelConfig) -> dict[str, Any]:
+    engine = build_engine(scenario, parallel)
+    result = engine.step(step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp), scenario.lr)
+    inner, optimizer = engine._engine, engine._engine.optimizer
+    settings = inner._config
+    return {
+        "result": result,
+        "bounds": engine.bounds,
+        "steps": engine.optimizer_steps,
+        "optimizer": type(optimizer).__name__,
+        "weights": {str(p.dtype) for p in optimizer.parameters},
+        "state": {str(shard.tensor.dtype) for shard in engine.named_shards(owned=False)},
+        "gradients": {str(g.dtype) for g in optimizer.fp32_groups_gradients_flat},
+        "groups": [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups],
+        "zero": settings.zero_optimization_stage,
+        "bf16": settings.bfloat16_config.enabled,
+        "communication": str(inner.communication_data_type),
+        "accumulation": settings.grad_accum_dtype,
+        "clip": inner.gradient_clipping(),
+    }
+
+
+@distributed
+def test_settings_reach_deepspeed_and_every_rank_reports_the_same_step() -> None:
+    """Catches a setting that DeepSpeed ignores (another optimizer, bf16 accumulation or reduction, no clipping), and
+    ranks that see different losses."""
+    scenario = scenario_with(masked=True, precision="bfloat16", lr=3e-4)
+    every = run_ranks(_facts, 4, scenario, LAYOUTS["pp2dp2"])
+    tokens = sum(int(batch.loss_mask_bs.sum()) for batch in step_batches(scenario, 0))
+    for facts in every:
+        result = facts["result"]
+        assert isinstance(result, StepResult) and result == every[0]["result"]
+        assert (result.tokens, result.skipped, result.culprit) == (tokens, False, None)
+        assert type(result.loss) is float and type(result.grad_norm) is float
+        assert facts["bounds"] == [0, 2, 6], "embedding and a block; two blocks, the norm and the head"
+        assert (facts["steps"], facts["optimizer"]) == (1, Fp32GradientOptimizer.__name__)
+        assert facts["weights"] == {"torch.bfloat16"}
+        assert facts["state"] == facts["gradients"] == {"torch.float32"}
+        assert (facts["zero"], facts["bf16"], facts["clip"]) == (1, True, scenario.clip_grad)
+        assert (facts["communication"], facts["accumulation"]) == ("torch.float32", "fp32")
+        assert {lr for lr, _ in facts["groups"]} == {3e-4}
+        assert {decay for _, decay in facts["groups"]} == {0.0, scenario.optim.weight_decay}
+
+
+def _unequal_steps(scenario: Scenario) -> dict[str, Any]:
+    parallel = LAYOUTS["pp2"]
+    engine = build_engine(scenario, parallel)
+    six, two = step_batches(scenario, 0), step_batches(scenario, 1)[:2]
+    blind = [replace(batch, loss_mask_bs=torch.zeros_like(batch.loss_mask_bs)) for batch in two]
+    first = engine.step(six, 0.0)
+    before = engine.evaluate(six[:3])
+    return {
+        "first": first,
+        "second": engine.step(two, 0.0),
+        "blind": engine.step(blind, 0.0),
+        "evaluations": [before, engine.evaluate(six[:3])],
+        "again": engine.step(six, 0.0),
+    }
+
+
+@distributed
+def test_steps_do_not_depend_on_what_came_before() -> None:
+    """Catches a batch ramp that divides by the first step's micro-batches, gradients left over from the last step,
+    evaluation with dropout, training without it after an evaluation, and a step without any token that is NaN."""
+    model = replace(parity.MODEL, hidden_dropout=0.2, attention_dropout=0.2)
+    scenario = scenario_with(masked=True, model=model, clip_grad=0.0)
+    found, other = run_ranks(_unequal_steps, 2, scenario)
+    assert found == other
+    assert found["first"] == found["again"]
+    assert found["blind"] == StepResult(loss=0.0, tokens=0, grad_norm=0.0)
+    reference = GPT(model, scenario.seed, parity.initial_weights(scenario))
+    batches = step_batches(scenario, 1)[:2]
+    tokens = sum(float(b.loss_mask_bs.sum()) for b in batches)
+    losses = [token_losses(reference(b.tokens_bs, b.info), b.labels_bs) * b.loss_mask_bs for b in batches]
+    loss = sum(x.sum() for x in losses) / tokens
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm().item()
+    assert found["second"].tokens == tokens
+    assert found["second"].loss == pytest.approx(loss.item(), rel=1e-6)
+    assert found["second"].grad_norm == pytest.approx(norm, rel=1e-5)
+    assert found["evaluations"][0] == found["evaluations"][1]
+    reference.eval()
+    with torch.no_grad():
+        summed = sum(
+            float((token_losses(reference(b.tokens_bs, b.info), b.labels_bs) * b.loss_mask_bs).sum())
+            for b in step_batches(scenario, 0)[:3]
+        )
+    assert found["evaluations"][0].loss_sum == pytest.approx(summed, rel=1e-6)
+
+
+def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Initial weights that make a step non-finite in its weights, its forward or its backward pass."""
+    hot = parity.hot_value(7)
+
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        full = hot(name, shape)
+        if where == "weights" and name == "blocks.2.mlp.down.bias":
+            full[3] = float("inf")
+        if where == "forward" and name == "final_norm.weight":
+            full *= 1e38
+        if where == "backward" and name.startswith("embedding"):
+            # All tokens alike and zero: a LayerNorm without variance, whose gradient is 1 / sqrt(eps) larger, twice.
+            full = torch.ones(shape) if name == "embedding.norm.weight" else torch.zeros(shape)
+        return full
+
+    return value
+
+
+def _broken_step(where: str) -> dict[str, Any]:
+    model = replace(parity.MODEL, tie_embeddings=False, norm_eps=1e-42 if where == "backward" else 1e-5)
+    scenario = scenario_with(model=model)
+    good = build_engine(scenario, LAYOUTS["pp2"])
+    original, parity.initial_weights = parity.initial_weights, lambda _: broken_value(where)
+    engine = build_engine(scenario, LAYOUTS["pp2"])
+    parity.initial_weights = original
+    before = state(engine)
+    result = engine.step(step_batches(scenario, 0), 1e-3)
+    untouched = state(engine).keys() == before.keys() and all(
+        np.array_equal(values, before[place], equal_nan=True) for place, values in state(engine).items()
+    )
+    steps = engine.optimizer_steps
+    engine.load_shards(filling_from(state(good)), 0)
+    after = [e.step(step_batches(scenario, 0), 1e-3) for e in (engine, good)] if where != "backward" else []
+    return {"result": result, "untouched": untouched, "steps": steps, "after": after}
+
+
+@distributed
+@pytest.mark.parametrize(
+    ("where", "rank", "parameter"),
+    [("weights", 1, "blocks.2.mlp.down.bias"), ("forward", 1, None), ("backward", 0, "embedding.word.weight")],
+)
+def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(where: str, rank: int, parameter: str | None) -> None:
+    """Catches DeepSpeed's silent skip, a rank blamed for what it received, moments or counters that a skipped step
+    moves, and a NaN left in the gradient buffers that spoils the next, healthy step."""
+    for found in run_ranks(_broken_step, 2, where):
+        result = found["result"]
+        assert result.skipped and result.culprit is not None
+        assert (result.culprit.rank, result.culprit.where) == (rank, where)
+        assert parameter is None or parameter in result.culprit.parameters
+        assert result.grad_norm == float("inf") and found["untouched"] and found["steps"] == 0
+        if found["after"]:
+            assert found["after"][0] == found["after"][1] and not found["after"][0].skipped
+
+
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def state(engine: PipelineTrainEngine) -> dict[Place, np.ndarray]:
+    """Copies of all the shards this rank holds."""
+    shards = engine.named_shards(owned=False)
+    return {(s.key, s.offset, tuple(s.tensor.shape)): s.tensor.numpy().copy() for s in shards}
+
+
+def filling_from(saved: dict[Place, np.ndarray]) -> Callable[[list[Shard]], None]:
+    def fill(shards: list[Shard]) -> None:
+        for shard in shards:
+            shard.tensor.copy_(torch.from_numpy(saved[shard.key, shard.offset, tuple(shard.tensor.shape)]))
+
+    return fill
+
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+ROUND_TRIP = scenario_with(masked=True)
+
+
+def _train_save_and_continue() -> dict[str, Any]:
+    """Two steps, then the third by this engine and by a second one of the same layout that loads this one's state."""
+    parallel = LAYOUTS["tp2pp2dp2"]
+    engine = build_engine(ROUND_TRIP, parallel)
+    batches = [step_batches(ROUND_TRIP, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
+    for batch in batches[:2]:
+        engine.step(batch, ROUND_TRIP.lr)
+    saved, owned, steps = state(engine), parity._shards(engine), engine.optimizer_steps
+    result = engine.step(batches[2], ROUND_TRIP.lr)
+
+    other = build_engine(replace(ROUND_TRIP, seed=99), parallel)
+    other.load_shards(filling_from(saved), steps)
+    resumed = other.step(batches[2], ROUND_TRIP.lr)
+    after, after_resumed = state(engine), state(other)
+    bitwise = all(np.array_equal(values, after_resumed[place]) for place, values in after.items())
+    return {"owned": owned, "steps": steps, "result": result, "resumed": resumed, "bitwise": bitwise}
+
+
+def _load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps: int) -> dict[str, Any]:
+    parallel = LAYOUTS[name]
+    engine = build_engine(replace(ROUND_TRIP, seed=99), parallel)
+
+    def fill(shards: list[Shard]) -> None:
+        for shard in shards:
+            kind, _, key = shard.key.partition("/")
+            assert full[kind][key].shape == shard.global_shape
+            where = tuple(slice(o, o + n) for o, n in zip(shard.offset, shard.tensor.shape, strict=True))
+            shard.tensor.copy_(torch.from_numpy(full[kind][key][where]))
+
+    engine.load_shards(fill, steps)
+    owned, loaded_steps = parity._shards(engine), engine.optimizer_steps
+    result = engine.step(step_batches(ROUND_TRIP, 2, engine.grid.dp.rank, parallel.dp), ROUND_TRIP.lr)
+    return {"owned": owned, "steps": loaded_steps, "result": result}
+
+
+def everything(results: list[dict[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
+    """All tensors by kind and name; asserts that the owned shards of all ranks cover each element once."""
+    shards = [shard for result in results for shard in result["owned"]]
+    return {kind: parity.assemble(shards, kind) for kind in KINDS}
+
+
+@distributed
+def test_state_goes_out_of_one_layout_and_into_others() -> None:
+    """Catches shards that overlap, leave holes or carry padding, moments or counters that are not restored, and weights
+    that are loaded into the masters only: the next step equals the one of the run that was never stopped."""
+    trained = run_ranks(_train_save_and_continue, 8)
+    full, steps, result = everything(trained), trained[0]["steps"], trained[0]["result"]
+    for kind in KINDS:
+        assert {name: values.shape for name, values in full[kind].items()} == parameter_shapes(parity.MODEL)
+        assert all(values.any() for values in full[kind].values()), f"{kind} of some parameter is zero"
+    assert steps == 2
+    for rank in trained:
+        assert rank["bitwise"] and rank["resumed"] == result, "the same layout must continue bit for bit"
+
+    for name in ("pp2dp3", "tp3"):
+        loaded = run_ranks(_load_and_continue, LAYOUTS[name].world_size, name, full, steps)
+        back = everything(loaded)
+        for kind in KINDS:
+            assert all(np.array_equal(back[kind][key], values) for key, values in full[kind].items()), (name, kind)
+        assert loaded[0]["steps"] == steps
+        assert loaded[0]["result"].loss == pytest.approx(result.loss, rel=1e-6)
+        assert loaded[0]["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+
+
+MEMORY = scenario_with(
+    model=ModelConfig(num_layers=2, hidden_size=128, num_heads=4, vocab_size=4096), precision="bfloat16"
+)
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of every distinct piece of memory that a live tensor uses, by address."""
+    found = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), Tensor) and candidate.device.type != "meta":
+            for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
+                if tensor is not None:
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _bytes_per_parameter(dp: int) -> tuple[float, bool]:
+    gc.collect()
+    before = live_storages()
+    parallel = ParallelConfig(dp=dp)
+    engine = build_engine(MEMORY, parallel)
+    engine.step(step_batches(MEMORY, 0, engine.grid.dp.rank, dp), MEMORY.lr)
+    gc.collect()
+    taken = sum(size for address, size in live_storages().items() if address not in before)
+
+    def fill(shards: list[Shard]) -> None:
+        for shard in shards:
+            shard.tensor.fill_(0.1)
+
+    engine.load_shards(fill, 1)
+    working = [p for p in engine._engine.module.parameters() if p.dim() == 2]
+    return taken / parameter_count(MEMORY.model), all(bool((p == torch.tensor(0.1).bfloat16()).all()) for p in working)
+
+
+@distributed
+@pytest.mark.parametrize("dp", [1, 2])
+def test_memory_per_parameter(dp: int) -> None:
+    """Catches a second copy of weights or gradients that outlives the step: 2 + 4 + 12 / dp bytes are the budget. And
+    loaded masters that do not reach the bf16 weights."""
+    for bytes_per_parameter, loaded in run_ranks(_bytes_per_parameter, dp, dp):
+        assert bytes_per_parameter == pytest.approx(2 + 4 + 12 / dp, rel=0.02)
+        assert loaded
+
+
+class LargestOutputs(TorchDispatchMode):
+    """Notes the size of every tensor that any operation returns, backward passes and custom functions included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = self.last_dim = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self.numel = max(self.numel, tensor.numel())
+            # Flat buffers of parameters are as long as they are; logits have a vocabulary dim of their own.
+            if tensor.dim() >= 2:
+                self.last_dim = max(self.last_dim, tensor.shape[-1])
+        return out
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+# The logits, 2 x 64 x 509, have more elements than all parameters together.
+LOGITS = scenario_with(
+    model=ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=509), seq_len=64, global_batch_size=2
+)
+
+
+def _largest_outputs(parallel: ParallelConfig) -> tuple[int, int]:
+    engine = build_engine(LOGITS, parallel)
+    with LargestOutputs() as largest:
+        engine.step(step_batches(LOGITS, 0), LOGITS.lr)
+        engine.evaluate(step_batches(LOGITS, 0))
+    return largest.numel, largest.last_dim
+
+
+@distributed
+def test_no_rank_holds_logits_over_the_whole_vocabulary() -> None:
+    """Catches an all-gather of the logits, in the loss, its backward pass or the evaluation. One rank alone must hold
+    them, which shows that the spy sees them."""
+    full = LOGITS.micro_batch_size * LOGITS.seq_len * LOGITS.model.vocab_size
+    assert parameter_count(LOGITS.model) < full
+    for numel, last_dim in run_ranks(_largest_outputs, 2, LAYOUTS["tp2"]):
+        assert numel < full and last_dim < LOGITS.model.vocab_size
+    ((numel, last_dim),) = run_ranks(_largest_outputs, 1, LAYOUTS["single"])
+    assert numel >= full and last_dim >= LOGITS.model.vocab_size

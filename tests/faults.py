@@ -1,0 +1,136 @@
+"""`python -m tests.faults <fault> train ...`: the real `megads train`, whose ranks go wrong in a chosen way.
+
+Only the ranks' entry is another: it builds the real engine, breaks one thing in it, and runs megads.train.train.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# A rank imports this module for its fault only, and torch through megads.train; the launcher needs neither.
+FAULTY_RANK = 1
+FAULTY_STEP = 3
+
+
+class InjectedError(RuntimeError):
+    """Stands for whatever may go wrong in a rank's own code."""
+
+
+def raise_in_forward(config: Any, run_dir: Path) -> int:
+    """The last stage that the faulty rank holds raises in its forward."""
+
+    def fail(*_: Any) -> None:
+        raise InjectedError("injected into the forward")
+
+    return _train(config, run_dir, lambda engine: _stage(engine).register_forward_pre_hook(fail))
+
+
+def raise_in_backward(config: Any, run_dir: Path) -> int:
+    """A parameter of the faulty rank raises when its gradient is computed."""
+
+    def fail(_: Any) -> None:
+        raise InjectedError("injected into the backward")
+
+    return _train(config, run_dir, lambda engine: _parameter(engine).register_hook(fail))
+
+
+def poison_weight(config: Any, run_dir: Path) -> int:
+    """One element of one parameter of the faulty rank becomes NaN, and stays so."""
+
+    def poison(engine: Any) -> None:
+        _parameter(engine).data.view(-1)[3] = float("nan")
+
+    return _train(config, run_dir, poison)
+
+
+def poison_gradient_once(config: Any, run_dir: Path) -> int:
+    """One gradient of one micro-batch is NaN on the faulty rank."""
+
+    def poison(engine: Any) -> None:
+        def once(gradient: Any) -> Any:
+            handle.remove()
+            return gradient * float("nan")
+
+        handle = _parameter(engine).register_hook(once)
+
+    return _train(config, run_dir, poison)
+
+
+def die_in_validation(config: Any, run_dir: Path) -> int:
+    """The launcher is killed, and the ranks with it, when the final checkpoint is saved and validation begins."""
+    from megads import train
+    from megads.evaluate.validation import ValidationHook
+
+    def die(_: ValidationHook) -> float:
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+        raise AssertionError("outlived its launcher")
+
+    ValidationHook.validate = die  # type: ignore[method-assign]
+    return train.train(config, run_dir)
+
+
+def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> int:
+    """Trains; the faulty rank's engine is broken just before the faulty step, counted from this start."""
+    from megads import train
+
+    build = train.build_engine
+
+    def build_broken(config: Any, grid: Any, device: Any) -> Any:
+        engine = build(config, grid, device)
+        if grid.rank == FAULTY_RANK:
+            _before_step(engine, FAULTY_STEP, lambda: break_engine(engine))
+        return engine
+
+    train.build_engine = build_broken
+    return train.train(config, run_dir)
+
+
+def _before_step(engine: Any, step: int, action: Callable[[], Any]) -> None:
+    inner, done = engine.step, 0
+
+    def stepped(micro_batches: Sequence[Any], learning_rate: float) -> Any:
+        nonlocal done
+        done += 1
+        if done == step:
+            action()
+        return inner(micro_batches, learning_rate)
+
+    engine.step = stepped
+
+
+def _stage(engine: Any) -> Any:
+    """The last stage of the rank's pipeline module that has parameters of its own."""
+    return [stage for stage in engine._engine.module.forward_funcs if list(stage.parameters())][-1]
+
+
+def _parameter(engine: Any) -> Any:
+    """A matrix of a block that the rank holds."""
+    return next(p for p in engine._engine.module.parameters() if p.placement.key.endswith("qkv.weight"))
+
+
+def main() -> None:
+    """Runs the command line after the fault's name."""
+    import dataclasses
+
+    import megads.cli.train as verb
+    from megads.cli.main import run
+
+    fault, *arguments = sys.argv[1:]
+    launch_spec = verb.launch_spec
+
+    def with_entry(config: Any) -> Any:
+        spec = launch_spec(config)
+        return dataclasses.replace(spec, command=(*spec.command, "--entry", f"tests.faults:{fault}"))
+
+    verb.launch_spec = with_entry
+    sys.exit(run(arguments))
+
+
+if __name__ == "__main__":
+    main()

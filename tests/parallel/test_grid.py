@@ -1,0 +1,81 @@
+"""Which rank holds what."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import axis_lines, build_grid, coordinates, global_rank, single_rank_grid
+from tests.distributed import run_ranks
+
+LAYOUTS = [ParallelConfig(tp, pp, dp) for tp, pp, dp in product((1, 2, 3), repeat=3)]
+
+
+def test_tensor_parallelism_is_innermost_and_data_outermost() -> None:
+    """Catches another rank order: the chattiest axis would cross nodes."""
+    parallel = ParallelConfig(tp=2, pp=3, dp=2)
+    assert [coordinates(rank, parallel) for rank in range(4)] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
+    assert axis_lines("tp", parallel)[0] == (0, 1)
+    assert axis_lines("pp", parallel)[0] == (0, 2, 4)
+    assert axis_lines("dp", parallel)[0] == (0, 6)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"tp{p.tp}pp{p.pp}dp{p.dp}")
+def test_coordinates_and_lines(parallel: ParallelConfig) -> None:
+    """Catches coordinates that do not invert, and lines that overlap, leave a rank out or mix axes."""
+    world = range(parallel.world_size)
+    assert [global_rank(*coordinates(rank, parallel), parallel) for rank in world] == list(world)
+    for index, axis in enumerate(("tp", "pp", "dp")):
+        lines = axis_lines(axis, parallel)
+        assert sorted(rank for line in lines for rank in line) == list(world)
+        for line in lines:
+            places = [coordinates(rank, parallel) for rank in line]
+            assert [place[index] for place in places] == list(range(len(line)))
+            assert len({place[:index] + place[index + 1 :] for place in places}) == 1
+
+
+def test_layout_must_fill_the_world() -> None:
+    """Catches ranks that would wait for others that were never started."""
+    with pytest.raises(ConfigError, match=r"2 \* 1 \* 2 = 4, but 3 processes"):
+        build_grid(ParallelConfig(tp=2, dp=2), 0, 3)
+
+
+def test_one_process_needs_no_process_group() -> None:
+    """Catches a grid that calls torch.distributed where nothing is distributed."""
+    assert not dist.is_initialized()
+    grid = single_rank_grid()
+    assert grid == build_grid(ParallelConfig(), 0, 1)
+    assert grid.tp.is_first and grid.tp.is_last and grid.tp.group is None
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "dp"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    """Catches a division by zero later on."""
+    with pytest.raises(ConfigError, match=f"parallel.{name} = 0"):
+        ParallelConfig(**{name: 0}).check()
+
+
+def _sums_along_axes() -> dict[str, tuple[float, tuple[int, ...], int]]:
+    grid = build_grid(ParallelConfig(tp=2, pp=2), dist.get_rank(), dist.get_world_size())
+    found = {}
+    for name in ("tp", "pp", "dp"):
+        axis = getattr(grid, name)
+        value = torch.tensor(float(10**grid.rank))
+        if axis.group is not None:
+            dist.all_reduce(value, group=axis.group)
+        found[name] = (value.item(), axis.ranks, axis.rank)
+    return found
+
+
+@pytest.mark.distributed
+def test_groups_connect_the_ranks_of_their_line() -> None:
+    """Catches a group that holds other ranks than the axis says, and groups made in another order on some rank."""
+    for rank, found in enumerate(run_ranks(_sums_along_axes, 4)):
+        assert found["tp"] == ((11.0, (0, 1), rank) if rank < 2 else (1100.0, (2, 3), rank - 2))
+        assert found["pp"] == ((101.0, (0, 2), rank // 2) if rank % 2 == 0 else (1010.0, (1, 3), rank // 2))
+        assert found["dp"] == (float(10**rank), (rank,), 0)

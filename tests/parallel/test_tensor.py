@@ -1,0 +1,145 @@
+"""Tensor-parallel layers against torch's own: outputs and gradients, vocabulary padding included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo
+from megads.parallel.grid import Axis
+from megads.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    padded_rows,
+)
+from tests.distributed import run_ranks
+from tests.parallel.test_collectives import tensor_axis
+
+INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
+HIDDEN, FFN = 5, 12
+# Over 3 ranks: divisible; a rank half filled with padding; a rank with nothing but padding.
+VOCAB_SIZES = [6, 5, 4]
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def pair_weights() -> list[Tensor]:
+    return [random(FFN, HIDDEN, seed=1), random(FFN, seed=2), random(HIDDEN, FFN, seed=3), random(HIDDEN, seed=4)]
+
+
+def whole_pair() -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, gradient of the input and gradients of the weights of linear, GELU, linear on one process."""
+    x, (w1, b1, w2, b2) = random(2, 3, HIDDEN, seed=0).requires_grad_(), [w.requires_grad_() for w in pair_weights()]
+    y = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    (y * random(2, 3, HIDDEN, seed=9)).sum().backward()
+    return y.detach(), x.grad, [w.grad for w in (w1, b1, w2, b2)]
+
+
+def _pair() -> list[Any]:
+    axis = tensor_axis()
+    column, row = (
+        layer.double() for layer in (ColumnParallelLinear(HIDDEN, FFN, axis), RowParallelLinear(FFN, HIDDEN, axis))
+    )
+    width = FFN // axis.size
+    share = slice(axis.rank * width, (axis.rank + 1) * width)
+    w1, b1, w2, b2 = pair_weights()
+    with torch.no_grad():
+        column.weight.copy_(w1[share])
+        column.bias.copy_(b1[share])
+        row.weight.copy_(w2[:, share])
+        row.bias.copy_(b2)
+    x = random(2, 3, HIDDEN, seed=0).requires_grad_()
+    y = row(F.gelu(column(x)))
+    (y * random(2, 3, HIDDEN, seed=9)).sum().backward()
+    return [
+        t.detach().numpy() for t in (y, x.grad, column.weight.grad, column.bias.grad, row.weight.grad, row.bias.grad)
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("size", [2, 3])
+def test_column_and_row_pair(size: int) -> None:
+    """Catches a bias added on every rank, a missing sum in either direction, and shares of the wrong rows."""
+    y, x_grad, (w1, b1, w2, b2) = whole_pair()
+    for rank, found in enumerate(run_ranks(_pair, size)):
+        share = slice(rank * FFN // size, (rank + 1) * FFN // size)
+        for value, expected in zip(found, (y, x_grad, w1[share], b1[share], w2[:, share], b2), strict=True):
+            torch.testing.assert_close(torch.from_numpy(value), expected, rtol=1e-12, atol=1e-12)
+
+
+def own_rows(table: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of a vocabulary table; padding rows hold NaN, so that any use of them shows."""
+    rows = padded_rows(len(table), axis.size)
+    padding = torch.full((rows * axis.size - len(table), table.shape[1]), float("nan"), dtype=table.dtype)
+    return torch.cat([table, padding])[axis.rank * rows : (axis.rank + 1) * rows]
+
+
+def all_tokens(vocab_size: int) -> Tensor:
+    """[2, vocab_size]: every token once in order and once reversed."""
+    return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)])
+
+
+def _embedding(vocab_size: int) -> list[Any]:
+    axis = tensor_axis()
+    layer = VocabParallelEmbedding(vocab_size, HIDDEN, axis).double()
+    with torch.no_grad():
+        layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=5), axis))
+    y = layer(all_tokens(vocab_size))
+    (y * random(2, vocab_size, HIDDEN, seed=9)).sum().backward()
+    return [y.detach().numpy(), layer.weight.grad.numpy()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_embedding(vocab_size: int) -> None:
+    """Catches a token looked up on two ranks or none, and padding rows that are read or get a gradient."""
+    whole = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN, seed=5))
+    y = whole(all_tokens(vocab_size))
+    (y * random(2, vocab_size, HIDDEN, seed=9)).sum().backward()
+    rows = padded_rows(vocab_size, 3)
+    padded = torch.cat([whole.weight.grad, torch.zeros(3 * rows - vocab_size, HIDDEN, dtype=torch.float64)])
+    for rank, (found, grad) in enumerate(run_ranks(_embedding, 3, vocab_size)):
+        assert torch.equal(torch.from_numpy(found), y.detach())
+        torch.testing.assert_close(torch.from_numpy(grad), padded[rank * rows : (rank + 1) * rows])
+
+
+def _head(vocab_size: int) -> list[Any]:
+    axis = tensor_axis()
+    layer = VocabParallelHead(vocab_size, HIDDEN, axis).double()
+    with torch.no_grad():
+        layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
+    x = random(2, 3, HIDDEN, seed=0).requires_grad_()
+    logits = layer(x, INFO)
+    cotangent = own_rows(random(vocab_size, 6, seed=7), axis).nan_to_num().t().reshape(2, 3, -1)
+    (logits * cotangent).sum().backward()
+    return [logits.detach().numpy(), x.grad.numpy(), layer.weight.grad.numpy()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_head(vocab_size: int) -> None:
+    """Catches an input gradient that holds only this rank's rows, and rows in the wrong place."""
+    weight, x = random(vocab_size, HIDDEN, seed=6).requires_grad_(), random(2, 3, HIDDEN, seed=0).requires_grad_()
+    logits = F.linear(x, weight)
+    (logits * random(vocab_size, 6, seed=7).t().reshape(2, 3, -1)).sum().backward()
+    results = run_ranks(_head, 3, vocab_size)
+    gathered = torch.cat([torch.from_numpy(found) for found, _, _ in results], dim=-1)
+    torch.testing.assert_close(gathered[..., :vocab_size], logits.detach(), rtol=1e-12, atol=1e-12)
+    grads = torch.cat([torch.from_numpy(grad) for _, _, grad in results])
+    torch.testing.assert_close(grads[:vocab_size], weight.grad, rtol=1e-12, atol=1e-12)
+    for _, x_grad, _ in results:
+        torch.testing.assert_close(torch.from_numpy(x_grad), x.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_padded_rows() -> None:
+    """Catches ranks with different numbers of rows, and padding where none is needed."""
+    assert [padded_rows(vocab, 3) for vocab in (4, 5, 6, 7)] == [2, 2, 2, 3]
+    assert padded_rows(250_880, 4) * 4 == 250_880

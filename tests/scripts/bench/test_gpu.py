@@ -1,0 +1,75 @@
+"""scripts/bench/gpu.sh as far as a CPU can run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megads.data.indexed import IndexedDataset
+from megads.runtime.metrics import EventWriter, MetricsWriter
+
+BENCH = Path(__file__).parents[3] / "scripts/bench"
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"PYTHON": sys.executable} | environment
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, env=variables)
+
+
+def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
+    """Catches a script that breaks while no GPU is around: imports, data, config keys, overrides that are lost."""
+    result = run(BENCH / "gpu.sh", "--check", "train.steps=12", WORK=str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"torch {torch.__version__}" in result.stdout
+    assert "dry run: nothing was started" in result.stdout
+    assert "12 steps, 768 samples" in result.stdout
+    data = IndexedDataset(tmp_path / "synthetic")
+    tokens = data.stream(range(10))
+    assert data.num_tokens == 100_000
+    assert tokens.min() >= 0 and tokens.max() < 50_257
+    assert np.bincount(tokens).argmax() == 0, "the lowest id is the most frequent one"
+
+
+def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
+    """Catches a benchmark that quietly runs on the CPU, or a traceback in place of a sentence."""
+    result = run(BENCH / "gpu.sh", WORK=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1
+    assert "no CUDA device found" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_speed_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
+    """Catches the first, slow steps in the figure, and a result without the device's name."""
+    EventWriter(tmp_path).write("start", device="A GPU", parameters=5, precision="bf16", layout="tp1 pp1 dp1")
+    metrics = MetricsWriter(tmp_path, enabled=True)
+    for step, speed in enumerate([1.0, 2.0, 100.0, 300.0, 200.0], start=1):
+        metrics.write(
+            {
+                "step": step,
+                "loss": 9.0 - step,
+                "tokens_per_s": speed,
+                "tflops_per_device": speed,
+                "mfu": 0.4,
+                "step_time_s": 1.0,
+                "data_time_s": 0.0,
+                "seq_len": 8,
+                "global_batch_size": 2,
+                "peak_memory_bytes": 2**30,
+            }
+        )
+    metrics.write({"step": 5, "valid/held_out/loss": 3.0})
+    out = tmp_path / "bench.jsonl"
+    for _ in range(2):
+        result = run(sys.executable, BENCH / "training_speed.py", tmp_path, "--skip", "2", "--append", out)
+        assert result.returncode == 0, result.stderr
+    assert "A GPU: 200 tokens/s" in result.stdout and "MFU 40.0%" in result.stdout
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 2
+    assert (lines[0]["device"], lines[0]["tokens_per_s"], lines[0]["steps"]) == ("A GPU", 200.0, 3)
+    assert run(sys.executable, BENCH / "training_speed.py", tmp_path, "--append", out).returncode != 0

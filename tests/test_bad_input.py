@@ -1,0 +1,185 @@
+"""A user's mistake gives one message and the documented exit code, never a traceback, and touches nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megads.data.indexed import HEADER, bin_path, idx_path
+from tests.command import Command, Ended, StartCommand, small_model, steps_of
+from tests.corpus import VOCAB_SIZE
+
+
+def refused(command: Command, code: int, *texts: str) -> Ended:
+    """Checks the end of a command that must fail with one message."""
+    ended = command.end()
+    assert ended.code == code, ended
+    for text in texts:
+        assert text in ended.err, ended.err
+    assert "Traceback" not in ended.err + ended.out
+    assert ended.err.startswith("megads ") and len(ended.err.splitlines()) == 1, ended.err
+    return ended
+
+
+BAD_CONFIGS = {
+    "unknown key": (["optim.learning_rate=1"], ["unknown key optim.learning_rate"]),
+    "misspelt key": (["model.num_layer=3"], ["unknown key model.num_layer: did you mean model.num_layers?"]),
+    "key without its section": (["lr=1"], ["unknown key lr: did you mean optim.lr?"]),
+    "wrong type": (["model.num_layers=many"], ["model.num_layers", "'many'", "an integer is wanted"]),
+    "fraction for an integer": (["train.seq_len=16.5"], ["train.seq_len", "16.5", "an integer is wanted"]),
+    "unknown precision": (["train.precision=fp8"], ["train.precision", "fp8", "bf16, fp32"]),
+    "unknown group option": (["model=tinny"], ["model=tinny: there is no such option: did you mean tiny?"]),
+    "unknown experiment": (["experiment=demos"], ["experiment=demos: there is no such option: did you mean demo?"]),
+    "heads over tp": (["parallel.tp=4"], ["model.num_heads = 6", "parallel.tp = 4"]),
+    "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
+    "layers under pp": (["parallel.pp=3"], ["model.num_layers = 2", "parallel.pp = 3"]),
+    "batch over dp": (["parallel.dp=5"], ["train.global_batch_size = 12", "* parallel.dp = 2 * 5 = 10"]),
+    "batch over micro-batch": (["train.micro_batch_size=5"], ["train.global_batch_size = 12", "= 5 * 1 = 5"]),
+    "batch of the ramp": (
+        ["train.batch_ramp={start: 4, increment: 4, samples: 24}", "train.micro_batch_size=3"],
+        ["a step of train.batch_ramp = 4", "= 3 * 1 = 3"],
+    ),
+    "no length": (["train.steps=null"], ["train.steps", "none of them is set"]),
+    "two lengths": (["train.samples=60"], ["train.steps = 4", "train.samples = 60"]),
+    "warmup beyond the end": (["schedule.warmup_samples=48"], ["schedule.warmup_samples = 48", "48 samples"]),
+    "no data": (["data.train=[]"], ["data.train has 0 datasets"]),
+    "positions": (["model.position=learned", "model.max_seq_len=8"], ["train.seq_len = 16", "model.max_seq_len = 8"]),
+    "id that is a path": (["run.id=a/b"], ["run.id = 'a/b'", "run.dir"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configuration(case: str, corpus: Path, megads: StartCommand) -> None:
+    """Catches a config that starts ranks, is dropped without a word, or is refused without value and remedy."""
+    overrides, texts = BAD_CONFIGS[case]
+    refused(megads("train", *small_model(corpus, train__steps=4), *overrides), 2, *texts)
+    assert not (megads.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])
+def test_empty_corpus(verb: str, megads: StartCommand) -> None:
+    """Catches a tokenizer of nothing, or an empty dataset that only training refuses."""
+    empty, blank = megads.folder / "empty.jsonl", megads.folder / "blank.jsonl"
+    empty.touch()
+    blank.write_text('{"text": ""}\n{"text": ""}\n')
+    tokenizer = []
+    if verb == "preprocess":
+        text = megads.folder / "words.txt"
+        text.write_text("some words to learn from, some words to learn\n" * 20)
+        trained = megads("tokenizer", f"input=[{text}]", "output=tokenizer.json", "vocab_size=300").end()
+        assert trained.code == 0, trained.err
+        tokenizer = ["tokenizer=tokenizer.json"]
+    for path in (empty, blank):
+        refused(megads(verb, f"input=[{path}]", "output=out", *tokenizer), 3)
+    refused(megads(verb, "input=[missing.jsonl]", "output=out", *tokenizer), 3, "missing.jsonl")
+    assert [path.name for path in megads.folder.glob("out*")] == []
+
+
+def _remove_bin(prefix: Path) -> None:
+    bin_path(prefix).unlink()
+
+
+def _flip_magic(prefix: Path) -> None:
+    content = bytearray(idx_path(prefix).read_bytes())
+    content[2] ^= 1
+    idx_path(prefix).write_bytes(content)
+
+
+def _truncate_index(prefix: Path) -> None:
+    idx_path(prefix).write_bytes(idx_path(prefix).read_bytes()[:-20])
+
+
+def _truncate_header(prefix: Path) -> None:
+    idx_path(prefix).write_bytes(idx_path(prefix).read_bytes()[: HEADER.size - 3])
+
+
+def _truncate_tokens(prefix: Path) -> None:
+    bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-2])
+
+
+def _point_elsewhere(prefix: Path) -> None:
+    content = bytearray(idx_path(prefix).read_bytes())
+    sequences = (len(content) - HEADER.size - 8) // 20
+    content[HEADER.size + 4 * sequences + 8 * 5] ^= 2
+    idx_path(prefix).write_bytes(content)
+
+
+def _claim_a_larger_vocabulary(prefix: Path) -> None:
+    documents, tokens = _counts(prefix)
+    record = {
+        "tokenizer_sha256": "0" * 64, "vocab_size": 600, "max_token_id": 599, "end_of_document_id": None,
+        "documents": documents, "tokens": tokens, "text_bytes": 1, "rejected_lines": 0, "rejected_reasons": {},
+        "rejected_examples": [], "input_files": [], "format_version": 1,
+    }  # fmt: skip
+    Path(f"{prefix}.json").write_text(json.dumps(record))
+
+
+def _counts(prefix: Path) -> tuple[int, int]:
+    sequences = (idx_path(prefix).stat().st_size - HEADER.size - 8) // 20
+    return sequences, bin_path(prefix).stat().st_size // 2
+
+
+BAD_DATA: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "missing tokens": (_remove_bin, ["data.bin: no such file", "megads preprocess"]),
+    "flipped magic": (_flip_magic, ["data.idx: byte 0: magic b'MMHDIDX"]),
+    "truncated index": (_truncate_index, ["data.idx: byte 18: ", "it is truncated or the counts are wrong"]),
+    "truncated header": (_truncate_header, ["data.idx: byte 31: the file ends inside its header"]),
+    "truncated tokens": (_truncate_tokens, ["data.bin: has ", "one is truncated"]),
+    "wrong pointer": (_point_elsewhere, ["sequence 5 starts at byte"]),
+    "vocabulary": (
+        _claim_a_larger_vocabulary,
+        ["largest token is 599", f"model.vocab_size is {VOCAB_SIZE}", "set model.vocab_size=600"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DATA)
+def test_bad_data(case: str, corpus: Path, megads: StartCommand) -> None:
+    """Catches damage that trains, and a start of all ranks to learn of it: the launcher looks at the data first."""
+    prefix = megads.folder / "data"
+    for ending in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{ending}", f"{prefix}{ending}")
+    spoil, texts = BAD_DATA[case]
+    spoil(prefix)
+    refused(megads("train", *small_model(prefix, train__steps=4)), 3, *texts)
+    assert not (megads.folder / "runs").exists()
+
+
+def test_missing_data(megads: StartCommand) -> None:
+    """Catches a run directory that is made for a mistyped path."""
+    refused(
+        megads("train", *small_model(Path("no/such/corpus"), train__steps=4)), 3, "no/such/corpus.idx: no such file"
+    )
+    assert not (megads.folder / "runs").exists()
+
+
+def test_missing_validation_data(corpus: Path, megads: StartCommand) -> None:
+    """Catches validation data that is looked for only when training has begun."""
+    overrides = small_model(corpus, train__steps=4, data__valid="no/such/corpus")
+    refused(megads("train", *overrides), 3, "no/such/corpus.idx: no such file")
+
+
+def test_run_directory_that_cannot_be_written(corpus: Path, megads: StartCommand) -> None:
+    """Catches a traceback from the first file that is written. A path through a file stops even the superuser."""
+    (megads.folder / "file").write_text("kept")
+    run_dir = megads.folder / "file" / "run"
+    refused(
+        megads("train", *small_model(corpus, train__steps=4, run__dir=run_dir)), 2,
+        f"the run directory {run_dir} cannot be written to", "Not a directory", "run.dir=<path>",
+    )  # fmt: skip
+    assert (megads.folder / "file").read_text() == "kept"
+
+
+@pytest.mark.distributed
+def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
+    """Catches a mistyped checkpoint.load that silently starts from random weights."""
+    overrides = small_model(corpus, train__steps=4, checkpoint__load="no/such/run", run__dir="run")
+    ended = megads("train", *overrides).end()
+    assert ended.code == 4
+    assert "checkpoint.load = no/such/run: there is no such folder" in ended.err
+    assert "Traceback" not in ended.err
+    assert steps_of(megads.folder / "run") == []

@@ -1,0 +1,179 @@
+"""What goes wrong in a run, and how it ends: the real command, real ranks, faults injected into them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megads.data.indexed import IndexedDatasetWriter
+from megads.runtime.metrics import read_json_lines
+from tests.command import Command, Ended, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.corpus import VOCAB_SIZE, documents
+from tests.faults import FAULTY_RANK, FAULTY_STEP
+
+pytestmark = pytest.mark.distributed
+
+# The aim is 5 s; a test must not fail because the machine is busy.
+REPORTED_WITHIN_S = 15.0
+
+
+def end_after_failure(command: Command, run_dir: Path) -> Ended:
+    """Waits for the end, and checks how long after the first failing rank's last word it came."""
+    ended = command.end()
+    at_s = time.monotonic()
+    records = [json.loads(path.read_text()) for path in (run_dir / "logs").glob("failure_*.json")]
+    took_s = at_s - min(record["monotonic_s"] for record in records)
+    print(f"reported {took_s:.2f} s after the failure")
+    assert took_s < REPORTED_WITHIN_S
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("where", "layout"), [("forward", {"parallel__pp": 2}), ("backward", {"parallel__tp": 2, "parallel__pp": 2})]
+)
+def test_the_failing_ranks_error_is_reported(
+    where: str, layout: dict[str, int], corpus: Path, megads: StartCommand
+) -> None:
+    """Catches a failure buried under its peers' lost connections, and peers that wait for ever for the failed rank."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, train__steps=50, checkpoint__every_steps=2, run__dir=run_dir, **layout)
+    ended = end_after_failure(megads("train", *overrides, fault=f"raise_in_{where}"), run_dir)
+    assert ended.code == 1
+    first, log = ended.err.splitlines()
+    assert first == f"megads: rank {FAULTY_RANK} failed, InjectedError: injected into the {where}"
+    assert log == f"  log: {run_dir / 'logs' / f'rank_{FAULTY_RANK:05d}.log'}"
+    assert f"InjectedError: injected into the {where}" in Path(log.removeprefix("  log: ")).read_text()
+    assert [line["step"] for line in steps_of(run_dir)] == list(range(1, FAULTY_STEP))
+    assert checkpoint_of(run_dir, 2).exists()
+
+
+def test_a_token_outside_the_vocabulary_is_named(megads: StartCommand) -> None:
+    """Catches an index error from the depths of an embedding, or a wrong row silently looked up under tp."""
+    prefix, bad_document = megads.folder / "bad", 71
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for number, tokens in enumerate(documents()):
+            writer.append([*tokens[:10], VOCAB_SIZE, *tokens[11:]] if number == bad_document else tokens)
+    run_dir = megads.folder / "run"
+    overrides = small_model(prefix, train__steps=100, parallel__tp=2, run__dir=run_dir)
+    ended = end_after_failure(megads("train", *overrides), run_dir)
+    assert ended.code == 3
+    assert f"{prefix}: document {bad_document} holds token {VOCAB_SIZE}, model.vocab_size is 509" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
+    """Catches NaN that one rank keeps to itself, ranks that disagree on a skip, and a run that goes on for nothing."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(
+        corpus, train__steps=50, train__max_nonfinite_steps=2, parallel__tp=2, checkpoint__every_steps=1,
+        checkpoint__keep=0, run__dir=run_dir,
+    )  # fmt: skip
+    ended = megads("train", *overrides, fault="poison_weight").end()
+    assert ended.code == 7
+    assert "3 non-finite steps in a row, up to step 5 (train.max_nonfinite_steps = 2)" in ended.err
+    assert "checkpoint.load=<path>" in ended.err and "Traceback" not in ended.err
+    skips = events_of(run_dir, "step_skipped")
+    assert [skip["step"] for skip in skips] == [3, 4, 5]
+    assert all(skip["culprit"] == "rank 1 in its weights (blocks.0.attention.qkv.weight)" for skip in skips)
+    assert [line["skipped"] for line in steps_of(run_dir)] == [False, False, True, True, True]
+    # What was saved meanwhile is sound: the same command goes on with finite weights.
+    again = megads("train", *overrides, "train.steps=6").end()
+    assert again.code == 0, again.err
+    assert [line["skipped"] for line in steps_of(run_dir)] == [False, False, True, True, False, False]
+
+
+def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
+    """Catches a skipped step that changes weights or moments, is not counted, or is blamed on the wrong rank."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(
+        corpus, train__steps=5, parallel__pp=2, checkpoint__every_steps=1, checkpoint__keep=0, run__dir=run_dir
+    )
+    ended = megads("train", *overrides, fault="poison_gradient_once").end()
+    assert (ended.code, ended.err) == (0, "")
+    steps = list(read_json_lines(run_dir / "metrics.jsonl"))[:5]
+    assert [line["skipped"] for line in steps] == [False, False, True, False, False]
+    assert [line["samples"] for line in steps] == [12, 24, 36, 48, 60]
+    assert all(np.isfinite(line["loss"]) for line in steps)
+    (skip,) = events_of(run_dir, "step_skipped")
+    assert skip["step"] == 3
+    assert skip["culprit"].startswith("rank 1 in its backward (blocks.1.attention.qkv.weight")
+    weights = [checksums(checkpoint_of(run_dir, step)) for step in range(1, 6)]
+    assert weights[1] == weights[2]
+    assert weights[0] != weights[1] and weights[2] != weights[3]
+    taken = [json.loads((checkpoint_of(run_dir, s) / "manifest.json").read_text())["run"] for s in range(1, 6)]
+    assert [run["optimizer_steps"] for run in taken] == [1, 2, 2, 3, 4]
+
+
+def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand) -> None:
+    """Catches an interrupt that loses the steps since the last checkpoint, prints tracebacks, or spoils the order."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, parallel__pp=2, schedule__name="constant", run__dir=run_dir)
+    command = megads("train", *overrides, "train.steps=100000")
+    command.wait_for(lambda: len(steps_of(run_dir)) >= 3)
+    command.process.send_signal(signal.SIGINT)
+    ended = command.end()
+    assert (ended.code, ended.err) == (5, "")
+    assert "SIGINT: saving and stopping" in ended.out and "Traceback" not in ended.out
+    last = steps_of(run_dir)[-1]["step"]
+    assert checkpoint_of(run_dir, last).exists()
+    assert events_of(run_dir, "end")[-1]["stopped"] == "interrupted"
+    assert megads("train", *overrides, f"train.steps={last + 2}").end().code == 0
+    assert events_of(run_dir, "resume")[-1]["step"] == last
+    steps = steps_of(run_dir)
+    assert [line["step"] for line in steps] == list(range(1, last + 3))
+    assert [line["samples"] for line in steps] == [12 * line["step"] for line in steps]
+    assert len({line["batch_hash"] for line in steps}) == len(steps)
+
+
+def test_preempted_run_saves(corpus: Path, megads: StartCommand) -> None:
+    """Catches a scheduler's SIGTERM that kills without saving, or that is taken for a user's stop."""
+    run_dir = megads.folder / "run"
+    command = megads("train", *small_model(corpus, train__steps=100000, run__dir=run_dir))
+    command.wait_for(lambda: len(steps_of(run_dir)) >= 1)
+    command.process.send_signal(signal.SIGTERM)
+    ended = command.end()
+    assert (ended.code, ended.err) == (6, "")
+    assert checkpoint_of(run_dir, steps_of(run_dir)[-1]["step"]).exists()
+    assert events_of(run_dir, "end")[-1]["stopped"] == "preempted"
+    assert not (run_dir / "stop").exists()
+
+
+def test_a_stop_file_stops_until_it_is_removed(corpus: Path, megads: StartCommand) -> None:
+    """Catches a kill switch that does not work from another machine, or that the next start forgets."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, schedule__name="constant", run__dir=run_dir)
+    command = megads("train", *overrides, "train.steps=100000")
+    command.wait_for(lambda: len(steps_of(run_dir)) >= 1)
+    (run_dir / "stop").touch()
+    assert command.end().code == 5
+    last = steps_of(run_dir)[-1]["step"]
+    assert checkpoint_of(run_dir, last).exists()
+    assert megads("train", *overrides, "train.steps=100000").end().code == 5
+    assert steps_of(run_dir)[-1]["step"] == last
+
+
+def test_a_killed_rank_is_named(corpus: Path, megads: StartCommand) -> None:
+    """Catches a lost rank reported as its peers' error, and peers or the launcher left behind."""
+    victim = 0
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, train__steps=100000, parallel__dp=2, run__dir=run_dir)
+    command = megads("train", *overrides)
+    command.wait_for(lambda: len(steps_of(run_dir)) >= 2)
+    started = command.processes()
+    log = (run_dir / "logs" / f"rank_{victim:05d}.log").read_text()
+    os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGKILL)
+    begin = time.monotonic()
+    ended = command.end()
+    print(f"reported {time.monotonic() - begin:.2f} s after the kill")
+    assert time.monotonic() - begin < REPORTED_WITHIN_S
+    assert ended.code == 1
+    assert f"rank {victim} was killed by SIGKILL" in ended.err and "Traceback" not in ended.err
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert alive == []

@@ -1,0 +1,186 @@
+"""A run that was cut off goes on as if nothing had happened: the real command, real kills."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from megads.checkpoint.manifest import read_manifest
+from tests.command import (
+    Command,
+    StartCommand,
+    checkpoint_of,
+    checksums,
+    events_of,
+    small_model,
+    steps_of,
+    validations_of,
+)
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def finished(corpus: Path, module_megads: StartCommand) -> Path:
+    """A run of two steps that came to its end; read only."""
+    run_dir = module_megads.folder / "finished"
+    ended = module_megads("train", *small_model(corpus, train__steps=2, run__dir=run_dir)).end()
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def damage(checkpoint: Path) -> None:
+    """Flips one bit of the last tensor of a file."""
+    path = min(checkpoint.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 4
+    path.write_bytes(content)
+
+
+def last_step(run_dir: Path) -> int:
+    steps = steps_of(run_dir)
+    return steps[-1]["step"] if steps else 0
+
+
+def kill_at_a_random_moment(command: Command, run_dir: Path, first: int, last: int) -> str:
+    """Kills everything a random moment after a random step has been written; says when."""
+    step, delay_s = random.randint(first, last), random.uniform(0.0, 0.05)
+    command.wait_for(lambda: last_step(run_dir) >= step)
+    time.sleep(delay_s)
+    assert command.process.poll() is None, "the run ended before it could be killed"
+    command.kill_everything()
+    return f"killed {delay_s:.3f} s after step {step}, ledger at step {last_step(run_dir)}"
+
+
+def test_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) -> None:
+    """N5. Catches state that is not saved: moments, step counts, dropout streams, data order, learning rate."""
+    overrides = small_model(
+        corpus, train__precision="bf16", parallel__tp=2, parallel__pp=2, train__steps=10, checkpoint__every_steps=3,
+        model__hidden_dropout=0.1, model__attention_dropout=0.1, evaluation__every_steps=4,
+    )  # fmt: skip
+    reference, killed = megads.folder / "reference", megads.folder / "killed"
+    assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
+    moment = kill_at_a_random_moment(megads("train", *overrides, f"run.dir={killed}"), killed, 4, 7)
+    print(moment)
+    assert not checkpoint_of(killed, 10).exists()
+    again = megads("train", *overrides, f"run.dir={killed}").end()
+    assert (again.code, again.err) == (0, "")
+    resumed = events_of(killed, "resume")
+    assert len(resumed) == 1 and resumed[0]["step"] in (3, 6, 9), moment
+    assert resumed[0]["software_differences"] == []
+    assert [line["step"] for line in steps_of(reference)] == list(range(1, 11))
+    assert steps_of(killed) == steps_of(reference), moment
+    assert validations_of(killed) == validations_of(reference), moment
+    assert [line["step"] for line in validations_of(reference)] == [4, 8, 10]
+    assert checksums(checkpoint_of(killed, 10)) == checksums(checkpoint_of(reference, 10)), moment
+
+
+# Each layout continues the run of the one before: vocabulary padding, data parallel size and stages change. 509 tokens
+# do not divide by 2 or 3.
+CHAIN = [
+    ("tp3", {"tp": 3}),
+    ("pp2", {"pp": 2}),
+    ("tp2", {"tp": 2}),
+    ("dp3", {"dp": 3}),
+    ("single", {}),
+]
+
+
+def test_resume_in_another_layout(corpus: Path, megads: StartCommand) -> None:
+    """N6, N2. Catches rows of padding that are read as weights, ZeRO parts put at wrong places, and samples skipped."""
+    run_dir = megads.folder / "run"
+    continued: dict[int, dict] = {}
+    for number, (name, layout) in enumerate(CHAIN):
+        sizes = {f"parallel__{key}": size for key, size in layout.items()}
+        overrides = small_model(
+            corpus, train__steps=2 * (number + 2), checkpoint__every_steps=2, optim__lr=1e-2,
+            schedule__name="constant", run__id="chain", run__dir=run_dir, **sizes,
+        )  # fmt: skip
+        ended = megads("train", *overrides).end()
+        assert ended.code == 0, ended.err
+        lines = {line["step"]: line for line in steps_of(run_dir)}
+        if continued:
+            first = 2 * number + 1
+            # The layout before went on to step `first` too: the uninterrupted run.
+            assert lines[first]["batch_hash"] == continued[first]["batch_hash"], name
+            for key, bound in (("loss", 1e-6), ("grad_norm", 1e-5)):
+                off = abs(lines[first][key] / continued[first][key] - 1)
+                print(f"{CHAIN[number - 1][0]} -> {name}: first {key} off by {off:.1e}")
+                assert off <= bound, (name, key)
+            assert events_of(run_dir, "resume")[-1]["step"] == first - 1
+        continued = lines
+        # The run was killed before its last checkpoint.
+        shutil.rmtree(checkpoint_of(run_dir, 2 * (number + 2)))
+
+
+def test_longer_training_continues_the_run(corpus: Path, megads: StartCommand) -> None:
+    """Catches a longer train.steps that starts another run, reads samples twice, or skips the last validation."""
+    overrides = small_model(corpus, schedule__decay_samples=120)
+    assert megads("train", *overrides, "train.steps=2").end().code == 0
+    assert megads("train", *overrides, "train.steps=4").end().code == 0
+    (run_dir,) = (megads.folder / "runs").iterdir()
+    steps = steps_of(run_dir)
+    assert [(line["step"], line["samples"]) for line in steps] == [(1, 12), (2, 24), (3, 36), (4, 48)]
+    assert len({line["batch_hash"] for line in steps}) == 4
+    assert [line["step"] for line in validations_of(run_dir)] == [2, 4]
+    # The same command on a finished run changes nothing.
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    assert megads("train", *overrides, "train.steps=4").end().code == 0
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, megads: StartCommand) -> None:
+    """Catches a flipped bit that is trained on, an older checkpoint that is not tried, and a load=none that loads."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, checkpoint__every_steps=2, checkpoint__keep=0, run__dir=run_dir, train__steps=6)
+    assert megads("train", *overrides).end().code == 0
+    reference, weights = steps_of(run_dir), checksums(checkpoint_of(run_dir, 6))
+    damage(checkpoint_of(run_dir, 6))
+    (truncated,) = checkpoint_of(run_dir, 4).glob("*.safetensors")
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    assert megads("train", *overrides).end().code == 0
+    (event,) = events_of(run_dir, "resume")
+    assert (event["step"], event["checkpoint"]) == (2, "step_00000002")
+    newest, older = event["passed_by"]
+    assert newest.startswith("step_00000006: ") and "fails its checksum" in newest
+    assert older.startswith("step_00000004: ") and "bytes instead of" in older
+    assert steps_of(run_dir) == reference
+    assert checksums(checkpoint_of(run_dir, 6)) == weights
+
+    assert megads("train", *overrides, "checkpoint.load=none", "train.steps=1").end().code == 0
+    assert steps_of(run_dir)[0]["loss"] == reference[0]["loss"]
+    assert len(events_of(run_dir, "resume")) == 1
+    # What was there before is left alone, but the newest is the fresh run's.
+    assert read_manifest(checkpoint_of(run_dir, 1)).sequence > read_manifest(checkpoint_of(run_dir, 6)).sequence
+
+
+def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Path, megads: StartCommand) -> None:
+    """Catches a run that has its last checkpoint, is therefore finished, and never gets its last validation line."""
+    killed = megads.folder / "killed"
+    overrides = small_model(corpus, train__steps=2, run__dir=killed)
+    cut_off = megads("train", *overrides, fault="die_in_validation").end()
+    assert cut_off.code == -9
+    assert checkpoint_of(killed, 2).exists() and validations_of(killed) == []
+    assert megads("train", *overrides).end().code == 0
+    assert steps_of(killed) == steps_of(finished)
+    assert len(validations_of(finished)) == 1
+    assert validations_of(killed) == validations_of(finished)
+
+
+def test_a_checkpoint_of_another_model_is_refused(corpus: Path, finished: Path, megads: StartCommand) -> None:
+    """Catches weights that are loaded because their shapes happen to fit; every differing key is named."""
+    before, run_dir = checksums(checkpoint_of(finished, 2)), megads.folder / "run"
+    other = small_model(
+        corpus, train__steps=1, run__dir=run_dir, checkpoint__load=finished, model__num_heads=4, model__num_layers=3
+    )
+    ended = megads("train", *other).end()
+    assert ended.code == 4
+    assert "is of another model" in ended.err and "Traceback" not in ended.err
+    for difference in ("model.num_heads: 6 there, 4 here", "model.num_layers: 2 there, 3 here"):
+        assert difference in ended.err
+    assert not (run_dir / "checkpoints").exists()
+    assert checksums(checkpoint_of(finished, 2)) == before
