@@ -20,7 +20,7 @@ from megads.plan.flops import model_flops_per_token
 from megads.plan.memory import MemoryPlan, bubble_share
 from megads.runtime.machine_memory import free_gpu_memory
 
-_TABLE_WIDTH = 155
+_TABLE_WIDTH = 160
 """Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
 
 
