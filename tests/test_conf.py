@@ -88,6 +88,15 @@ def test_generate_composes() -> None:
     config.check()
 
 
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_plan_takes_what_train_takes(experiment: str) -> None:
+    """Catches a plan.yaml whose groups or values drifted from those of train.yaml."""
+    config = compose_verb("plan", f"experiment={experiment}", "train.seed=7")
+    trained = compose_train(f"experiment={experiment}", "train.seed=7")
+    assert isinstance(config, plan.PlanConfig)
+    assert {name: getattr(config, name) for name in vars(trained)} == vars(trained)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_composes_and_checks(model: str) -> None:
     """Catches a preset whose heads do not divide its width, a key the schema lacks, and a wrong size."""

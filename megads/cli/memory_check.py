@@ -117,13 +117,13 @@ def parts(stage: StageMemory) -> dict[str, int]:
     """What makes up the peak of a rank, by name, in bytes."""
     return {
         "weights": stage.weights,
-        "low-precision gradients": stage.fullest.gradients,
+        "working gradients": stage.fullest.gradients,
         "fp32 gradients": stage.fp32_gradients,
         "fp32 masters and moments": stage.masters + stage.adam_moments,
         "activations in flight": stage.fullest.activations,
-        "logits and loss": stage.fullest.loss + stage.held_logits,
+        "logits and loss": stage.fullest.loss,
         "working tensors": stage.fullest.working,
-        "pipeline buffers and batches": stage.pipeline_buffers,
+        "pipeline buffers": stage.pipeline_buffers,
         "attention bias": stage.attention_bias,
         "reduction copies": stage.fullest.transient,
     }

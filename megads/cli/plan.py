@@ -28,7 +28,7 @@ class PlanConfig(RootConfig):
     """Where ranks would compute; auto is this machine's GPUs, or its CPU."""
 
 
-def run(config: PlanConfig, _: Invocation) -> int:
+def run(config: PlanConfig, _invocation: Invocation) -> int:
     """Prints the plan; starts and allocates nothing."""
     # The tab key imports this module for its schema and must not wait for torch.
     from megads.cli.plan_output import show

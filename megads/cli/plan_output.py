@@ -16,8 +16,8 @@ from megads.plan.flops import model_flops_per_token
 from megads.plan.memory import MemoryPlan, bubble_share
 from megads.runtime.machine_memory import free_gpu_memory
 
-_PLAIN_WIDTH = 150
-"""Columns where the output is no terminal."""
+_TABLE_WIDTH = 160
+"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
 
 
 def show(config: RootConfig, device: str, as_text: bool) -> None:
@@ -58,7 +58,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str
     stages = []
     for stage in plan.stages:
         entry = dataclasses.asdict(stage)
-        entry["phases"] = {moment.name: moment.total for moment in stage.phases}
+        entry["phases"] = [{"name": moment.name, "bytes": moment.total} for moment in stage.phases]
         entry |= {"fullest": dataclasses.asdict(stage.fullest), "permanent": stage.permanent, "peak": stage.peak}
         stages.append(entry)
     return {
@@ -75,8 +75,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str
 
 def _print(config: RootConfig, plan: MemoryPlan, room: Room | None) -> None:
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PLAIN_WIDTH)
+    console.width = max(console.width, _TABLE_WIDTH)
     parallel, train, step = config.parallel, config.train, compute(config)
     console.print(
         f"{plan.parameters:,} parameters on {parallel.world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x "
@@ -90,11 +89,11 @@ def _print(config: RootConfig, plan: MemoryPlan, room: Room | None) -> None:
     console.print(_table(plan))
     largest = plan.largest
     console.print(
-        f"largest: rank {largest.first_rank} with {gib(largest.peak)}, most at {largest.fullest.name}; "
-        f"it always holds {gib(largest.permanent)}, and in each phase of a step at most"
+        f"largest: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
+        f"it always holds {gib(largest.permanent)}, and in each phase of a step"
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
-        console.print(f"  {gib(moment.total):>12} more at {moment.name}")
+        console.print(f"  {gib(moment.total):>12} more: {moment.name}")
     if room is not None:
         subject = "each GPU" if room.per_gpu else "all ranks and their processes"
         verdict = "fits" if room.fits else "does not fit"
@@ -110,9 +109,8 @@ def _table(plan: MemoryPlan) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
     )
-    headers = ["stage", "parameters", "on a rank", "micro-batches in flight", *parts(plan.largest), "peak"]
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=header in ("parameters", "on a rank"))
+    for header in ("stage", "parameters", "on a rank", "in flight", *parts(plan.largest), "peak"):
+        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
     for stage in plan.stages:
         sizes = [f"{part / size:,.1f}" for part in (*parts(stage).values(), stage.peak)]
         counts = [f"{count:,}" for count in (stage.stage, stage.parameters, stage.rank_parameters, stage.in_flight)]

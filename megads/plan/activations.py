@@ -60,6 +60,11 @@ class Pass:
         return self.hidden // self.tp
 
     @property
+    def entered(self) -> int:
+        """A gradient and its copy that is summed over ranks where a tensor-parallel region was entered."""
+        return 2 * self.hidden if self.tp > 1 else 0
+
+    @property
     def ffn(self) -> int:
         """T f/t w: bytes of this rank's MLP activation."""
         return self.tokens * self.model.ffn_width // self.tp * self.weight_bytes
@@ -148,7 +153,7 @@ def attention_ops(p: Pass) -> list[Op]:
             "qkv",
             kept=hidden,
             forward=3 * attention,
-            backward=2 * hidden + 3 * attention,
+            backward=hidden + max(hidden + 3 * attention, p.entered),
             gradient=p.matrix(3 * width // p.tp, width),
         ),
         _attention_core_op(p),
@@ -171,7 +176,13 @@ def mlp_ops(p: Pass) -> list[Op]:
     matrix = p.matrix(p.model.ffn_width // p.tp, width)
     return [
         Op("post-attention norm", kept=hidden + p.norm_statistics, forward=attended + hidden, backward=3 * hidden),
-        Op("mlp up", kept=hidden, forward=attended + ffn, backward=2 * hidden + ffn, gradient=matrix),
+        Op(
+            "mlp up",
+            kept=hidden,
+            forward=attended + ffn,
+            backward=hidden + max(hidden + ffn, p.entered),
+            gradient=matrix,
+        ),
         Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn),
         Op(
             "mlp down",
@@ -197,18 +208,24 @@ def final_norm_ops(p: Pass) -> list[Op]:
 def head_ops(p: Pass) -> list[Op]:
     """Output projection and vocabulary-parallel cross entropy.
 
-    The engine holds the logits themselves beyond the micro-batch (see `megads.plan.memory`). The loss saves fp32
-    probabilities; backward writes its gradient into a second such tensor and, under bf16, casts that.
+    The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
+    into a second such tensor and, under bf16, casts that.
     """
     width, tokens = p.model.hidden_size, p.tokens
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
     return [
-        Op("head", p.hidden, forward=p.logits, backward=p.logits + p.hidden, gradient=p.matrix(p.vocab_rows, width)),
+        Op(
+            "head",
+            kept=p.hidden,
+            forward=p.logits,
+            backward=max(p.logits + p.hidden, p.entered),
+            gradient=p.matrix(p.vocab_rows, width),
+        ),
         Op(
             "loss",
             kept=probabilities + 2 * INT64 * tokens,
-            forward=6 * FP32 * tokens,
+            forward=p.logits + 6 * FP32 * tokens,
             backward=probabilities + cast + 6 * FP32 * tokens,
             is_loss=True,
         ),
@@ -221,6 +238,15 @@ def received_ops(p: Pass) -> list[Op]:
     Backward leaves the gradient of what was received there until it is sent.
     """
     return [Op("received", kept=p.hidden, forward=p.hidden, backward=p.hidden)]
+
+
+def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
+    """The operations of a last stage that receives.
+
+    Until the next loss is there the engine has the previous one, and through its graph what was received, and the
+    gradient of that.
+    """
+    return [replace(op, forward=op.forward + 2 * p.hidden) for op in ops]
 
 
 def sent_ops(p: Pass) -> list[Op]:

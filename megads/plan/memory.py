@@ -11,7 +11,7 @@ kernels, fragmentation of the heap.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig
@@ -30,6 +30,7 @@ from megads.plan.activations import (
     embedding_ops,
     final_norm_ops,
     head_ops,
+    hold_previous,
     received_ops,
     sent_ops,
     tie_gradients,
@@ -77,7 +78,6 @@ class StageMemory:
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
         attention_bias: the cached additive mask.
-        held_logits: logits of earlier micro-batches that the engine does not let go of.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most micro-batches between their forward and backward pass.
         phases: the fullest moment of each phase of a step; they do not meet.
@@ -93,7 +93,6 @@ class StageMemory:
     masters: int
     adam_moments: int
     attention_bias: int
-    held_logits: int
     pipeline_buffers: int
     in_flight: int
     phases: tuple[Moment, ...]
@@ -102,7 +101,7 @@ class StageMemory:
     def permanent(self) -> int:
         """Alive all the time."""
         optimizer = self.fp32_gradients + self.masters + self.adam_moments
-        return self.weights + optimizer + self.attention_bias + self.held_logits + self.pipeline_buffers
+        return self.weights + optimizer + self.attention_bias + self.pipeline_buffers
 
     @property
     def fullest(self) -> Moment:
@@ -187,12 +186,11 @@ def _stage_memory(
     flat = sum(groups)
     ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
     low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
-    held_logits = _held_logits(one_pass, parallel, workload.micro_batches) if HEAD in layers else 0
     bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     phases = [
-        _fullest(moments(ops, waiting=waiting - 1, gradients=None)),
+        _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
         Moment(
             "gradient accumulation",
             gradients,
@@ -204,7 +202,7 @@ def _stage_memory(
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
-        phases.append(_fullest(moments(ops, waiting=later - 1, gradients=gradients)))
+        phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
     if parallel.dp > 1 and not workload.cuda:
         phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
     return StageMemory(
@@ -218,15 +216,15 @@ def _stage_memory(
         masters=FP32 * flat // parallel.dp,
         adam_moments=2 * FP32 * flat // parallel.dp,
         attention_bias=bias * bias_bytes,
-        held_logits=held_logits,
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
         phases=tuple(phases),
     )
 
 
-def _fullest(row: Iterable[Moment]) -> Moment:
-    return max(row, key=lambda moment: moment.total)
+def _fullest(phase: str, row: Iterable[Moment]) -> Moment:
+    moment = max(row, key=lambda moment: moment.total)
+    return replace(moment, name=f"{phase}: {moment.name}")
 
 
 def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool) -> list[Op]:
@@ -250,6 +248,8 @@ def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool)
             ops += block_ops(one_pass)
     if not last:
         ops += sent_ops(one_pass)
+    elif not first:
+        ops = hold_previous(ops, one_pass)
     return tie_gradients(ops) if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings else ops
 
 
@@ -280,19 +280,8 @@ def _flattened(groups: Sequence[int]) -> int:
     return FP32 * largest
 
 
-def _held_logits(one_pass: Pass, parallel: ParallelConfig, micro_batches: int) -> int:
-    """What the last stage never lets go of.
-
-    Each of its two pipeline buffers (one, where there is one micro-batch) holds the logits of its last forward pass,
-    and through their graph what that pass had received, and its gradient.
-    """
-    buffers = min(2, micro_batches)
-    received = 2 * one_pass.hidden if parallel.pp > 1 else 0
-    return buffers * one_pass.logits + (buffers - 1) * received
-
-
 def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stage: int) -> int:
-    """What else the engine holds between passes.
+    """What the engine holds between passes.
 
     One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
     loaded micro-batch.

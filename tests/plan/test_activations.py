@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig, Position
+from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
 from megads.model.stages import Block, Embedding, FinalNorm
 from megads.parallel.grid import Axis
-from megads.parallel.sharding import shard_stage
+from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import Pass, block_ops, embedding_ops, final_norm_ops
 from megads.plan.tape import Op, kept_bytes, moments
 
@@ -52,9 +53,9 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     """
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
     with torch.device("meta"):
-        whole = Block(model, 0, 0)
-    block, _ = shard_stage(whole, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
-    block = block.to_empty(device="cpu")
+        unsharded = Block(model, 0, 0)
+    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
+    materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
         if hasattr(module, "axis"):
             module.axis = Axis(0, (0,), None)

@@ -1,0 +1,64 @@
+"""Available memory, with the cgroup files of a container laid out as the kernel does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from megads.runtime.machine_memory import available_memory, free_gpu_memory
+
+MIB = 2**20
+
+
+def cgroup(folder: Path, limit: str, usage: int, cache: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon {usage - cache}\ninactive_file {cache}\n")
+
+
+def member_of(tmp_path: Path, lines: str) -> Path:
+    path = tmp_path / "membership"
+    path.write_text(lines)
+    return path
+
+
+def test_this_machine() -> None:
+    """Catches a figure that is no memory of this machine."""
+    assert 0 < available_memory() <= psutil.virtual_memory().total
+    assert all(size > 0 for size in free_gpu_memory())
+
+
+def test_version_2(tmp_path: Path) -> None:
+    """Catches a limit of an enclosing cgroup that is overlooked, or page cache that counts as taken."""
+    root = tmp_path / "cgroup"
+    cgroup(root / "outer", str(100 * MIB), 60 * MIB, 10 * MIB)
+    cgroup(root / "outer" / "inner", "max", 40 * MIB, 0)
+    membership = member_of(tmp_path, "0::/outer/inner\n")
+    assert available_memory(root, membership) == 50 * MIB
+    (root / "outer" / "inner" / "memory.max").write_text(f"{64 * MIB}\n")
+    assert available_memory(root, membership) == 24 * MIB
+
+
+def test_version_1(tmp_path: Path) -> None:
+    """Catches a container of an older kernel."""
+    folder = tmp_path / "cgroup" / "memory" / "job"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{32 * MIB}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{20 * MIB}\n")
+    (folder / "memory.stat").write_text(f"cache 0\ntotal_inactive_file {4 * MIB}\n")
+    membership = member_of(tmp_path, "12:cpu,cpuacct:/job\n5:memory:/job\n")
+    assert available_memory(tmp_path / "cgroup", membership) == 16 * MIB
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    """Catches a machine without cgroups, or with no limit in them, that is taken for one without memory."""
+    total = psutil.virtual_memory().total
+    assert 0 < available_memory(tmp_path / "nowhere", tmp_path / "no file") <= total
+    folder = tmp_path / "cgroup" / "memory"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
+    (folder / "memory.usage_in_bytes").write_text("4096\n")
+    (folder / "memory.stat").write_text("cache 0\n")
+    assert 0 < available_memory(tmp_path / "cgroup", member_of(tmp_path, "5:memory:/\n")) <= total
