@@ -1,0 +1,78 @@
+"""Records a run with Weights & Biases; imported in the tracker's process only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import wandb
+
+from megads.runtime.config import WandbConfig, WandbMode
+from megads.runtime.console import render_event
+from megads.runtime.trackers import RunDescription, details, numbers
+
+_INIT_TIMEOUT_S = 60
+
+
+class WandbTracker:
+    """One run on wandb, under the run's own id, so that every start of a run continues the same one.
+
+    wandb cannot take back a step. Its history goes by the run's step.
+
+    Args:
+        run: the run.
+        config: project, entity and tags.
+        mode: offline or online.
+    """
+
+    rewinds = False
+
+    def __init__(self, run: RunDescription, config: WandbConfig, mode: WandbMode):
+        self._run = wandb.init(
+            dir=str(run.run_dir),
+            id=run.run_id,
+            name=run.run_id,
+            project=config.project,
+            entity=config.entity,
+            tags=list(config.tags),
+            config=dict(run.config),
+            mode="online" if mode is WandbMode.online else "offline",
+            resume="allow",
+            settings=wandb.Settings(
+                init_timeout=_INIT_TIMEOUT_S,
+                # The run is not this process: its own output, code, usage and requirements say nothing.
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
+                silent=True,
+            ),
+        )
+        self.first_step = int(self._run.step) if mode is WandbMode.online else None
+
+    def rewind(self, step: int) -> None:
+        raise NotImplementedError("wandb cannot take back steps")
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        # A lower step than the last would be refused: a validation made up for after a resume goes to the next row.
+        self._run.log(numbers(record), step=max(int(record["step"]), int(self._run.step)))
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        moment = time.strftime("%F %T", time.localtime(event.get("time")))
+        self._run.write_logs(f"{moment} {render_event(event)}")
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
+        rows = [[event.get("time"), str(event.get("event")), details(event)] for event in events]
+        tables = {
+            "events": wandb.Table(columns=["time", "event", "details"], data=rows),
+            "final": wandb.Table(columns=["name", "value"], data=[[name, float(v)] for name, v in table.items()]),
+        }
+        self._run.log(tables, step=int(self._run.step))
+        self._run.summary.update({f"final/{name}": value for name, value in table.items()})
+        self._run.finish(exit_code=int(table.get("exit_code", 1)))
