@@ -114,7 +114,7 @@ def _panel(progress: RunProgress, moment: Moment, width: int, look: Look) -> Pan
     rows.add_row("speed", _speed(progress))
     rows.add_row("gradient", _gradient(progress))
     rows.add_row("checkpoint", _checkpoint(progress, moment.now))
-    title = Text(moment.title, style="bold", no_wrap=True, overflow="ellipsis")
+    title = Text(moment.title, style="bold not dim", no_wrap=True, overflow="ellipsis")
     if progress.layout and width >= 60:
         title.append(f"  {progress.layout}", style="dim")
     return Panel(

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 _BEGIN_UPDATE, _END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-_ERASE_LINE_END, _ERASE_BELOW = "\x1b[K", "\x1b[J"
+_ERASE_LINE, _ERASE_LINE_END, _ERASE_BELOW = "\x1b[2K", "\x1b[K", "\x1b[J"
 _STYLE_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -35,10 +35,16 @@ class LiveRegion:
             lines: the new region; color codes are allowed, no other control codes. Empty removes it.
             width: columns of the terminal now; one that became narrower has folded the old lines.
         """
-        rows = sum(max(1, -(-cell_len(_STYLE_CODE.sub("", line)) // max(1, width))) for line in self._drawn)
+        rows = sum(max(1, -(-_cells(line) // max(1, width))) for line in self._drawn)
         up = f"\x1b[{rows}A" if rows else ""
-        above = "".join(f"{line}{_ERASE_LINE_END}\n" for line in self._above)
-        region = "".join(f"{line}{_ERASE_LINE_END}\n" for line in lines)
+        above = "".join(f"{_ERASE_LINE}{line}\n" for line in self._above)
+        # A full line needs no erasing, and erasing at its end would take its last character.
+        region = "".join(f"{line}{_ERASE_LINE_END if _cells(line) < width else ''}\n" for line in lines)
         self._above = []
         self._drawn = list(lines)
         return f"{_BEGIN_UPDATE}\r{up}{above}{_NO_WRAP}{region}{_WRAP}{_ERASE_BELOW}{_END_UPDATE}"
+
+
+def _cells(line: str) -> int:
+    """Columns that a line takes, its color codes none."""
+    return cell_len(_STYLE_CODE.sub("", line))
