@@ -210,11 +210,12 @@ def _speed(progress: RunProgress) -> Text:
 def _gradient(progress: RunProgress) -> Text:
     record, parts = progress.record, []
     if record.get("grad_norm") is not None:
-        parts.append(f"norm {record['grad_norm']:.2f}")
+        parts.append(Text(f"norm {record['grad_norm']:.2f}"))
     if record.get("lr") is not None:
-        parts.append(f"lr {record['lr']:.1e}")
-    text = Text(" | ".join([*parts, ""]))
-    return text.append(f"skipped {progress.skipped}", style="bold red" if progress.skipped else "")
+        parts.append(Text(f"lr {record['lr']:.1e}"))
+    skipped = Text(f"skipped {progress.skipped}", style="bold red" if progress.skipped else "")
+    # What is last may not be seen on a narrow terminal.
+    return Text(" | ").join([skipped, *parts] if progress.skipped else [*parts, skipped])
 
 
 def _checkpoint(progress: RunProgress, now: float) -> Text:

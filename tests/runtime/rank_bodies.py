@@ -88,7 +88,9 @@ def step_twice(config: RootConfig, run_dir: Path) -> int:
 
 def step_as_planned(config: RootConfig, run_dir: Path) -> int:
     """Writes what a run of train.steps steps writes, and goes on from the last checkpoint; 20 steps a second."""
-    saved = [event["step"] for event in read_json_lines(run_dir / "events.jsonl") if event["event"] == "checkpoint_saved"]
+    saved = [
+        event["step"] for event in read_json_lines(run_dir / "events.jsonl") if event["event"] == "checkpoint_saved"
+    ]
     metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
     first = max(saved, default=0)
     metrics.drop_after(first)
