@@ -95,18 +95,21 @@ class Feed:
     def read(self) -> News:
         """Returns the news since the last call, a few megabytes at most; nothing at the end of the files."""
         # A start cuts metrics.jsonl back, then writes its event, then its steps. So whoever reads events last has seen
-        # the start of every step that it read.
+        # the start of every step that it read; but what it read may have been cut off in between, and is read again.
         metrics = self._metrics.read()
         events = self._events.read()
         starts = [int(event.get("step", 0)) for event in events if event.get("event") == "start"]
-        reached = max(int(record.get("step", 0)) for record in [*metrics, asdict(self.position)])
-        rewound_to = min(starts, default=reached)
-        rewound = rewound_to < max(reached, self.position.validation_step)
+        passed_on = max(self.position.step, self.position.validation_step)
+        rewound_to = min(starts, default=passed_on)
+        rewound = rewound_to < passed_on
         if rewound:
             if self._rewinds:
                 self.position.step = min(self.position.step, rewound_to)
                 self.position.validation_step = min(self.position.validation_step, rewound_to)
             self._read_again()
+        elif starts:
+            self._metrics.position = self.position.metrics_bytes
+        if starts:
             metrics = self._metrics.read()
         metrics = [record for record in metrics if self._is_new(record)]
         self._remember(metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 import wandb
@@ -51,28 +52,41 @@ class WandbTracker:
                 silent=True,
             ),
         )
-        self.first_step = int(self._run.step) if mode is WandbMode.online else None
+        self.first_step = int(self._run.starting_step) if mode is WandbMode.online else None
+        self._step = int(self._run.starting_step)
 
     def rewind(self, step: int) -> None:
         raise NotImplementedError("wandb cannot take back steps")
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         # A lower step than the last would be refused: a validation made up for after a resume goes to the next row.
-        self._run.log(numbers(record), step=max(int(record["step"]), int(self._run.step)))
+        self._step = max(int(record["step"]), self._step)
+        self._run.log(numbers(record), step=self._step)
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        moment = time.strftime("%F %T", time.localtime(event.get("time")))
-        self._run.write_logs(f"{moment} {render_event(event)}")
+        self._run.write_logs(f"{_moment(event)} {render_event(event)}")
 
     def flush(self) -> None:
         pass
 
     def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
-        rows = [[event.get("time"), str(event.get("event")), details(event)] for event in events]
-        tables = {
-            "events": wandb.Table(columns=["time", "event", "details"], data=rows),
-            "final": wandb.Table(columns=["name", "value"], data=[[name, float(v)] for name, v in table.items()]),
+        rows = [(_moment(event), str(event.get("event")), details(event)) for event in events]
+        values = [(name, f"{value:.6g}") for name, value in table.items()]
+        # Html, not wandb.Table: that one is an artifact, for which wandb asks the server before it goes on.
+        panels = {
+            "events": wandb.Html(_html(("time", "event", "details"), rows), inject=False),
+            "final": wandb.Html(_html(("name", "value"), values), inject=False),
         }
-        self._run.log(tables, step=int(self._run.step))
+        self._run.log(panels, step=self._step)
         self._run.summary.update({f"final/{name}": value for name, value in table.items()})
         self._run.finish(exit_code=int(table.get("exit_code", 1)))
+
+
+def _moment(event: Mapping[str, Any]) -> str:
+    return time.strftime("%F %T", time.localtime(event.get("time")))
+
+
+def _html(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th align=left>{column}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f"<meta charset=utf-8><table cellpadding=4><tr>{head}</tr>\n{body}</table>"

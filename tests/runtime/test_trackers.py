@@ -22,6 +22,7 @@ from megads.errors import ConfigError
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.trackers import wandb_mode, wanted_trackers
+from tests.runtime.wandb_server import WandbServer
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 30
@@ -186,12 +187,34 @@ def test_both_hold_everything_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     assert any(u.key == "train" and '"seq_len"' in u.value_json for u in configs[0].config.update)
     summary = {"/".join([u.key, *u.nested_key]) for r in records for u in r.summary.update}
     assert any("final/loss" in key for key in summary)
-    tables = [path.read_text() for path in run.glob("wandb/*/files/media/table/*.json")]
+    tables = [path.read_text() for path in run.glob("wandb/*/files/media/html/*.html")]
     assert any("checkpoint_saved" in text for text in tables)
     assert "seq_len: 128" in tensorboard_text(run, "config")
     assert "checkpoint_saved" in tensorboard_text(run, "events")
     assert "| steps | 30 |" in tensorboard_text(run, "final")
     assert no_process_left(run)
+
+
+@pytest.mark.distributed
+def test_online_goes_on_with_the_run_that_the_server_has(tmp_path: Path) -> None:
+    """Catches a resumed run that starts a second one, repeats steps or loses those that never arrived."""
+    pytest.importorskip("wandb")
+    run = tmp_path / "a-run"
+    frozen_run(run, mode=WandbMode.online)
+    with WandbServer() as server:
+        environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        (run / "die").touch()
+        assert launch(run, **environment).returncode == 1
+        assert [row["_step"] for row in server.runs["a-run"]] == list(range(1, 8))
+        del server.runs["a-run"][4:]
+        done = launch(run, **environment)
+    assert (done.returncode, done.stderr, warnings_of(run)) == (0, "", [])
+    assert list(server.runs) == ["a-run"]
+    rows = server.runs["a-run"]
+    assert [row["_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["train/loss"] for row in rows] == [pytest.approx(loss) for loss in losses(run).values()]
+    assert any("events" in path and b"checkpoint_saved" in text for path, text in server.files.items())
+    assert any("final" in path and b"exit_code" in text for path, text in server.files.items())
 
 
 def refusing() -> tuple[int, Callable[[], None]]:
@@ -226,6 +249,7 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
     "refuses": refusing,
     "never answers": lambda: serving(None),
     "answers garbage": lambda: serving(b"\x00\xff garbage \r\n\r\n" * 20),
+    "is no wandb": lambda: serving(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello"),
 }
 
 
