@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 _BEGIN_UPDATE, _END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-_ERASE_LINE, _ERASE_LINE_END, _ERASE_BELOW = "\x1b[2K", "\x1b[K", "\x1b[J"
+_ERASE_LINE_END, _ERASE_BELOW = "\x1b[K", "\x1b[J"
 _STYLE_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -37,7 +37,8 @@ class LiveRegion:
         """
         rows = sum(max(1, -(-_cells(line) // max(1, width))) for line in self._drawn)
         up = f"\x1b[{rows}A" if rows else ""
-        above = "".join(f"{_ERASE_LINE}{line}\n" for line in self._above)
+        # These may fold, over rows of the old region.
+        above = _ERASE_BELOW + "".join(f"{line}\n" for line in self._above) if self._above else ""
         # A full line needs no erasing, and erasing at its end would take its last character.
         region = "".join(f"{line}{_ERASE_LINE_END if _cells(line) < width else ''}\n" for line in lines)
         self._above = []
