@@ -35,29 +35,6 @@ def module_megads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCom
     with commands_in(tmp_path_factory.mktemp("runs")) as start:
         yield start
 
-from tests.command import StartCommand, commands_in
-from tests.corpus import write_corpus
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of one small prepared dataset; read only."""
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
-
-
-@pytest.fixture
-def megads(tmp_path: Path) -> Iterator[StartCommand]:
-    """Starts `megads` commands in tmp_path; whatever still runs at the end of the test is killed."""
-    with commands_in(tmp_path) as start:
-        yield start
-
-
-@pytest.fixture(scope="module")
-def module_megads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCommand]:
-    """The same for runs that several tests of a module look at."""
-    with commands_in(tmp_path_factory.mktemp("runs")) as start:
-        yield start
-
 
 @pytest.fixture(autouse=True, scope="session")
 def no_wandb() -> Iterator[None]:
