@@ -34,3 +34,11 @@ def module_megads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCom
     """The same for runs that several tests of a module look at."""
     with commands_in(tmp_path_factory.mktemp("runs")) as start:
         yield start
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_wandb() -> Iterator[None]:
+    """Runs are not recorded with wandb unless a test asks for it: its start takes a second of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "disabled")
+        yield

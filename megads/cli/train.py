@@ -23,10 +23,11 @@ from megads.config import (
 )
 from megads.errors import EXIT_OK, ConfigError
 from megads.plan.parameters import parameter_count
-from megads.runtime.console import Console
+from megads.runtime.console_choice import open_console
 from megads.runtime.environment import share_of_cores
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.run_dir import CONFIG_FILE, claimed
+from megads.runtime.trackers import wanted_trackers
 
 
 def run(config: RootConfig, invocation: Invocation) -> int:
@@ -45,24 +46,34 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     # The vocabulary counts, and is known before the text is prepared.
     refuse_unfit(describe_data(config, preparation)[0])
     run_dir = Path(str(config.run.dir))
-    with claimed(run_dir):
-        console = Console(run_dir, sys.stdout, config.logging.level, config.logging.every_steps, planned_steps(config))
+    spec = launch_spec(config)
+    with (
+        claimed(run_dir),
+        open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
+    ):
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         freeze(config, run_dir / CONFIG_FILE)
-        return launch(launch_spec(config), console)
+        return launch(spec, console)
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
-    """Returns what to start for a config that has its place."""
+    """Returns what to start for a config that has its place.
+
+    Raises:
+        ConfigError: a tracker is asked for that is not installed.
+    """
     run_dir = str(config.run.dir)
+    tracked = bool(wanted_trackers(config.logging))
     return LaunchSpec(
         run_dir=Path(run_dir),
         num_ranks=config.parallel.world_size,
         command=("-m", "megads.cli.rank", run_dir, "--digest", config_digest(config)),
         threads_per_rank=config.cluster.threads_per_rank,
+        side_command=("-m", "megads.cli.tracker", run_dir, "--follow") if tracked else (),
+        flush_s=config.logging.flush_s,
     )
 
 

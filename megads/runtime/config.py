@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
@@ -40,21 +40,76 @@ class RunConfig:
                 )
 
 
+class ConsoleKind(StrEnum):
+    """How a run is shown."""
+
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+    quiet = "quiet"
+
+
+class WandbMode(StrEnum):
+    """Where wandb records."""
+
+    auto = "auto"
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class WandbConfig:
+    """Recording with Weights & Biases, in <run.dir>/wandb, by a process beside the run that can fail without harm."""
+
+    mode: WandbMode = WandbMode.auto
+    """disabled, offline (`wandb sync` sends it later) or online; auto is WANDB_MODE, else offline if installed."""
+    project: str = "megads"
+    """Project on the server."""
+    entity: str | None = None
+    """User or team that owns the project; null is the account's default."""
+    tags: list[str] = field(default_factory=list)
+    """Labels of the run."""
+
+
+@dataclass
+class TensorBoardConfig:
+    """Recording for TensorBoard, in <run.dir>/tensorboard, by the same process."""
+
+    enabled: bool = False
+    """Write event files: `tensorboard --logdir runs` shows them."""
+
+
 @dataclass
 class LoggingConfig:
-    """What the console shows."""
+    """What the console shows, and who else is told."""
 
     level: str = "info"
     """debug, info, warning or error."""
     every_steps: int = 1
-    """Steps between console lines; metrics.jsonl has every step."""
+    """Steps between plain console lines; metrics.jsonl has every step."""
+    console: ConsoleKind = ConsoleKind.auto
+    """live (a panel), plain (lines), quiet (warnings and errors only); auto is live on a terminal, else plain."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    """TensorBoard."""
+    flush_s: float = 10.0
+    """Longest wait for wandb and TensorBoard at the end of a run; what is missing then can be sent later."""
 
     def check(self) -> None:
-        """Raises ConfigError on an unknown level or interval."""
+        """Raises ConfigError on an unknown level, interval or wait."""
         if self.level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
             raise ConfigError(f"logging.every_steps = {self.every_steps}: must be at least 1")
+        if self.flush_s < 0:
+            raise ConfigError(f"logging.flush_s = {self.flush_s}: must not be negative")
+        if not self.wandb.project or "/" in self.wandb.project:
+            raise ConfigError(
+                f"logging.wandb.project = {self.wandb.project!r}: want a name without '/'; "
+                "the owner goes into logging.wandb.entity"
+            )
 
 
 @dataclass

@@ -1,49 +1,26 @@
 """What the launcher shows of a run: the lines of metrics.jsonl and events.jsonl, each as one readable line.
 
+live_console.LiveConsole shows the same on a terminal as a panel; console_choice.open_console chooses.
+
 The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows a step.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
+from megads.runtime.outlet import Outlet
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.runtime.tail import Tail
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OPENING_EVENTS = ("launch", "resume", "start")
+# The launcher says these itself, on standard error.
+_SAID_ELSEWHERE = ("failure",)
 _STEP_TIME_MEMORY = 0.9
-
-
-class Tail:
-    """Reads what is appended to a file of JSON lines after this object was made."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._position = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns the objects of the lines completed since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            # A resume cuts the file back to its checkpoint.
-            self._position = min(self._position, file.seek(0, os.SEEK_END))
-            file.seek(self._position)
-            text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self._position += len(complete)
-        records = []
-        for line in complete.splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue
-        return [record for record in records if isinstance(record, dict)]
 
 
 class Console:
@@ -62,7 +39,7 @@ class Console:
     ):
         self._metrics = Tail(run_dir / METRICS_FILE)
         self._events = Tail(run_dir / EVENTS_FILE)
-        self._out = out
+        self._outlet = Outlet(out)
         self._level = level
         self._every_steps = every_steps
         self._total_steps = total_steps
@@ -84,24 +61,29 @@ class Console:
 
     def _show_event(self, event: Mapping[str, Any]) -> None:
         self._total_steps = event.get("total_steps", self._total_steps)
-        self.say(render_event(event), str(event.get("level", "info")))
+        if event.get("event") not in _SAID_ELSEWHERE:
+            self.say(render_event(event), str(event.get("level", "info")))
 
     def say(self, line: str, level: str = "info") -> None:
         """Shows one line of the launcher's own, unless its level is below what was asked for."""
-        if _LEVELS.index(level if level in _LEVELS else "info") >= _LEVELS.index(self._level):
-            try:
-                print(line, file=self._out, flush=True)
-            except OSError:
-                self._give_up()
+        if self._shows(level):
+            self._print(line, level)
 
-    def _give_up(self) -> None:
-        """Goes on without a terminal: a closed pipe or a lost connection must not end the training.
+    def close(self) -> None:
+        """Ends what is drawn and waits shortly until it is; lines said later are plain ones."""
+        self._outlet.close()
 
-        The descriptor is replaced too, or Python's own flush at exit would fail and change the exit code.
-        """
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._out.fileno())
-        os.close(nowhere)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shows(self, level: str) -> bool:
+        return _LEVELS.index(level if level in _LEVELS else "info") >= _LEVELS.index(self._level)
+
+    def _print(self, line: str, level: str) -> None:
+        self._outlet.write(f"{line}\n")
 
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:

@@ -69,6 +69,26 @@ def show_full_hydra_errors() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
 
 
+def no_color() -> bool:
+    """Tells whether the user wants no colors (https://no-color.org)."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def terminal_is_dumb() -> bool:
+    """Tells whether the terminal knows no control codes."""
+    return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
+
+
+def wandb_mode() -> str | None:
+    """Returns the user's WANDB_MODE, or None."""
+    return os.environ.get("WANDB_MODE") or None
+
+
+def prepare_wandb() -> None:
+    """Keeps wandb from reporting its own errors to its makers, unless the user asked for it: it can hang in that."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+
+
 def rank_variables(threads: int, cuda: bool) -> dict[str, str]:
     """Returns what every rank's environment must hold.
 

@@ -25,7 +25,8 @@ from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
 from megads.runtime.rank_outcome import RankExit, clear_records, judge, read_failures
-from megads.runtime.run_dir import exit_path
+from megads.runtime.run_dir import exit_path, tracker_log_path
+from megads.runtime.side_process import SideProcess
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, clear_stop, request_stop
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ EXIT_KILLED = 130
 _POLL_S = 0.1
 # A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure.
 _KILL_AFTER_S = 3.0
+# The process beside the ranks keeps to LaunchSpec.flush_s itself; this much later it is taken to hang.
+_FLUSH_MARGIN_S = 2.0
+_KILLED_FLUSH_S = 1.0
 _STOP_REASONS = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGHUP: INTERRUPTED,
@@ -52,12 +56,16 @@ class LaunchSpec:
         num_ranks: processes to start on this machine.
         command: arguments after the Python interpreter, the same for every rank.
         threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
+        side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
+        flush_s: how long that process may go on after the ranks.
     """
 
     run_dir: Path
     num_ranks: int
     command: tuple[str, ...]
     threads_per_rank: int | None = None
+    side_command: tuple[str, ...] = ()
+    flush_s: float = 10.0
 
 
 def launch(spec: LaunchSpec, console: Console) -> int:
@@ -69,8 +77,20 @@ def launch(spec: LaunchSpec, console: Console) -> int:
     """
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)
+    side = _start_side(spec, console)
     with environment.exported(_rank_variables(spec)):
-        return _Launch(spec, console).run()
+        return _Launch(spec, console, side).run()
+
+
+def _start_side(spec: LaunchSpec, console: Console) -> SideProcess | None:
+    """Starts the process beside the ranks; a run goes on without it."""
+    if not spec.side_command:
+        return None
+    try:
+        return SideProcess(spec.side_command, tracker_log_path(spec.run_dir))
+    except OSError as error:
+        console.say(f"trackers cannot be started ({error}): the run is not recorded by them", "warning")
+        return None
 
 
 def _require_devices(num_ranks: int) -> None:
@@ -95,9 +115,11 @@ def _rank_variables(spec: LaunchSpec) -> dict[str, str]:
 class _Launch:
     """One start of a run's ranks."""
 
-    def __init__(self, spec: LaunchSpec, console: Console):
+    def __init__(self, spec: LaunchSpec, console: Console, side: SideProcess | None):
         self._spec = spec
         self._console = console
+        self._side = side
+        self._side_failed = False
         self._events = EventWriter(spec.run_dir)
         self._signals: list[int] = []
         self._signals_answered = 0
@@ -117,15 +139,20 @@ class _Launch:
             while self._thread.is_alive():
                 self._thread.join(_POLL_S)
                 self._console.poll()
+                self._watch_side()
                 self._answer_signals()
                 if failed_at is None and self._some_rank_failed():
                     failed_at = time.monotonic()
                 if failed_at is not None and time.monotonic() - failed_at > _KILL_AFTER_S:
                     self._kill_ranks()
-        self._console.poll()
-        if self._agent_error is not None:
-            raise self._agent_error
-        return self._conclude()
+            self._console.poll()
+            if self._agent_error is not None:
+                raise self._agent_error
+            exit_code = self._conclude()
+            self._end_side(killed=exit_code == EXIT_KILLED)
+        self._events.close()
+        self._console.close()
+        return exit_code
 
     def _run_agent(self) -> None:
         """Body of the agent's thread."""
@@ -138,19 +165,46 @@ class _Launch:
     def _conclude(self) -> int:
         """Judges how the ranks ended, says so once and records it."""
         if len(self._signals) > 1:
-            self._events.write("killed", cause="second signal", exit_code=EXIT_KILLED)
+            self._events.write("killed", level="debug", cause="second signal", exit_code=EXIT_KILLED)
+            self._console.poll()
             self._console.say("killed by a second signal; the last checkpoint is untouched", "error")
+            self._console.close()
             return EXIT_KILLED
         outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._exits, self._killed_ranks)
         if outcome.message:
             self._events.write(
                 "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
             )
+        self._events.write("exit", exit_code=outcome.exit_code, level="debug")
+        self._console.poll()
+        self._console.close()
+        if outcome.message:
             with suppress(OSError):
                 sys.stderr.write(f"megads: {outcome.message}\n")
-        self._events.write("exit", exit_code=outcome.exit_code, level="debug")
-        self._events.close()
         return outcome.exit_code
+
+    def _watch_side(self) -> None:
+        """Says it once when the process beside the ranks fails; what fails within it, it says itself."""
+        if self._side is not None and self._side.failure and not self._side_failed:
+            self._side_failed = True
+            self._warn_of_side(f"the tracker process {self._side.failure}; the training goes on without it")
+
+    def _end_side(self, killed: bool) -> None:
+        """Waits shortly for the process beside the ranks; a further signal ends the wait."""
+        if self._side is None:
+            return
+        limit_s = _KILLED_FLUSH_S if killed else self._spec.flush_s + _FLUSH_MARGIN_S
+        answered = len(self._signals)
+        if not self._side.finish(limit_s, lambda: len(self._signals) > answered):
+            self._side_failed = True
+            self._warn_of_side("the tracker process was killed at the end of the run before it had everything")
+        self._watch_side()
+        self._console.poll()
+
+    def _warn_of_side(self, message: str) -> None:
+        remedy = f"python -m {self._spec.side_command[1]} {self._spec.run_dir} sends what is missing"
+        log = tracker_log_path(self._spec.run_dir)
+        self._events.write("tracker_failed", level="warning", message=f"{message}; {remedy}\n  log: {log}")
 
     @contextmanager
     def _signals_caught(self) -> Iterator[None]:

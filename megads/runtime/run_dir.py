@@ -20,6 +20,11 @@ def rank_log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 
+def tracker_log_path(run_dir: Path) -> Path:
+    """Returns the file that holds everything the tracker process prints."""
+    return run_dir / "logs" / "tracker.log"
+
+
 def failure_path(run_dir: Path, rank: int) -> Path:
     """Returns the file in which a rank says why it failed."""
     return run_dir / "logs" / f"failure_{rank:05d}.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megads.cli.train import _changes, launch_spec, place
 from megads.config import RootConfig, config_digest, freeze
 
@@ -39,3 +41,18 @@ def test_changes_since_the_last_start(tmp_path: Path) -> None:
     assert _changes(tmp_path, config) == []
     config.optim.lr = 1e-3
     assert _changes(tmp_path, config) == ["optim.lr 0.0003 -> 0.001"]
+
+
+def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two points in one wandb run: the tracker is told the run directory and reads the id there."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    places = []
+    for lr in (1e-3, 3e-4):
+        config = RootConfig()
+        config.optim.lr = lr
+        placed = place(config, {"model": "tiny"})
+        assert launch_spec(placed).side_command == ("-m", "megads.cli.tracker", placed.run.dir, "--follow")
+        places.append((placed.run.id, placed.run.dir))
+    assert len({run_id for run_id, _ in places}) == len({run_dir for _, run_dir in places}) == 2
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert launch_spec(placed).side_command == ()

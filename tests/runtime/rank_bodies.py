@@ -5,6 +5,7 @@ Only those that need torch import it: it is most of the time of a start.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from megads.config import RootConfig
 from megads.errors import NumericalError
 from megads.runtime.environment import rank_environment
-from megads.runtime.metrics import MetricsWriter
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.stop_file import INTERRUPTED, read_stop
 
 
@@ -83,3 +84,45 @@ def step_until_stopped(config: RootConfig, run_dir: Path) -> int:
 
 def step_twice(config: RootConfig, run_dir: Path) -> int:
     return 0 if read_stop(run_dir) is None else 1
+
+
+def step_as_planned(config: RootConfig, run_dir: Path) -> int:
+    """Writes what a run of train.steps steps writes, and goes on from the last checkpoint; 20 steps a second."""
+    saved = [
+        event["step"] for event in read_json_lines(run_dir / "events.jsonl") if event["event"] == "checkpoint_saved"
+    ]
+    metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
+    first = max(saved, default=0)
+    metrics.drop_after(first)
+    events.write("start", step=first, total_steps=config.train.steps, layout="tp1 pp1 dp1")
+    for step in range(first + 1, (config.train.steps or 0) + 1):
+        begin = time.perf_counter()
+        time.sleep(0.05)
+        loss = 2.0 + 6.0 * math.exp(-step / 40) + 0.2 * math.sin(step)
+        taken = time.perf_counter() - begin
+        metrics.write(
+            {
+                "step": step,
+                "samples": 8 * step,
+                "tokens": 1024 * step,
+                "loss": loss,
+                "grad_norm": 0.5,
+                "lr": 1e-3,
+                "step_time_s": taken,
+                "tokens_per_s": 1024 / taken,
+                "mfu": 0.31,
+                "skipped": False,
+                "batch_hash": "ab",
+            }
+        )
+        if read_stop(run_dir) is not None:
+            events.write("checkpoint_saved", step=step, folder=f"step_{step:08d}")
+            return 5
+        if step % 10 == 0:
+            events.write("checkpoint_saved", step=step, folder=f"step_{step:08d}")
+            metrics.write({"step": step, "valid/held_out/loss": loss + 0.1, "valid/held_out/ppl": math.exp(loss + 0.1)})
+        if (run_dir / "die").exists() and step % 10 == 7:
+            (run_dir / "die").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+    events.write("end", step=config.train.steps)
+    return 0
