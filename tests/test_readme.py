@@ -1,51 +1,84 @@
-"""The README's commands run, in order, as a newcomer would type them."""
+"""The commands of the README and of docs/ run, in order, as a newcomer would type them."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Run by .ci/run itself: they set up an environment and take minutes.
 BY_CI = ("make demo", "make test")
 
 
-def commands() -> list[str]:
+def commands(page: Path) -> list[str]:
     """Lines that start with "$ " in console fences, continuation lines joined."""
     found = []
-    for fence in re.findall(r"```console\n(.*?)```", README.read_text(), re.DOTALL):
+    for fence in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
         joined = fence.replace("\\\n", "")
         found += [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
-    return found
+    return [command for command in found if not command.startswith(("git ", "cd "))]
+
+
+def _as_case(page: Path) -> ParameterSet:
+    """The README in every run of the tests, the pages behind it in the slow tier."""
+    slow = [] if page.name == "README.md" else [pytest.mark.slow]
+    return pytest.param(page, id=page.name, marks=slow)
+
+
+def run(command: str, folder: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=os.environ | {"PATH": path}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with text, and the dataset that the README makes of it."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "notes").mkdir()
+    for number, source in enumerate(sorted((ROOT / "megads").rglob("*.py"))[:40]):
+        (folder / "notes" / f"{number}.txt").write_text(source.read_text())
+    for command in commands(ROOT / "README.md"):
+        if command.startswith(("megads tokenizer", "megads preprocess")):
+            run(command, folder)
+    return folder
 
 
 def test_readme_shows_its_two_commands() -> None:
     """Catches a README whose main commands CI does not run."""
     ci = (ROOT / ".ci" / "run").read_text()
     for command in BY_CI:
-        assert command in commands()
+        assert command in commands(ROOT / "README.md")
         assert re.search(rf"\b{command.split()[1]}\b", ci), f".ci/run does not run {command}"
 
 
 @pytest.mark.distributed
-def test_readme_commands_run(tmp_path: Path) -> None:
-    """Catches a renamed key, verb or file in the README."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path}
-    (tmp_path / "notes").mkdir()
-    for number, source in enumerate(sorted((ROOT / "megads").rglob("*.py"))[:40]):
-        (tmp_path / "notes" / f"{number}.txt").write_text(source.read_text())
-    for command in commands():
-        if command in BY_CI or command.startswith(("git ", "cd ", "make ")):
-            continue
-        done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+@pytest.mark.parametrize("page", [_as_case(page) for page in PAGES if commands(page)])
+def test_commands_run(page: Path, notes: Path, tmp_path: Path) -> None:
+    """Catches a renamed key, verb or file in the pages."""
+    shutil.copytree(notes / "notes", tmp_path / "notes")
+    if page.name == "README.md":
+        for made in (tmp_path / "notes").glob("[dt]*.*"):
+            made.unlink()
+    for command in commands(page):
+        if command not in BY_CI:
+            run(command, tmp_path)
+
+
+def test_links_lead_somewhere() -> None:
+    """Catches a page or a file that was renamed."""
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

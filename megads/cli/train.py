@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
@@ -29,6 +29,9 @@ from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.run_dir import CONFIG_FILE, claimed
 from megads.runtime.trackers import wanted_trackers
 
+if TYPE_CHECKING:
+    from megads.data.prepare import Preparation
+
 
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
@@ -39,14 +42,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     if config.run.dry_run:
         print(describe(*describe_data(config, preparation)))
         return EXIT_OK
-    if preparation is None:
-        require_data(config)
-    from megads.cli.memory_check import refuse_unfit
-
-    # The vocabulary counts, and is known before the text is prepared.
-    refuse_unfit(describe_data(config, preparation)[0])
+    refuse_early(config, preparation)
     run_dir = Path(str(config.run.dir))
-    spec = launch_spec(config)
     with (
         claimed(run_dir),
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
@@ -56,15 +53,28 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         freeze(config, run_dir / CONFIG_FILE)
-        return launch(spec, console)
+        return launch(launch_spec(config), console)
+
+
+def refuse_early(config: RootConfig, preparation: Preparation | None) -> None:
+    """Refuses what cannot run before text is prepared, a run directory made or a rank started.
+
+    Raises:
+        ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
+        DataError: the dataset is missing, damaged or too little.
+    """
+    # It pulls in torch, for which the tab key must not wait.
+    from megads.cli.memory_check import refuse_unfit
+
+    wanted_trackers(config.logging)
+    # The vocabulary counts, and is known before the text is prepared.
+    refuse_unfit(describe_data(config, preparation)[0])
+    if preparation is None:
+        require_data(config)
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
-    """Returns what to start for a config that has its place.
-
-    Raises:
-        ConfigError: a tracker is asked for that is not installed.
-    """
+    """Returns what to start for a config that has its place and its data."""
     run_dir = str(config.run.dir)
     tracked = bool(wanted_trackers(config.logging))
     return LaunchSpec(

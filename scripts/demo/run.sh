@@ -54,4 +54,7 @@ echo "run directory: $run_dir (config.yaml, metrics.jsonl, events.jsonl, logs/, 
 code=0
 python scripts/demo/verdict.py "$run_dir" || code=$?
 megads report run="$run_dir"
+
+stage "what it writes after \"def \""
+megads generate run="$run_dir" prompt='def ' max_new_tokens=60 temperature=0.7
 exit "$code"

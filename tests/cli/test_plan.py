@@ -34,7 +34,15 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches output that machines cannot read, parts that do not add up to the peak, and a wrong sum over ranks."""
-    overrides = ["model=demo", "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "train.seq_len=256", "device=cpu"]
+    overrides = [
+        "model=demo",
+        "model.vocab_size=8192",
+        "parallel.tp=2",
+        "parallel.pp=2",
+        "parallel.dp=2",
+        "train.seq_len=256",
+        "device=cpu",
+    ]
     assert run(["plan", *overrides, "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["ranks"], plan["micro_batches"], plan["tokens_per_step"]) == (8, 4, 2048)
@@ -86,5 +94,5 @@ def test_dry_run_shows_memory_and_refuses_nothing(capsys: pytest.CaptureFixture[
     """Catches a dry run that hides that the run would not start."""
     assert run(["train", "experiment=bloom_176b", "run.dry_run=true"]) == 0
     assert re.search(r"memory +at most 125\.\d GiB a rank \(rank 4\).*does not fit", capsys.readouterr().out)
-    assert run(["train", "train.steps=1", DATA, "run.dry_run=true"]) == 0
+    assert run(["train", "train.steps=1", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0
     assert re.search(r"memory .*: fits", capsys.readouterr().out)

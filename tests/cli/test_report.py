@@ -70,7 +70,8 @@ def test_a_trained_run(tmp_path: Path) -> None:
         for seed in range(40):
             writer.append(np.random.default_rng(seed).integers(0, 512, 200).tolist())
     trained = megads(
-        tmp_path, "train", "model=tiny", f"data.train=[{{path: {tmp_path}/corpus}}]", "data.split=[0.9,0.1]",
+        tmp_path, "train", "model=tiny", "model.vocab_size=512", f"data.train=[{{path: {tmp_path}/corpus}}]",
+        "data.split=[0.9,0.1]",
         "run.id=mine", "train.steps=4", "train.seq_len=32", "evaluation.every_steps=2", "cluster.peak_tflops=0.1",
         "cluster.threads_per_rank=1", timeout_s=300,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) ->
     sidecar = read_sidecar(prefix)
     assert sidecar is not None and frozen.data.raw is None
     assert 257 < sidecar.vocab_size == frozen.model.vocab_size <= 512
-    assert megads.folder / str(frozen.tokenizer.path) == prefix.parent / "tokenizer.json"
+    assert megads.folder / str(frozen.tokenizer.path) == prefix.parent / "tokens.tokenizer.json"
     times = {path: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
 
     second = megads(*command_line).end()
