@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megads.cli.text_stream import say, stream
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.evaluate.config import GenerateConfig
@@ -55,13 +56,13 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     device = choose_device(config.device)
     handle = open_checkpoint(run_path(config.run))
     for reason in handle.passed_by:
-        _say(f"passed by: {reason}")
+        say(f"passed by: {reason}")
     found = find_tokenizer(dataset_prefixes(handle.folder.parent.parent), config.tokenizer)
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
     generator = TextGenerator(model, found, sampling, config.max_new_tokens, config.end_of_document)
     weights = list(model.parameters())
-    _say(
+    say(
         f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
         f"{str(weights[0].dtype).removeprefix('torch.')} on {device}; "
         f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is not here)'}"
@@ -84,22 +85,6 @@ def run_path(given: str) -> Path:
     raise CheckpointError(f"run = {given}: there is no such folder{hint}")
 
 
-def stream(generator: TextGenerator, prompt: Prompt, number: int, echo: bool) -> None:
-    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted."""
-    from megads.evaluate.completion import Speed
-
-    speed = Speed()
-    if echo:
-        print(prompt.text, end="", flush=True)
-    try:
-        for _, text, _ in generator.complete([prompt], [number], speed):
-            if text:
-                print(text, end="", flush=True)
-    finally:
-        print(flush=True)
-        _say(speed)
-
-
 def _prompt(generator: TextGenerator, number: int, task: Task) -> Prompt:
     try:
         return generator.prompt(task.prompt)
@@ -113,7 +98,7 @@ def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: Gene
     speed = Speed()
     for number, done in enumerate(generator.complete_all(prompts, config.batch_size, speed), 1):
         print(f"=== {number} of {len(prompts)}\n{done.prompt if config.echo else ''}{done.text}", flush=True)
-    _say(speed)
+    say(speed)
 
 
 def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Prompt], config: GenerateConfig) -> None:
@@ -132,12 +117,8 @@ def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Pr
                 file.flush()
     except OSError as error:
         raise ConfigError(f"output = {output}: cannot be written: {error.strerror}; choose another output") from error
-    _say(speed)
+    say(speed)
     print(f"{output}: {len(tasks)} completions")
-
-
-def _say(message: object) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 VERB = Verb("generate", GenerateConfig, run, text_keys=("prompt",))

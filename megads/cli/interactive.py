@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
+from megads.cli.text_stream import stream
 from megads.errors import EXIT_OK, ConfigError
 from megads.runtime.environment import user_cache_dir
 
@@ -28,8 +29,6 @@ def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
     Raises:
         ConfigError: a piped prompt does not fit the model, or there was none. At a terminal the user is told.
     """
-    from megads.cli.generate import stream
-
     typed = source.isatty()
     number = 0
     for text in _typed() if typed else _joined(source):

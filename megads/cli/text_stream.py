@@ -1,0 +1,30 @@
+"""Completions to stdout as they come, news about them to stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megads.evaluate.completion import Prompt, TextGenerator
+
+
+def stream(generator: TextGenerator, prompt: Prompt, number: int, echo: bool) -> None:
+    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted."""
+    from megads.evaluate.completion import Speed
+
+    speed = Speed()
+    if echo:
+        print(prompt.text, end="", flush=True)
+    try:
+        for _, text, _ in generator.complete([prompt], [number], speed):
+            if text:
+                print(text, end="", flush=True)
+    finally:
+        print(flush=True)
+        say(speed)
+
+
+def say(message: object) -> None:
+    """One line on stderr."""
+    print(message, file=sys.stderr, flush=True)
