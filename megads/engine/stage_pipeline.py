@@ -17,7 +17,7 @@ from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, stage_specs
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import ParallelGrid
+from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
 from megads.parallel.sharding import Placement, materialise, shard_stage
 
@@ -58,6 +58,21 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     return place
 
 
+class GridTopology(ProcessTopology):  # type: ignore[misc]
+    """Our grid in the three axes that DeepSpeed knows: its data axis is context and data parallelism together.
+
+    An axis of their own for context ranks would count the gradient norm sqrt(cp) times.
+    """
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        super().__init__(axes=["data", "pipe", "model"], dims=[parallel.dp * parallel.cp, parallel.pp, parallel.tp])
+        self.mapping = {}
+        for line in axis_lines("data", parallel):
+            for data, rank in enumerate(line):
+                place = place_of(rank, parallel)
+                self.mapping[self.ProcessCoord(data=data, pipe=place.pp, model=place.tp)] = rank
+
+
 class StagePipeline(PipelineModule):  # type: ignore[misc]
     """This rank's run of stages.
 
@@ -86,7 +101,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.tied = model.tie_embeddings
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, model.tie_embeddings) for spec in specs],
-            topology=ProcessTopology(axes=["data", "pipe", "model"], dims=[parallel.dp, parallel.pp, parallel.tp]),
+            topology=GridTopology(parallel),
             loss_fn=loss,
         )
 

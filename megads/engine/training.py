@@ -98,7 +98,7 @@ class PipelineTrainEngine:
         # DeepSpeed forces a garbage collection at every stage of its optimizer's construction: half a second each over
         # all that has been imported by now, which lives as long as the process anyway.
         gc.freeze()
-        settings = deepspeed_config(precision, micro_batch_size, 1, parallel.dp, optim.clip_grad)
+        settings = deepspeed_config(precision, micro_batch_size, 1, grid.data.size, optim.clip_grad)
         self._engine = StageEngine(module, adamw, settings)
 
     @property
@@ -111,7 +111,7 @@ class PipelineTrainEngine:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         tokens = self._global_tokens(micro_batches)
-        replicas = len(micro_batches) * self.grid.dp.size
+        replicas = len(micro_batches) * self.grid.data.size
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = replicas / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches)
@@ -140,8 +140,8 @@ class PipelineTrainEngine:
             for batch in micro_batches:
                 assert batch.loss_mask_bs is not None
                 total += batch.loss_mask_bs.sum(dtype=torch.float64).to(self.device)
-            if self.grid.dp.size > 1:
-                dist.all_reduce(total, group=self.grid.dp.group)
+            if self.grid.data.size > 1:
+                dist.all_reduce(total, group=self.grid.data.group)
         return total
 
     def _share(self, loss_sum: Tensor | None, tokens: Tensor, scale: float) -> tuple[float, int]:
@@ -150,8 +150,8 @@ class PipelineTrainEngine:
         if self.grid.pp.is_last:
             assert loss_sum is not None
             values[0] = loss_sum.double() * scale
-            if self.grid.dp.size > 1:
-                dist.all_reduce(values, group=self.grid.dp.group)
+            if self.grid.data.size > 1:
+                dist.all_reduce(values, group=self.grid.data.group)
             values[1] = tokens
         if self.grid.pp.size > 1:
             dist.broadcast(values, src=self.grid.pp.ranks[-1], group=self.grid.pp.group)

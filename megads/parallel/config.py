@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megads.errors import ConfigError
+
+AXES = ("tp", "cp", "pp", "dp")
+"""The axes of the grid of ranks."""
 
 
 @dataclass
 class ParallelConfig:
-    """Ranks are numbered tensor innermost, then pipeline, then data."""
+    """Every rank has one place on each axis; `rank_order` says which axis neighbours in rank lie along."""
 
     tp: int = 1
     """Tensor parallel size: every block's matrices are cut over this many ranks."""
@@ -17,13 +20,21 @@ class ParallelConfig:
     """Pipeline stages."""
     dp: int = 1
     """Data parallel size: replicas of the model, over which ZeRO-1 shards the optimizer."""
+    cp: int = 1
+    """Context parallel size: every sequence is cut over this many ranks."""
+    rank_order: list[str] = field(default_factory=lambda: list(AXES))
+    """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     def check(self) -> None:
-        """Raises ConfigError on sizes below one."""
-        for name in ("tp", "pp", "dp"):
+        """Raises ConfigError on sizes below one and on an order that is none."""
+        for name in AXES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
+        if sorted(self.rank_order) != sorted(AXES):
+            raise ConfigError(
+                f"parallel.rank_order = {self.rank_order}: must name each of {', '.join(AXES)} once, innermost first"
+            )

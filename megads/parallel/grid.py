@@ -1,19 +1,20 @@
 """Which rank holds what: one frozen value that is passed, never fetched.
 
-Ranks are numbered with tensor parallelism innermost, then pipeline, then data outermost: the chattiest axis stays
-inside a node.
+Unless `parallel.rank_order` says otherwise ranks are numbered with tensor parallelism innermost, then context, then
+pipeline, then data outermost: the chattiest axes stay inside a node.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import AXES, ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -45,34 +46,64 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGrid:
-    """This rank's place in the grid of tp x pp x dp ranks."""
+    """This rank's place in the grid of tp x cp x pp x dp ranks.
+
+    Attributes:
+        rank: global rank.
+        world_size: all ranks.
+        tp, cp, pp, dp: the axes.
+        data: context and data parallel together: the ranks that hold the same weights and see other tokens, over which
+            gradients reduce and ZeRO shards. In the order of global ranks.
+    """
 
     rank: int
     world_size: int
     tp: Axis
+    cp: Axis
     pp: Axis
     dp: Axis
+    data: Axis
 
 
-def coordinates(rank: int, parallel: ParallelConfig) -> tuple[int, int, int]:
-    """(tp, pp, dp) coordinates of a global rank."""
-    tp, rest = rank % parallel.tp, rank // parallel.tp
-    return tp, rest % parallel.pp, rest // parallel.pp
+class Place(NamedTuple):
+    """Coordinates of a rank."""
+
+    tp: int = 0
+    cp: int = 0
+    pp: int = 0
+    dp: int = 0
 
 
-def global_rank(tp: int, pp: int, dp: int, parallel: ParallelConfig) -> int:
-    """Inverse of `coordinates`."""
-    return (dp * parallel.pp + pp) * parallel.tp + tp
+def place_of(rank: int, parallel: ParallelConfig) -> Place:
+    """Coordinates of a global rank."""
+    found = {}
+    for axis in parallel.rank_order:
+        rank, found[axis] = divmod(rank, getattr(parallel, axis))
+    return Place(**found)
+
+
+def rank_at(place: Place, parallel: ParallelConfig) -> int:
+    """Inverse of `place_of`."""
+    rank = 0
+    for axis in reversed(parallel.rank_order):
+        rank = rank * getattr(parallel, axis) + getattr(place, axis)
+    return rank
 
 
 def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """All lines of global ranks along "tp", "pp" or "dp", in one order on every rank."""
-    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp}
-    others = [name for name in ("dp", "pp", "tp") if name != axis]
+    """All lines of global ranks along "tp", "cp", "pp", "dp" or "data", in one order on every rank.
+
+    A line is in ascending order of global ranks, as process groups number their members; along a single axis that is
+    also the order of the coordinate.
+    """
+    along = ("cp", "dp") if axis == "data" else (axis,)
+    others = [name for name in reversed(AXES) if name not in along]
     lines = []
-    for fixed in product(*(range(sizes[name]) for name in others)):
-        place = dict(zip(others, fixed, strict=True))
-        lines.append(tuple(global_rank(**place, **{axis: i}, parallel=parallel) for i in range(sizes[axis])))
+    for fixed in product(*(range(getattr(parallel, name)) for name in others)):
+        start = Place(**dict(zip(others, fixed, strict=True)))
+        moves = product(*(range(getattr(parallel, name)) for name in along))
+        ranks = (rank_at(start._replace(**dict(zip(along, move, strict=True))), parallel) for move in moves)
+        lines.append(tuple(sorted(ranks)))
     return lines
 
 
@@ -83,24 +114,35 @@ def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> Parallel
         ConfigError: the layout does not fill the world.
     """
     if parallel.world_size != world_size:
+        sizes = [getattr(parallel, name) for name in AXES]
         raise ConfigError(
-            f"parallel.tp * pp * dp = {parallel.tp} * {parallel.pp} * {parallel.dp} = {parallel.world_size}, "
+            f"parallel.{' * '.join(AXES)} = {' * '.join(map(str, sizes))} = {parallel.world_size}, "
             f"but {world_size} processes were started"
         )
+    known: dict[tuple[tuple[int, ...], ...], Axis] = {}
 
     def axis(name: str) -> Axis:
-        mine: Axis | None = None
-        for line in axis_lines(name, parallel):
-            group = dist.new_group(list(line)) if len(line) > 1 else None
-            if rank in line:
-                mine = Axis(line.index(rank), line, group)
-        assert mine is not None
-        return mine
+        lines = axis_lines(name, parallel)
+        key = tuple(lines)
+        if key not in known:  # data is dp, or cp, where the other has size 1
+            known[key] = _join(lines, rank)
+        return known[key]
 
-    return ParallelGrid(rank, world_size, tp=axis("tp"), pp=axis("pp"), dp=axis("dp"))
+    return ParallelGrid(rank, world_size, **{name: axis(name) for name in (*AXES, "data")})
+
+
+def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
+    """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's."""
+    mine: Axis | None = None
+    for line in lines:
+        group = dist.new_group(list(line)) if len(line) > 1 else None
+        if rank in line:
+            mine = Axis(line.index(rank), line, group)
+    assert mine is not None
+    return mine
 
 
 def single_rank_grid() -> ParallelGrid:
     """The grid of one process, no process group needed."""
     alone = Axis(0, (0,), None)
-    return ParallelGrid(0, 1, tp=alone, pp=alone, dp=alone)
+    return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone)

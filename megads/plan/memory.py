@@ -19,7 +19,7 @@ from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, stage_specs
 from megads.optim.groups import Role, parameter_role
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import global_rank
+from megads.parallel.grid import Place, rank_at
 from megads.parallel.partition import partition
 from megads.parallel.sharding import local_shape
 from megads.plan.activations import (
@@ -208,7 +208,7 @@ def _stage_memory(
     return StageMemory(
         stage=stage,
         layers=layers,
-        first_rank=global_rank(0, stage, 0, parallel),
+        first_rank=rank_at(Place(pp=stage), parallel),
         parameters=sum(prod(shape) for shape in held.values()),
         rank_parameters=sum(local.values()),
         weights=low * flat,

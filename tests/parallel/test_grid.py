@@ -10,38 +10,63 @@ import torch.distributed as dist
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import axis_lines, build_grid, coordinates, global_rank, single_rank_grid
+from megads.parallel.grid import Place, axis_lines, build_grid, place_of, rank_at, single_rank_grid
 from tests.distributed import run_ranks
 
-LAYOUTS = [ParallelConfig(tp, pp, dp) for tp, pp, dp in product((1, 2, 3), repeat=3)]
+LAYOUTS = [
+    ParallelConfig(tp, pp, dp, cp, order)
+    for tp, pp, dp, cp in product((1, 2, 3), repeat=4)
+    for order in (["tp", "cp", "pp", "dp"], ["pp", "dp", "tp", "cp"])
+]
 
 
 def test_tensor_parallelism_is_innermost_and_data_outermost() -> None:
-    """Catches another rank order: the chattiest axis would cross nodes."""
-    parallel = ParallelConfig(tp=2, pp=3, dp=2)
-    assert [coordinates(rank, parallel) for rank in range(4)] == [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
+    """Catches another rank order: the chattiest axes would cross nodes."""
+    parallel = ParallelConfig(tp=2, cp=2, pp=3, dp=2)
+    assert [place_of(rank, parallel) for rank in range(5)] == [
+        Place(), Place(tp=1), Place(cp=1), Place(tp=1, cp=1), Place(pp=1),
+    ]  # fmt: skip
     assert axis_lines("tp", parallel)[0] == (0, 1)
-    assert axis_lines("pp", parallel)[0] == (0, 2, 4)
-    assert axis_lines("dp", parallel)[0] == (0, 6)
+    assert axis_lines("cp", parallel)[0] == (0, 2)
+    assert axis_lines("pp", parallel)[0] == (0, 4, 8)
+    assert axis_lines("dp", parallel)[0] == (0, 12)
+    assert axis_lines("data", parallel)[0] == (0, 2, 12, 14)
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"tp{p.tp}pp{p.pp}dp{p.dp}")
-def test_coordinates_and_lines(parallel: ParallelConfig) -> None:
-    """Catches coordinates that do not invert, and lines that overlap, leave a rank out or mix axes."""
+def test_another_order_is_followed() -> None:
+    """Catches an order that is accepted and ignored."""
+    parallel = ParallelConfig(tp=2, pp=2, rank_order=["pp", "cp", "dp", "tp"])
+    assert axis_lines("pp", parallel)[0] == (0, 1)
+    assert axis_lines("tp", parallel)[0] == (0, 2)
+
+
+@pytest.mark.parametrize("order", [["tp", "pp", "dp"], ["tp", "pp", "dp", "dp"], ["tp", "cp", "pp", "ep"]])
+def test_an_order_that_is_none_is_refused(order: list[str]) -> None:
+    """Catches ranks without a place."""
+    with pytest.raises(ConfigError, match=r"must name each of tp, cp, pp, dp once"):
+        ParallelConfig(rank_order=order).check()
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"{p.rank_order[0]}-tp{p.tp}cp{p.cp}pp{p.pp}dp{p.dp}")
+def test_places_and_lines(parallel: ParallelConfig) -> None:
+    """Catches places that do not invert, and lines that overlap, leave a rank out or mix axes."""
     world = range(parallel.world_size)
-    assert [global_rank(*coordinates(rank, parallel), parallel) for rank in world] == list(world)
-    for index, axis in enumerate(("tp", "pp", "dp")):
+    assert [rank_at(place_of(rank, parallel), parallel) for rank in world] == list(world)
+    for index, axis in enumerate(Place._fields):
         lines = axis_lines(axis, parallel)
         assert sorted(rank for line in lines for rank in line) == list(world)
         for line in lines:
-            places = [coordinates(rank, parallel) for rank in line]
+            places = [place_of(rank, parallel) for rank in line]
             assert [place[index] for place in places] == list(range(len(line)))
             assert len({place[:index] + place[index + 1 :] for place in places}) == 1
+    for line in axis_lines("data", parallel):
+        assert len({(place.tp, place.pp) for place in (place_of(rank, parallel) for rank in line)}) == 1
+        assert len(line) == parallel.cp * parallel.dp
 
 
 def test_layout_must_fill_the_world() -> None:
     """Catches ranks that would wait for others that were never started."""
-    with pytest.raises(ConfigError, match=r"2 \* 1 \* 2 = 4, but 3 processes"):
+    with pytest.raises(ConfigError, match=r"2 \* 1 \* 1 \* 2 = 4, but 3 processes"):
         build_grid(ParallelConfig(tp=2, dp=2), 0, 3)
 
 
@@ -53,7 +78,7 @@ def test_one_process_needs_no_process_group() -> None:
     assert grid.tp.is_first and grid.tp.is_last and grid.tp.group is None
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "dp"])
+@pytest.mark.parametrize("name", ["tp", "cp", "pp", "dp"])
 def test_sizes_below_one_are_refused(name: str) -> None:
     """Catches a division by zero later on."""
     with pytest.raises(ConfigError, match=f"parallel.{name} = 0"):
