@@ -46,9 +46,9 @@ LAYOUTS = {
     "dp2": ParallelConfig(dp=2, bucket_elements=SMALL_BUCKET),
     "tp3": ParallelConfig(tp=3),
     "tp2pp2": ParallelConfig(tp=2, pp=2),
-    "pp2dp2": ParallelConfig(pp=2, dp=2),
+    "pp2dp2": ParallelConfig(pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "tp2dp2": ParallelConfig(tp=2, dp=2),
-    "pp2dp3": ParallelConfig(pp=2, dp=3, bucket_elements=SMALL_BUCKET),
+    "pp2dp3": ParallelConfig(pp=2, dp=3),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
 }
@@ -267,10 +267,10 @@ def _replicas(engine: PipelineTrainEngine) -> dict[str, str]:
     for p in engine._engine.optimizer.parameters:
         place = p.placement
         found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
-    for parameter, first, part in engine._engine.optimizer.partition_ranges():
-        place = parameter.placement
+    for part in engine._engine.optimizer.state_ranges():
+        place = part.parameter.placement
         for kind, flat in engine._engine.optimizer.state_of(part).items():
-            found[f"{kind}/{place.key}/{0 if place.dim is None else tp}/{first}+{part.length}"] = digest(flat)
+            found[f"{kind}/{place.key}/{0 if place.dim is None else tp}/{part.first}+{part.length}"] = digest(flat)
     return found
 
 

@@ -37,20 +37,38 @@ class NamedParameter:
     Attributes:
         name: in the whole model; parameters of one name share their memory and the sum of their gradients.
         parameter: this rank's part of it.
+        owned: False where another rank of this one's data-parallel line speaks for the same elements: for a parameter
+            that is replicated over tensor parallelism the first one does, for a tied one the first stage. Only owners
+            count in the norm and write checkpoints.
         pair: where another pipeline stage holds a copy (a tied embedding), the group of the two.
     """
 
     name: str
     parameter: Parameter
+    owned: bool = True
     pair: ProcessGroup | None = None
 
 
-class PartitionRange(NamedTuple):
-    """Elements [start, start + length) of this rank's slice of one bucket."""
+class StateRange(NamedTuple):
+    """A part of one parameter of which this rank holds optimizer state.
 
+    Attributes:
+        parameter: what it is part of.
+        first: index in the flattened local parameter at which it starts.
+        bucket: where its state lies, in elements [start, start + length) of this rank's slice.
+        owned: see NamedParameter; under ZeRO-0 only the first data-parallel rank owns anything.
+    """
+
+    parameter: Parameter
+    first: int
     bucket: Bucket
     start: int
     length: int
+    owned: bool
+
+    def of(self, slice_of_bucket: Tensor) -> Tensor:
+        """This part of a tensor that is as long as the bucket's slice; a view."""
+        return slice_of_bucket.narrow(0, self.start, self.length)
 
 
 class BucketAdamW:
@@ -70,6 +88,8 @@ class BucketAdamW:
         self._grid, self._clip = grid, optim.clip_grad
         self._sharded = parallel.zero_stage > 0
         self.buckets = self._make_buckets(parameters, parallel)
+        unsharded_copy = not self._sharded and not grid.data.is_first
+        self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
         beta1, beta2 = optim.betas
         groups = [
             {"params": [bucket.master], "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0}
@@ -89,24 +109,19 @@ class BucketAdamW:
 
     def _make_buckets(self, parameters: Sequence[NamedParameter], parallel: ParallelConfig) -> list[Bucket]:
         copies: dict[str, list[Parameter]] = {}
-        pairs: dict[str, ProcessGroup] = {}
-        tied = set()
-        for name, parameter, pair in ((p.name, p.parameter, p.pair) for p in parameters):
-            copies.setdefault(name, []).append(parameter)
-            if pair is not None:
-                pairs[name] = pair
-            if pair is not None or len(copies[name]) > 1:
-                tied.add(name)
+        for named in parameters:
+            copies.setdefault(named.name, []).append(named.parameter)
+        pairs = {named.name: named.pair for named in parameters if named.pair is not None}
         members = [
-            Member(name, same[0].numel(), parameter_role(name, name in tied), is_partial(same[0]))
+            Member(name, same[0].numel(), parameter_role(name, name in pairs or len(same) > 1), is_partial(same[0]))
             for name, same in copies.items()
         ]
         ranks = self._grid.data.size if self._sharded else 1
         buckets = []
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
-            mine = [copies[slot.member.name] for slot in layout.slots]
-            bucket = Bucket(layout, mine, self._grid.data, self._sharded, self._also_over(layout, pairs))
-            for slot, same in enumerate(mine):
+            of_slots = [copies[slot.member.name] for slot in layout.slots]
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, self._also_over(layout, pairs))
+            for slot, same in enumerate(of_slots):
                 for parameter in same:
                     parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, slot))
             buckets.append(bucket)
@@ -158,7 +173,7 @@ class BucketAdamW:
             bucket.master.grad = bucket.gradient = None
 
     def _update(self, learning_rate: float) -> None:
-        gradients = [bucket.gradient for bucket in self.buckets if bucket.gradient is not None]
+        gradients = [gradient_of(bucket) for bucket in self.buckets]
         scale = self._clip / (self.grad_norm + CLIP_EPSILON)
         if self._clip and scale < 1:
             torch._foreach_mul_(gradients, scale)
@@ -171,24 +186,13 @@ class BucketAdamW:
 
     def _norm(self) -> float:
         """The global 2-norm; waits for the device. Every element of the model counts on exactly one rank."""
-        pieces = []
-        for parameter, _, part in self.partition_ranges():
-            if self.is_owner(parameter):
-                assert part.bucket.gradient is not None
-                pieces.append(part.bucket.gradient.narrow(0, part.start, part.length))
+        pieces = [part.of(gradient_of(part.bucket)) for part in self.state_ranges() if part.owned]
         square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         if pieces:
             square += torch.stack(torch._foreach_norm(pieces)).double().square().sum()
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return float(square.sqrt())
-
-    def is_owner(self, parameter: Parameter) -> bool:
-        """Whether this rank speaks for its part of a parameter: of a replicated one only the first tensor-parallel
-        rank does, of a tied one only the first stage, and under ZeRO-0 only the first data-parallel rank."""
-        replicated_copy = not parameter.tensor_model_parallel and not self._grid.tp.is_first  # type: ignore[attr-defined]
-        unsharded_copy = not self._sharded and not self._grid.data.is_first
-        return not (replicated_copy or unsharded_copy or parameter.ds_pipe_replicated)  # type: ignore[attr-defined]
 
     def publish_weights(self) -> None:
         """Derives the working weights on all ranks from the masters."""
@@ -206,20 +210,22 @@ class BucketAdamW:
         """2-norm of this rank's own gradient of every parameter, before any reduction; after `reduce`."""
         return [norm for bucket in self.buckets for norm in bucket.norms]
 
-    def partition_ranges(self) -> Iterator[tuple[Parameter, int, PartitionRange]]:
-        """For every parameter of which this rank holds optimizer state: the parameter, the index in its flattened local
-        tensor at which that part starts, and where the part lies."""
+    def state_ranges(self) -> Iterator[StateRange]:
+        """Every part of a parameter of which this rank holds optimizer state."""
         for bucket in self.buckets:
+            mine = bucket.slice
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
-                start, stop = max(bucket.slice.start, slot.start), min(bucket.slice.stop, slot.stop)
+                start, stop = max(mine.start, slot.start), min(mine.stop, slot.stop)
                 if start < stop:
-                    yield same[0], start - slot.start, PartitionRange(bucket, start - bucket.slice.start, stop - start)
+                    owned = slot.member.name in self._owned
+                    yield StateRange(same[0], start - slot.start, bucket, start - mine.start, stop - start, owned)
 
-    def state_of(self, part: PartitionRange) -> dict[str, Tensor]:
-        """Views of the fp32 master weight and the moments of one range, flat, by kind."""
-        state = self.adamw.state[part.bucket.master]
-        tensors = {"weight": part.bucket.master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return {kind: tensor.narrow(0, part.start, part.length) for kind, tensor in tensors.items()}
+    def state_of(self, part: StateRange) -> dict[str, Tensor]:
+        """Views of the fp32 master weight and the moments of one part, flat, by kind."""
+        master = part.bucket.master
+        state = self.adamw.state[master]
+        tensors = {"weight": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return {kind: part.of(tensor) for kind, tensor in tensors.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -235,6 +241,12 @@ class BucketAdamW:
         """Sets AdamW's bias-correction counter."""
         for bucket in self.buckets:
             self.adamw.state[bucket.master]["step"].fill_(float(steps))
+
+
+def gradient_of(bucket: Bucket) -> Tensor:
+    """The bucket's reduced gradient; there is one from `reduce` to the end of `step`."""
+    assert bucket.gradient is not None
+    return bucket.gradient
 
 
 def is_partial(parameter: Parameter) -> bool:

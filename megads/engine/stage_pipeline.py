@@ -110,7 +110,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         specs = stage_specs(model, seed)
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
         self.bounds = partition([spec.weight for spec in specs], parallel.pp)
-        self.tied = model.tie_embeddings
+        self.tied, self.grid = model.tie_embeddings, grid
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, model.tie_embeddings) for spec in specs],
             topology=GridTopology(parallel),
@@ -138,8 +138,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
                 ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in (0, self.num_stages - 1)]
                 group = ds_dist.new_group(ranks=ranks)
                 if self.global_rank in ranks:
-                    weight = self._tied_weight()
-                    weight.ds_pipe_replicated = self.global_rank != ranks[0]  # counted once in the norm
+                    weight = next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
                     holder = nn.ParameterList([weight])
                     comms["embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["0"], "module": holder}
         return comms
@@ -147,13 +146,13 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
     def trained_parameters(self) -> list[NamedParameter]:
         """What the optimizer trains, in forward order; a tied weight twice where one stage holds both copies."""
         pair = next((comm["group"] for comm in self.tied_comms.values()), None)
-        return [
-            NamedParameter(key, parameter, pair if key == TIED_PARAMETER else None)
-            for key, parameter in ((placement_of(p).key, p) for p in self.parameters())
-        ]
-
-    def _tied_weight(self) -> Any:
-        return next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
+        trained = []
+        for parameter in self.parameters():
+            place = placement_of(parameter)
+            tied = place.key == TIED_PARAMETER and pair is not None
+            owned = (place.dim is not None or self.grid.tp.is_first) and (not tied or self.grid.pp.is_first)
+            trained.append(NamedParameter(place.key, parameter, owned, pair if tied else None))
+        return trained
 
     def _synchronize_tied_weights(self) -> None:
         """Nothing to send: both copies are drawn from the same random stream."""

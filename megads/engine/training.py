@@ -14,7 +14,7 @@ from megads.batch import MicroBatch
 from megads.engine.culprit import Symptoms, find_culprit
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
-from megads.engine.optimizer import BucketAdamW, PartitionRange
+from megads.engine.optimizer import BucketAdamW, StateRange, gradient_of
 from megads.engine.partition_shards import parameter_shards
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.stage_pipeline import StagePipeline, placement_of
@@ -169,24 +169,23 @@ class PipelineTrainEngine:
         """See TrainEngine.named_shards."""
         return self._shards(self._engine.optimizer.state_of, owned)
 
-    def _shards(self, tensors_of: Callable[[PartitionRange], dict[str, Tensor]], owned: bool) -> list[Shard]:
-        optimizer = self._engine.optimizer
+    def _shards(self, tensors_of: Callable[[StateRange], dict[str, Tensor]], owned: bool) -> list[Shard]:
         shards: list[Shard] = []
-        for parameter, first, part in optimizer.partition_ranges():
-            if owned and not optimizer.is_owner(parameter):
+        for part in self._engine.optimizer.state_ranges():
+            if owned and not part.owned:
                 continue
+            place, local_shape = placement_of(part.parameter), tuple(part.parameter.shape)
             for kind, flat in tensors_of(part).items():
-                shards += parameter_shards(kind, placement_of(parameter), tuple(parameter.shape), first, flat)
+                shards += parameter_shards(kind, place, local_shape, part.first, flat)
         return shards
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """See TrainEngine.watch_gradients."""
 
-        def gradient_of(part: PartitionRange) -> dict[str, Tensor]:
-            assert part.bucket.gradient is not None
-            return {"gradient": part.bucket.gradient.narrow(0, part.start, part.length)}
+        def gradient(part: StateRange) -> dict[str, Tensor]:
+            return {"gradient": part.of(gradient_of(part.bucket))}
 
-        self._engine.optimizer.watch = None if watch is None else lambda: watch(self._shards(gradient_of, owned=True))
+        self._engine.optimizer.watch = None if watch is None else lambda: watch(self._shards(gradient, owned=True))
 
     @property
     def optimizer_steps(self) -> int:
