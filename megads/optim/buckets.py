@@ -47,10 +47,12 @@ class BucketLayout:
 
     Attributes:
         slots: in the order of the backward pass; gaps between them are zero.
+        begins: place of the first one among all of the rank's parameters in that order.
         numel: length of the flat buffer, a multiple of the ranks that share it.
     """
 
     slots: tuple[Slot, ...]
+    begins: int
     numel: int
 
     @property
@@ -82,26 +84,25 @@ def bucket_layouts(members: Sequence[Member], ranks: int, bucket_elements: int) 
     Returns:
         Buckets in the order in which a backward pass completes them.
     """
-    open_buckets: dict[tuple[Role, bool], list[Member]] = {}
-    done: list[BucketLayout] = []
+    open_buckets: dict[tuple[Role, bool], list[int]] = {}
+    closed: list[list[int]] = []
     backward = list(reversed(members))
-    for member in backward:
+    for place, member in enumerate(backward):
         kind = (member.role, member.partial)
         filling = open_buckets.setdefault(kind, [])
-        filling.append(member)
-        if sum(m.numel for m in filling) >= bucket_elements:
-            done.append(_lay_out(open_buckets.pop(kind), ranks))
-    done += [_lay_out(left, ranks) for left in open_buckets.values()]
-    place = {member.name: index for index, member in enumerate(backward)}
-    return sorted(done, key=lambda bucket: place[bucket.slots[-1].member.name])
+        filling.append(place)
+        if sum(backward[p].numel for p in filling) >= bucket_elements:
+            closed.append(open_buckets.pop(kind))
+    closed += open_buckets.values()
+    return [_lay_out(backward, places, ranks) for places in sorted(closed, key=lambda places: places[-1])]
 
 
-def _lay_out(members: Sequence[Member], ranks: int) -> BucketLayout:
+def _lay_out(backward: Sequence[Member], places: Sequence[int], ranks: int) -> BucketLayout:
     slots, end = [], 0
-    for member in members:
-        slots.append(Slot(member, end))
-        end = _align(end + member.numel, ALIGNMENT)
-    return BucketLayout(tuple(slots), _align(end, ALIGNMENT * ranks))
+    for place in places:
+        slots.append(Slot(backward[place], end))
+        end = _align(end + backward[place].numel, ALIGNMENT)
+    return BucketLayout(tuple(slots), places[0], _align(end, ALIGNMENT * ranks))
 
 
 def _align(elements: int, multiple: int) -> int:

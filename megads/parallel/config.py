@@ -39,6 +39,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
+    @property
+    def data_size(self) -> int:
+        """Ranks that hold the same weights and see other tokens."""
+        return self.cp * self.dp
+
     def check(self) -> None:
         """Raises ConfigError on sizes below one and on an order that is none."""
         for name in AXES:
