@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+import megads.engine.bucket
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampler import micro_batch_ids
-from megads.engine.pipeline_engine import StageEngine
+from megads.engine.interface import Shard
 from megads.engine.training import PipelineTrainEngine
 from megads.model.config import ModelConfig
 from megads.model.dropout import Dropout
@@ -37,17 +37,20 @@ from tests.distributed import run_ranks
 # Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
 # buffer, and the two copies of the tied embedding lie at different places, as they do in large models.
 MODEL = ModelConfig(num_layers=3, hidden_size=48, num_heads=6, vocab_size=509, max_seq_len=64)
+# Several buckets a rank; with the default one bucket would hold all gradients of a role.
+SMALL_BUCKET = 8192
 LAYOUTS = {
     "single": ParallelConfig(),
     "tp2": ParallelConfig(tp=2),
     "pp2": ParallelConfig(pp=2),
-    "dp2": ParallelConfig(dp=2),
+    "dp2": ParallelConfig(dp=2, bucket_elements=SMALL_BUCKET),
     "tp3": ParallelConfig(tp=3),
     "tp2pp2": ParallelConfig(tp=2, pp=2),
-    "pp2dp2": ParallelConfig(pp=2, dp=2),
+    "pp2dp2": ParallelConfig(pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "tp2dp2": ParallelConfig(tp=2, dp=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
-    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
+    "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
 }
 
 
@@ -119,7 +122,7 @@ class Run:
         gradients: full gradients of the first step, reduced, before clipping.
         validation: loss sum and tokens over VALIDATION_SAMPLES samples on the initial weights.
         replicas: for every tensor that several ranks hold, the digests of their copies after the last step.
-        reductions: dtype and number of elements of every gradient reduction.
+        reductions: every collective that reduced gradients.
         dropout_masks: digest of one mask per dropout site and tensor-parallel rank.
     """
 
@@ -130,7 +133,7 @@ class Run:
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     validation: tuple[float, int] = (0.0, 0)
     replicas: dict[str, set[str]] = field(default_factory=dict)
-    reductions: set[tuple[str, int]] = field(default_factory=set)
+    reductions: set[Collective] = field(default_factory=set)
     dropout_masks: dict[str, dict[int, str]] = field(default_factory=dict)
 
 
@@ -201,50 +204,61 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig) -> PipelineTrainE
     )
 
 
-def _gradient_pieces(engine: PipelineTrainEngine) -> list[tuple[Any, ...]]:
-    """This rank's reduced gradients before clipping: key, global shape, cut dim, start, length, values."""
-    optimizer = engine._engine.optimizer
-    pieces = []
-    for p, grad in zip(optimizer.parameters, optimizer.gradients, strict=True):
-        place = p.placement
-        values = grad.view(p.shape).numpy().copy()
-        pieces.append((place.key, place.global_shape, place.dim, place.start, place.length, values))
-    return pieces
-
-
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-@contextmanager
-def recorded_reductions(engine: PipelineTrainEngine, seen: set[tuple[str, int]]) -> Iterator[None]:
-    """Notes dtype and size of every collective that runs inside the engine's gradient reduction."""
-    inner = StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
-    collectives = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
-    originals = {name: getattr(dist, name) for name in collectives}
+@dataclass(frozen=True)
+class Collective:
+    """One collective that the optimizer issued: of what kind, on what, over how many ranks."""
 
-    def reduce(stage_engine: StageEngine) -> None:
-        for name, original in originals.items():
-            setattr(dist, name, spy(original))
-        try:
-            inner(stage_engine)
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+    name: str
+    dtype: str
+    numel: int
+    ranks: int
 
-    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @property
+    def received_bytes(self) -> int:
+        """Bytes per rank of a bandwidth-optimal algorithm: n - 1 of n parts come in once; twice for an all-reduce."""
+        size = self.numel * getattr(torch, self.dtype.removeprefix("torch.")).itemsize
+        passes = 2 if self.name == "all_reduce" else 1
+        return passes * size * (self.ranks - 1) // self.ranks
+
+
+WHOLE_BUFFER = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 0}
+"""Collectives that are noted, and which argument is the buffer of all ranks' parts."""
+
+
+class CollectiveSpy:
+    """Stands in for a module's `torch.distributed`: notes every collective and its whole buffer, and runs it."""
+
+    def __init__(self, seen: list[Collective]) -> None:
+        self._seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(dist, name)
+        if name not in WHOLE_BUFFER:
+            return original
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[0] if args else kwargs["tensor"]
-            seen.add((str(tensor.dtype), tensor.numel()))
+            buffer, ranks = args[WHOLE_BUFFER[name]], dist.get_world_size(kwargs.get("group"))
+            self._seen.append(Collective(name, str(buffer.dtype), buffer.numel(), ranks))
             return original(*args, **kwargs)
 
         return call
 
-    StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = reduce
+
+@contextmanager
+def recorded_collectives(seen: list[Collective], *modules: Any) -> Iterator[None]:
+    """Notes the collectives of the given modules, of the optimizer's buckets when there are none."""
+    modules = modules or (megads.engine.bucket,)
+    for module in modules:
+        module.dist = CollectiveSpy(seen)
     try:
         yield
     finally:
-        StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = inner
+        for module in modules:
+            module.dist = dist
 
 
 def _replicas(engine: PipelineTrainEngine) -> dict[str, str]:
@@ -253,10 +267,10 @@ def _replicas(engine: PipelineTrainEngine) -> dict[str, str]:
     for p in engine._engine.optimizer.parameters:
         place = p.placement
         found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
-    for parameter, first, part in engine._engine.optimizer.partition_ranges():
-        place = parameter.placement
+    for part in engine._engine.optimizer.state_ranges():
+        place = part.parameter.placement
         for kind, flat in engine._engine.optimizer.state_of(part).items():
-            found[f"{kind}/{place.key}/{0 if place.dim is None else tp}/{first}+{part.length}"] = digest(flat)
+            found[f"{kind}/{place.key}/{0 if place.dim is None else tp}/{part.first}+{part.length}"] = digest(flat)
     return found
 
 
@@ -276,22 +290,17 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
         mutate()
     engine = build_engine(scenario, parallel)
     losses, norms, gradients = [], [], []
-    reductions: set[tuple[str, int]] = set()
-    inner_step = engine._engine.optimizer.step
-
-    def recording_step() -> None:
-        if not gradients:
-            gradients.extend(_gradient_pieces(engine))
-        inner_step()
-
-    engine._engine.optimizer.step = recording_step
+    collectives: list[Collective] = []
     initial = _shards(engine)
     validation = evaluate(engine, scenario, parallel)
-    with recorded_reductions(engine, reductions):
+    engine.watch_gradients(lambda shards: gradients.extend(copied(shards)))
+    with recorded_collectives(collectives):
         for step in range(scenario.steps):
             result = engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
+            engine.watch_gradients(None)
             losses.append(result.loss)
             norms.append(result.grad_norm)
+    reductions = {collective for collective in collectives if collective.name != "all_gather_into_tensor"}
     return {
         "losses": losses, "norms": norms, "gradients": gradients, "initial": initial, "shards": _shards(engine),
         "validation": validation, "replicas": _replicas(engine), "reductions": reductions,
@@ -299,8 +308,13 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     }  # fmt: skip
 
 
+def copied(shards: list[Shard]) -> list[tuple[Any, ...]]:
+    """Shards that outlive the step and travel between processes."""
+    return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in shards]
+
+
 def _shards(engine: PipelineTrainEngine) -> list[tuple[Any, ...]]:
-    return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in engine.named_shards()]
+    return copied(engine.named_shards())
 
 
 VALIDATION_SAMPLES = 7
@@ -353,12 +367,7 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
             run.dropout_masks.setdefault(site, {})[result["tp"]] = value
     run.initial = assemble([s for r in results for s in r["initial"]], "weight")
     run.weights = assemble([s for r in results for s in r["shards"]], "weight")
-    for result in results:
-        for key, shape, dim, start, length, values in result["gradients"]:
-            full = run.gradients.setdefault(key, np.full(shape, np.nan, np.float32))
-            theirs = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(len(shape)))
-            ours = tuple(slice(0, length) if d == dim else slice(None) for d in range(len(shape)))
-            full[theirs] = values[ours]
+    run.gradients = assemble([s for r in results for s in r["gradients"]], "gradient")
     return run
 
 
@@ -427,7 +436,7 @@ def check_replicas(run: Run, reference: Run) -> list[str]:
 def check_reduction_dtype(run: Run, reference: Run) -> list[str]:
     """N7: every gradient collective carries fp32."""
     del reference
-    return [f"{dtype} reduction of {numel}" for dtype, numel in sorted(run.reductions) if dtype != "torch.float32"]
+    return [str(collective) for collective in run.reductions if collective.dtype != "torch.float32"]
 
 
 def check_validation(run: Run, reference: Run) -> list[str]:

@@ -63,7 +63,8 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq".
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", and "gradient" for
+            those that are watched.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
@@ -94,6 +95,15 @@ class TrainEngine(Protocol):
         Args:
             owned: True leaves out copies that another rank also holds (replicated over TP, tied over stages), so
                 that the union over ranks covers every tensor exactly once; False lists all this rank holds.
+        """
+        ...
+
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """Calls `watch` at every following step with this rank's reduced gradients, before clipping.
+
+        Args:
+            watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
+                to be kept. None ends the watch.
         """
         ...
 

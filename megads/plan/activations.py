@@ -252,14 +252,3 @@ def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
 def sent_ops(p: Pass) -> list[Op]:
     """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
     return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size, backward=0)]
-
-
-def tie_gradients(ops: list[Op]) -> list[Op]:
-    """The same operations where embedding and head, the first and the last but one, share a weight.
-
-    Autograd holds the head's gradient until it has the embedding's, and adds the two into a third tensor.
-    """
-    held = ops[-2].gradient
-    head = replace(ops[-2], backward=ops[-2].backward + held, gradient=0)
-    body = [replace(op, backward=op.backward + held) for op in ops[1:-2]]
-    return [replace(ops[0], backward=ops[0].backward + 2 * held), *body, head, ops[-1]]
