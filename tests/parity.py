@@ -47,6 +47,9 @@ LAYOUTS = {
     "pp2dp2": ParallelConfig(pp=2, dp=2),
     "tp2dp2": ParallelConfig(tp=2, dp=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
+    "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
 }
 
@@ -266,7 +269,7 @@ def _dropout_masks(engine: PipelineTrainEngine) -> dict[str, str]:
     for module in engine._engine.module.modules():
         if isinstance(module, Dropout):
             mask = Dropout(0.5, module.seed, module.site)
-            mask.stream = module.stream
+            mask.stream, mask.shard = module.stream, module.shard
             found[module.site] = digest(mask(torch.ones(2, 8, 8), info))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe import schedule
@@ -116,8 +117,19 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def _reduce_gradients(self) -> None:
         # This rank's own gradients, before the reduction spreads a non-finite one.
         self.gradient_norms = list(torch._foreach_norm(self.optimizer.gradients))
+        self._sum_sequence_partials()
         self._exec_reduce_grads()
         self._exec_reduce_tied_grads()
+
+    def _sum_sequence_partials(self) -> None:
+        """Sums what each tensor-parallel rank knows from its share of the sequence, in one message."""
+        optimizer = self.optimizer
+        pairs = zip(optimizer.parameters, optimizer.gradients, strict=True)
+        partial = [gradient for parameter, gradient in pairs if getattr(parameter, "sequence_partial", False)]
+        if partial:
+            flat = torch.cat(partial)
+            dist.all_reduce(flat, group=self.grid.get_slice_parallel_group())
+            torch._foreach_copy_(partial, flat.split([gradient.numel() for gradient in partial]))
 
     def _reduce_tied_gradients(self) -> None:
         """Done in `_reduce_gradients`, after the data-parallel reduction."""

@@ -22,6 +22,10 @@ class ParallelConfig:
     """Data parallel size: replicas of the model, over which ZeRO-1 shards the optimizer."""
     cp: int = 1
     """Context parallel size: every sequence is cut over this many ranks."""
+    sequence_parallel: bool = False
+    """Cut norms, dropouts and residuals along the sequence over the tensor-parallel ranks, which otherwise all compute
+    them whole (Korthikanti et al. 2022): fewer activations and pipeline messages, as many bytes between the ranks. Of
+    no effect at tp = 1."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
 

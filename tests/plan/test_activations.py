@@ -54,7 +54,9 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
     with torch.device("meta"):
         unsharded = Block(model, 0, 0)
-    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
+    block, placements = shard_stage(
+        unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None), sequence_parallel=False
+    )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
         if hasattr(module, "axis"):
