@@ -2,8 +2,8 @@
 
 The f and g of Shoeybi et al. 2019 (Megatron-LM): entering a parallel region copies forward and sums gradients
 backward; leaving one sums forward and copies backward. With sequence parallelism (Korthikanti et al. 2022) every rank
-has only its share of the tokens outside of the regions: entering gathers them, leaving sums and scatters them, at the
-same number of bytes.
+has only its share of the tokens outside of the regions: entering gathers them, leaving sums and scatters them. The
+two are as many bytes as one all-reduce.
 
 Shares of a sequence are contiguous pieces of dim 1, in the order of the axis.
 """
