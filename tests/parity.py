@@ -51,6 +51,9 @@ LAYOUTS = {
     "pp2dp3": ParallelConfig(pp=2, dp=3),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
+    "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
 }
 
 
@@ -280,7 +283,7 @@ def _dropout_masks(engine: PipelineTrainEngine) -> dict[str, str]:
     for module in engine._engine.module.modules():
         if isinstance(module, Dropout):
             mask = Dropout(0.5, module.seed, module.site)
-            mask.stream = module.stream
+            mask.stream, mask.shard = module.stream, module.shard
             found[module.site] = digest(mask(torch.ones(2, 8, 8), info))
     return found
 

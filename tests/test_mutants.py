@@ -22,12 +22,15 @@ from megads.engine.bucket import Bucket
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.training import TokenMeanLoss
 from megads.model.attention import AttentionCore
+from megads.model.config import Position
+from megads.model.dropout import Dropout
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, cross_entropy
 from megads.parallel.collectives import leave_region
+from megads.parallel.grid import Axis
 from megads.parallel.table import Stream
-from megads.parallel.tensor import RowParallelLinear, padded_rows
+from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
 from tests import parity
 from tests.parity import LAYOUTS, Run, Scenario, scenario_with, train_layout, train_reference
 
@@ -189,6 +192,46 @@ def embedding_norm_decays() -> None:
     megads.engine.optimizer.parameter_role = role
 
 
+def no_sum_of_sequence_partial_gradients() -> None:
+    inner = megads.engine.stage_pipeline.materialise
+
+    def materialise(*args: Any) -> Any:
+        stage = inner(*args)
+        for parameter in stage.parameters():
+            parameter.sequence_partial = False
+        return stage
+
+    megads.engine.stage_pipeline.materialise = materialise
+
+
+def own_slice_for_a_reduce_scatter() -> None:
+    def start_scatter(x: Tensor, axis: Axis) -> collectives.Pending:
+        own = x.chunk(axis.size, dim=1)[axis.rank].contiguous()
+        return lambda: own
+
+    collectives.start_scatter = start_scatter
+
+
+def dropout_of_the_first_shard_everywhere() -> None:
+    inner = megads.engine.stage_pipeline.shard_stage
+
+    def shard_stage(*args: Any, **kwargs: Any) -> Any:
+        stage, placements = inner(*args, **kwargs)
+        for module in stage.modules():
+            if isinstance(module, Dropout):
+                module.shard = (0, module.shard[1])
+        return stage, placements
+
+    megads.engine.stage_pipeline.shard_stage = shard_stage
+
+
+def positions_from_zero_on_every_shard() -> None:
+    def forward(self: PositionShardEmbedding, positions: Tensor) -> Tensor:
+        return F.embedding(positions.narrow(-1, 0, positions.shape[-1] // self.axis.size), self.weight)
+
+    PositionShardEmbedding.forward = forward
+
+
 @dataclass(frozen=True)
 class Case:
     """A defect, the layout and scenario in which it shows, and the check that must see it."""
@@ -198,6 +241,9 @@ class Case:
     check: Callable[[Run, Run], list[str]]
     scenario: Scenario = field(default_factory=Scenario)
 
+
+# Hidden dropout has the masks of the unsharded model in every layout.
+SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.learned, hidden_dropout=0.2))
 
 CASES = [
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
@@ -215,6 +261,10 @@ CASES = [
     Case(equal_attention_dropout_on_all_ranks, "tp2", parity.check_dropout_streams),
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
+    Case(no_sum_of_sequence_partial_gradients, "tp2sp", parity.check_first_step),
+    Case(own_slice_for_a_reduce_scatter, "tp2sp", parity.check_first_step),
+    Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
+    Case(positions_from_zero_on_every_shard, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(embedding_norm_decays, "single", parity.check_curve, scenario_with(steps=5)),
 ]
 

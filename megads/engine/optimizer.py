@@ -251,4 +251,4 @@ def gradient_of(bucket: Bucket) -> Tensor:
 
 def is_partial(parameter: Parameter) -> bool:
     """Whether the gradient of a replicated parameter covers this rank's sequence shard only."""
-    return bool(getattr(parameter, "sequence_partial", False))
+    return bool(parameter.sequence_partial)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import deepspeed.comm as ds_dist
@@ -27,10 +28,18 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
     """A stage that DeepSpeed builds on the ranks that hold it: made on the meta device, cut, then filled."""
 
     def __init__(
-        self, spec: StageSpec, grid: ParallelGrid, value: InitialValue, device: torch.device, tied: bool
+        self,
+        spec: StageSpec,
+        grid: ParallelGrid,
+        value: InitialValue,
+        device: torch.device,
+        *,
+        tied: bool,
+        sequence_parallel: bool,
     ) -> None:
         super().__init__(nn.Module)
-        self.spec, self.grid, self.value, self.device, self.tied = spec, grid, value, device, tied
+        self.spec, self.grid, self.value, self.device = spec, grid, value, device
+        self.tied, self.sequence_parallel = tied, sequence_parallel
 
     def __repr__(self) -> str:
         return self.spec.name
@@ -39,7 +48,9 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         """This rank's share of the stage, its parameters' `placement` attribute set."""
         with torch.device("meta"):
             stage = self.spec.build()
-        stage, placements = shard_stage(stage, self.spec.name, SHARDING, self.grid.tp)
+        stage, placements = shard_stage(
+            stage, self.spec.name, SHARDING, self.grid.tp, sequence_parallel=self.sequence_parallel
+        )
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
         stage = materialise(stage, placements, self.value, self.device)
@@ -50,7 +61,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
     @staticmethod
     def _tied(place: Placement) -> Placement:
         assert place.key == TIED_COPY
-        return Placement(TIED_PARAMETER, place.global_shape, place.dim, place.start, place.length)
+        return replace(place, key=TIED_PARAMETER)
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
@@ -111,8 +122,9 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
         self.bounds = partition([spec.weight for spec in specs], parallel.pp)
         self.tied, self.grid = model.tie_embeddings, grid
+        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel}
         super().__init__(
-            [StageLayerSpec(spec, grid, value, device, model.tie_embeddings) for spec in specs],
+            [StageLayerSpec(spec, grid, value, device, **options) for spec in specs],
             topology=GridTopology(parallel),
             loss_fn=loss,
         )

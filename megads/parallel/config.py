@@ -25,6 +25,10 @@ class ParallelConfig:
     """Data parallel size: replicas of the model."""
     cp: int = 1
     """Context parallel size: every sequence is cut over this many ranks."""
+    sequence_parallel: bool = False
+    """Cut norms, dropouts and residuals along the sequence over the tensor-parallel ranks, which otherwise all compute
+    them whole (Korthikanti et al. 2022): smaller activations and pipeline messages, for one more all-gather where a
+    region's gradient is computed. Of no effect at tp = 1."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
 

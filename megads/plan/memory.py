@@ -175,7 +175,13 @@ def _stage_memory(
     layers: tuple[str, ...],
 ) -> StageMemory:
     one_pass = Pass(
-        model, parallel.tp, workload.micro_batch_size, workload.seq_len, workload.weight_bytes, workload.cuda
+        model,
+        parallel.tp,
+        workload.micro_batch_size,
+        workload.seq_len,
+        workload.weight_bytes,
+        workload.cuda,
+        sequence_parallel=parallel.sequence_parallel,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
