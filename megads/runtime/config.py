@@ -122,6 +122,8 @@ class ClusterConfig:
     """CPU threads of each rank, equal on all; null shares the cores out evenly."""
     peak_tflops: float | None = None
     """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
+    gpu_memory_gib: float | None = None
+    """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
 
@@ -131,5 +133,7 @@ class ClusterConfig:
             raise ConfigError(f"cluster.threads_per_rank = {self.threads_per_rank}: must be at least 1")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ConfigError(f"cluster.peak_tflops = {self.peak_tflops}: must be positive")
+        if self.gpu_memory_gib is not None and self.gpu_memory_gib <= 0:
+            raise ConfigError(f"cluster.gpu_memory_gib = {self.gpu_memory_gib}: must be positive")
         if self.timeout_s <= 0:
             raise ConfigError(f"cluster.timeout_s = {self.timeout_s}: must be positive")
