@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 import megads.engine.bucket
@@ -20,6 +21,7 @@ import megads.engine.stage_pipeline
 import megads.engine.training
 from megads.engine.bucket import Bucket
 from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.pipeline_engine import StageEngine
 from megads.engine.training import TokenMeanLoss
 from megads.model.attention import AttentionCore
 from megads.model.config import Position
@@ -28,13 +30,17 @@ from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, cross_entropy
 from megads.parallel.collectives import leave_region
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
 from tests import parity
-from tests.parity import LAYOUTS, Run, Scenario, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUTS as PARITY_LAYOUTS
+from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
+
+LAYOUTS = PARITY_LAYOUTS | {"pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full)}
 
 
 def local_alibi_slopes() -> None:
@@ -232,6 +238,41 @@ def positions_from_zero_on_every_shard() -> None:
     PositionShardEmbedding.forward = forward
 
 
+def recomputation_of_the_latest_micro_batch() -> None:
+    inner = megads.engine.stage_pipeline.recompute_module
+
+    def recompute_module(block: Any) -> None:
+        def forward(hidden: Tensor, _info: Any, *, original: Any = block.forward) -> Tensor:
+            return original(hidden, latest[0])
+
+        block.forward = forward
+        inner(block)
+
+    latest: list[Any] = []
+    begin = StageEngine._INSTRUCTION_MAP[schedule.ForwardPass]
+
+    def forward_pass(self: StageEngine, buffer_id: int) -> None:
+        latest[:] = [self._micro_batches[self._forwarded].info]
+        begin(self, buffer_id)
+
+    megads.engine.stage_pipeline.recompute_module = recompute_module
+    StageEngine._INSTRUCTION_MAP |= {schedule.ForwardPass: forward_pass}
+
+
+def dropout_redrawn_in_recomputation() -> None:
+    inner = Dropout.forward
+    drawn = set()
+
+    def forward(self: Dropout, x: Tensor, info: Any) -> Tensor:
+        key = (self.site, *info.sample_ids.tolist())
+        self.stream = int(self.training and key in drawn)
+        if self.training:
+            drawn.add(key)
+        return inner(self, x, info)
+
+    Dropout.forward = forward
+
+
 @dataclass(frozen=True)
 class Case:
     """A defect, the layout and scenario in which it shows, and the check that must see it."""
@@ -245,6 +286,7 @@ class Case:
 # Hidden dropout has the masks of the unsharded model in every layout.
 SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.learned, hidden_dropout=0.2))
 
+DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
 CASES = [
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
     Case(replicated_parameters_count_on_every_rank, "tp2", parity.check_first_step),
@@ -266,6 +308,8 @@ CASES = [
     Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(positions_from_zero_on_every_shard, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(embedding_norm_decays, "single", parity.check_curve, scenario_with(steps=5)),
+    Case(recomputation_of_the_latest_micro_batch, "pp2 recomputed", parity.check_first_step, DROPOUT),
+    Case(dropout_redrawn_in_recomputation, "pp2 recomputed", parity.check_first_step, DROPOUT),
 ]
 
 

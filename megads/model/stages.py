@@ -122,6 +122,11 @@ EMBEDDING, HEAD = "embedding", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
+def is_block(name: str) -> bool:
+    """Whether the stage of this name is a transformer block."""
+    return name.startswith("blocks.")
+
+
 def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
     """The whole model in order, nothing allocated.
 

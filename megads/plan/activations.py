@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig, Position
+from megads.parallel.config import Recompute
 from megads.parallel.tensor import padded_rows
-from megads.plan.tape import Op
+from megads.plan.tape import Op, recomputed
 
 FP32, INT64 = 4, 8
 
@@ -181,7 +182,7 @@ def embedding_ops(p: Pass) -> list[Op]:
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def _attention_core_op(p: Pass) -> Op:
+def _attention_core_op(p: Pass, recompute: bool) -> Op:
     """The kernel of scaled_dot_product_attention, or with attention dropout the explicit product.
 
     The kernel saves views of the QKV projection, its output and an fp32 logsumexp of every row; backward makes three
@@ -191,25 +192,35 @@ def _attention_core_op(p: Pass) -> Op:
     probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
     rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
     kept; and so is the QKV projection, which nobody saves.
+
+    A recomputed core keeps the QKV projection in either case; its output is the next operation's.
     """
-    if not p.model.attention_dropout:
+    projection = 3 * p.attention
+    if p.model.attention_dropout:
+        op = Op(
+            "attention",
+            kept=3 * p.attention + (FP32 + 2 * p.weight_bytes) * p.scores,
+            forward=projection + (12 if p.weight_bytes < FP32 else 8) * p.scores,
+            backward=p.hidden + 2 * p.attention + 4 * p.scores,
+        )
+        if recompute:
+            op = replace(op, kept=op.kept + projection, forward=op.forward - projection)
+    else:
         logsumexp = FP32 * p.tokens * p.heads
-        return Op("attention", kept=4 * p.attention + logsumexp, backward=p.hidden + 4 * p.attention)
-    return Op(
-        "attention",
-        kept=3 * p.attention + (FP32 + 2 * p.weight_bytes) * p.scores,
-        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores,
-        backward=p.hidden + 2 * p.attention + 4 * p.scores,
-    )
+        op = Op("attention", kept=projection + p.attention + logsumexp, backward=p.hidden + 4 * p.attention)
+    # The gradients of the core's output and of the residual beside it.
+    return recomputed([op], inputs=projection, arriving=p.hidden + p.attention)[0] if recompute else op
 
 
-def attention_ops(p: Pass) -> list[Op]:
+def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
     mask, drawing = _hidden_dropout(p)
     qkv = p.matrix(3 * width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
     copied, still_there = (attention, 4 * attention) if p.model.attention_dropout else (0, 0)
+    if recompute_core:
+        copied, still_there = attention, attention if p.model.attention_dropout else 0
     return [
         Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden),
         Op(
@@ -219,7 +230,7 @@ def attention_ops(p: Pass) -> list[Op]:
             backward=hidden + p.opened_backward(3 * attention, qkv),
             gradient=qkv,
         ),
-        _attention_core_op(p),
+        _attention_core_op(p, recompute_core),
         Op(
             "attention output",
             kept=copied + mask,
@@ -258,9 +269,15 @@ def mlp_ops(p: Pass) -> list[Op]:
     ]
 
 
-def block_ops(p: Pass) -> list[Op]:
-    """One transformer block."""
-    return [*attention_ops(p), *mlp_ops(p)]
+def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
+    """One transformer block.
+
+    Args:
+        p: the micro-batch.
+        mode: what is recomputed of it.
+    """
+    ops = [*attention_ops(p, mode is Recompute.selective), *mlp_ops(p)]
+    return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
 
 def final_norm_ops(p: Pass) -> list[Op]:

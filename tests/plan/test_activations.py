@@ -14,10 +14,12 @@ from megads.model.config import ModelConfig, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
 from megads.model.stages import Block, Embedding, FinalNorm
+from megads.parallel.config import Recompute
 from megads.parallel.grid import Axis
+from megads.parallel.recompute import recompute_module
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import Pass, block_ops, embedding_ops, final_norm_ops
-from megads.plan.tape import Op, kept_bytes, moments
+from megads.plan.tape import Op, kept_bytes, moments, recomputed
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
 
@@ -91,6 +93,18 @@ def test_block_on_a_shard_of_the_sequence(dropout: float) -> None:
         assert saved - one_pass.bias_table * 4 == kept_bytes(block_ops(one_pass))
 
 
+@pytest.mark.parametrize("mode", [Recompute.selective, Recompute.full])
+@pytest.mark.parametrize("attention", [0.0, 0.1])
+def test_recomputed_block(mode: Recompute, attention: float) -> None:
+    """Catches recomputation that keeps more than its inputs, and the core's output or projection counted wrongly."""
+    model = replace(MODEL, hidden_dropout=0.1, attention_dropout=attention)
+    block = Block(model, 0, 0)
+    recompute_module(block if mode is Recompute.full else block.attention.core)
+    inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, requires_grad=True)
+    one_pass = Pass(model, 1, BATCH, SEQ_LEN, 4)
+    assert saved_bytes(block, inputs) == kept_bytes(block_ops(one_pass, mode)) < kept_bytes(block_ops(one_pass))
+
+
 @pytest.mark.parametrize("norm", [True, False])
 def test_ends(norm: bool) -> None:
     """Catches an embedding or a final norm that saves more than the plan says, token ids beside it left out."""
@@ -111,3 +125,11 @@ def test_moments() -> None:
     assert first == [30 + 10 + 5, 30 + 30 + 1, 30 + 30 + 2 + 4, 30 + 10 + 7 + 3 + 4]
     later = [moment.total for moment in moments(ops, waiting=0, gradients=7)]
     assert later == [7 + 10 + 5, 7 + 30 + 1, 7 + 30 + 2 + 4, 7 + 10 + 7 + 3]
+
+
+def test_moments_of_recomputed_operations() -> None:
+    """Catches a plan in which what is made again costs nothing, or stays until the end of backward."""
+    ops = [Op("a", kept=10, forward=5, backward=7), Op("b", kept=20, forward=9, backward=2)]
+    again = recomputed(ops, inputs=4, arriving=3)
+    backward = [moment.total for moment in moments(again, waiting=2, gradients=None)][2:]
+    assert backward == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import ModelConfig, Position
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, Recompute
 from tests.distributed import run_ranks
 from tests.parity import Scenario
 from tests.plan.memory_meter import measured_peaks, planned, resident_growth
@@ -21,6 +21,9 @@ FP32 = replace(SCENARIO, precision="float32")
 LEARNED = replace(MODEL, position=Position.learned, embedding_norm=False, tie_embeddings=False)
 # Activations outweigh the weights.
 MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=256, micro_batch_size=2)
+# So many tokens and layers that activations outweigh weights: less of them would hardly show.
+DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq_len=256, global_batch_size=16)
+DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
 FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
 
 CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
@@ -60,6 +63,10 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(SCENARIO, model=DROPOUT, global_batch_size=8, micro_batch_size=2),
         ParallelConfig(pp=4),
     ),
+    "single, recompute=full": (DEEP, ParallelConfig(recompute=Recompute.full)),
+    "single, dropout, recompute=selective": (DEEP_DROPOUT, ParallelConfig(recompute=Recompute.selective)),
+    "pp2, every second block in full": (DEEP, ParallelConfig(pp=2, recompute=Recompute.full, recompute_interval=2)),
+    "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 TOLERANCE = 0.05
