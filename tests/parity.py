@@ -233,13 +233,13 @@ WHOLE_BUFFER = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_g
 
 
 class CollectiveSpy:
-    """Stands in for a module's `torch.distributed`: notes every collective and its whole buffer, and runs it."""
+    """Stands in for a module's `dist`: notes every collective and its whole buffer, and runs it."""
 
-    def __init__(self, seen: list[Collective]) -> None:
-        self._seen = seen
+    def __init__(self, inner: Any, seen: list[Collective]) -> None:
+        self._inner, self._seen = inner, seen
 
     def __getattr__(self, name: str) -> Any:
-        original = getattr(dist, name)
+        original = getattr(self._inner, name)
         if name not in WHOLE_BUFFER:
             return original
 
@@ -252,16 +252,14 @@ class CollectiveSpy:
 
 
 @contextmanager
-def recorded_collectives(seen: list[Collective], *modules: Any) -> Iterator[None]:
-    """Notes the collectives of the given modules, of the optimizer's buckets when there are none."""
-    modules = modules or (megads.engine.bucket,)
-    for module in modules:
-        module.dist = CollectiveSpy(seen)
+def recorded_collectives(seen: list[Collective], module: Any = megads.engine.bucket) -> Iterator[None]:
+    """Notes the collectives that a module issues through its name `dist`."""
+    inner = module.dist
+    module.dist = CollectiveSpy(inner, seen)
     try:
         yield
     finally:
-        for module in modules:
-            module.dist = dist
+        module.dist = inner
 
 
 def _replicas(engine: PipelineTrainEngine) -> dict[str, str]:

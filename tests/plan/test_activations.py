@@ -119,17 +119,21 @@ def test_ends(norm: bool) -> None:
 
 
 def test_moments() -> None:
-    """Catches a replay that frees too early, or counts a step's first gradients as there before they are made."""
-    ops = [Op("a", kept=10, forward=5, backward=7, gradient=3), Op("b", kept=20, forward=1, backward=2, gradient=4)]
-    first = [moment.total for moment in moments(ops, waiting=1, gradients=None)]
-    assert first == [30 + 10 + 5, 30 + 30 + 1, 30 + 30 + 2 + 4, 30 + 10 + 7 + 3 + 4]
-    later = [moment.total for moment in moments(ops, waiting=0, gradients=7)]
-    assert later == [7 + 10 + 5, 7 + 30 + 1, 7 + 30 + 2 + 4, 7 + 10 + 7 + 3]
+    """Catches a replay that frees too early, counts a step's first gradients as there before they are made or a shared
+    weight's twice, and forgets the copy in fp32 by which a CPU adds a bf16 gradient."""
+    ops = [
+        Op("a", kept=10, forward=5, backward=7, gradient=4, shared=True),
+        Op("b", kept=20, forward=1, backward=2, gradient=4),
+    ]
+    first = moments(ops, waiting=1, sums=lambda made: made, widening=2, cast=True)
+    assert [m.total for m in first] == [30 + 10 + 5, 30 + 30 + 1, 8 + 30 + 30 + 2 + 4 + 8, 8 + 30 + 10 + 7 + 4 + 8]
+    later = moments(ops, waiting=0, sums=lambda _: 9, widening=2, cast=False)
+    assert [m.total for m in later] == [9 + 10 + 5, 9 + 30 + 1, 9 + 30 + 2 + 4, 9 + 10 + 7 + 4]
 
 
 def test_moments_of_recomputed_operations() -> None:
     """Catches a plan in which what is made again costs nothing, or stays until the end of backward."""
     ops = [Op("a", kept=10, forward=5, backward=7), Op("b", kept=20, forward=9, backward=2)]
     again = recomputed(ops, inputs=4, arriving=3)
-    backward = [moment.total for moment in moments(again, waiting=2, gradients=None)][2:]
+    backward = [moment.total for moment in moments(again, waiting=2, sums=lambda _: 0, widening=1, cast=False)][2:]
     assert backward == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]
