@@ -48,6 +48,11 @@ LAYOUTS = {
     "tp2dp2": ParallelConfig(tp=2, dp=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+    "cp2": ParallelConfig(cp=2),
+    "cp3": ParallelConfig(cp=3),
+    "tp2cp2": ParallelConfig(tp=2, cp=2),
+    "pp2cp2": ParallelConfig(pp=2, cp=2),
+    "cp2dp2": ParallelConfig(cp=2, dp=2),
 }
 
 
@@ -59,7 +64,7 @@ class Scenario:
     steps: int = 1
     global_batch_size: int = 12
     micro_batch_size: int = 2
-    seq_len: int = 16
+    seq_len: int = 24
     precision: str = "float32"
     clip_grad: float = 0.5
     lr: float = 1e-3

@@ -17,6 +17,7 @@ from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, stage_specs
 from megads.parallel.config import ParallelConfig
+from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
 from megads.parallel.sharding import Placement, materialise, shard_stage
@@ -39,6 +40,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         with torch.device("meta"):
             stage = self.spec.build()
         stage, placements = shard_stage(stage, self.spec.name, SHARDING, self.grid.tp)
+        gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
         stage = materialise(stage, placements, self.value, self.device)

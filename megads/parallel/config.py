@@ -21,9 +21,19 @@ class ParallelConfig:
     dp: int = 1
     """Data parallel size: replicas of the model, over which ZeRO-1 shards the optimizer."""
     cp: int = 1
-    """Context parallel size: every sequence is cut over this many ranks."""
+    """Context parallel size: every sample's tokens are cut over this many ranks."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis by name, for people and records."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def product(self) -> str:
+        """As in tp 2 x cp 1 x pp 2 x dp 1."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
     @property
     def world_size(self) -> int:
