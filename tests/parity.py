@@ -70,6 +70,7 @@ class Scenario:
     lr: float = 1e-3
     seed: int = 7
     masked: bool = False
+    documents: bool = False
     hot: bool = True
 
     @property
@@ -101,10 +102,23 @@ def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
+def document_starts(scenario: Scenario, sample_id: int) -> Tensor:
+    """Place [s] at which the document of every token starts: three documents of any length from one token."""
+    generator = torch.Generator().manual_seed(2000 + sample_id)
+    later = 1 + torch.randperm(scenario.seq_len - 1, generator=generator)[:2]
+    starts = torch.zeros(scenario.seq_len, dtype=torch.int64)
+    starts[later] = later
+    return starts.cummax(0).values
+
+
 def micro_batch(scenario: Scenario, ids: Any) -> MicroBatch:
     rows = [sample(scenario, int(i)) for i in ids]
     tokens, mask = torch.stack([t for t, _ in rows]), torch.stack([m for _, m in rows])
     info = BatchInfo(sample_ids=torch.as_tensor(np.asarray(ids)))
+    if scenario.documents:
+        starts = torch.stack([document_starts(scenario, int(i)) for i in ids])
+        positions = torch.arange(scenario.seq_len) - starts
+        info = BatchInfo(info.sample_ids, position_ids_bs=positions, document_starts=starts)
     return MicroBatch(info=info, tokens_bs=tokens[:, :-1], labels_bs=tokens[:, 1:], loss_mask_bs=mask)
 
 
@@ -183,11 +197,13 @@ def train_reference(scenario: Scenario) -> Run:
 @torch.no_grad()
 def _reference_loss(model: GPT, scenario: Scenario) -> tuple[float, int]:
     loss_sum, tokens = 0.0, 0
+    model.eval()
     for sample_id in range(VALIDATION_SAMPLES):
         batch = micro_batch(scenario, [sample_id])
         losses = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs)
         loss_sum += float((losses * batch.loss_mask_bs).sum())
         tokens += int(batch.loss_mask_bs.sum())
+    model.train()
     return loss_sum, tokens
 
 
