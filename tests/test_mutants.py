@@ -153,8 +153,8 @@ def keys_and_values_in_rank_order() -> None:
 
 def key_and_value_gradients_not_summed_over_context() -> None:
     def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, None]:
-        own = [context._by_rank(grad, ctx.axis.size, grad.dtype)[ctx.axis.rank] for grad in (grad_k, grad_v)]
-        return own[0], own[1], None
+        own_k, own_v = context._by_rank((grad_k, grad_v), ctx.axis.size, grad_k.dtype)[ctx.axis.rank]
+        return own_k, own_v, None
 
     context._GatherSequence.backward = staticmethod(backward)
 

@@ -92,11 +92,11 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden_bsh)
         batch, seq_len, width = qkv.shape
         qkv_bsn3d = qkv.view(batch, seq_len, width // (3 * self.head_dim), 3, self.head_dim)
-        q_bnsd, k_bnsd, v_bnsd = (x.transpose(1, 2) for x in qkv_bsn3d.unbind(dim=3))
+        q_bsnd, k_bsnd, v_bsnd = qkv_bsn3d.unbind(dim=3)
         if self.rotary is not None:
-            q_bnsd, k_bnsd = self.rotary(q_bnsd, k_bnsd, info)
+            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd, info)
             # A copy, so that what backward keeps of the values is not a view that keeps unturned queries and keys too.
-            v_bnsd = v_bnsd.clone()
-        context_bnsd = self.core(q_bnsd, k_bnsd, v_bnsd, info)
+            v_bsnd = v_bsnd.contiguous()
+        context_bnsd = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsnd, v_bsnd)), info)
         out_bsh: Tensor = self.dense(context_bnsd.transpose(1, 2).reshape(batch, seq_len, width // 3))
         return out_bsh

@@ -22,12 +22,12 @@ _RESTARTED: PerBatch[Tables] = PerBatch()
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tables:
-    """Cosine and sine of every angle, each [..., 1, s, r] for integer positions [..., s].
+    """Cosine and sine of every angle, each [..., s, 1, r] for integer positions [..., s].
 
     Angles are fp64 whatever the result's dtype: near position 10^6 neighbouring fp32 numbers are 0.06 radians apart.
     """
     pairs_r = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    angles = positions[..., None, :, None] * theta**-pairs_r
+    angles = positions[..., None, None] * theta**-pairs_r
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -40,12 +40,12 @@ def _place_tables(
     return rotary_tables(places_s, head_dim, theta, dtype)
 
 
-def rotate(x_bnsd: Tensor, tables: Tables) -> Tensor:
-    """Queries or keys turned by their positions' angles, computed in the tables' dtype; [b, n, s, d]."""
+def rotate(x_bsnd: Tensor, tables: Tables) -> Tensor:
+    """Queries or keys turned by their positions' angles, computed in the tables' dtype; [b, s, n, d]."""
     cos, sin = tables
-    first_bnsr, second_bnsr = x_bnsd.to(cos.dtype).chunk(2, dim=-1)
-    turned = (first_bnsr * cos - second_bnsr * sin, second_bnsr * cos + first_bnsr * sin)
-    return torch.cat(turned, dim=-1).to(x_bnsd.dtype)
+    first_bsnr, second_bsnr = x_bsnd.to(cos.dtype).chunk(2, dim=-1)
+    turned = (first_bsnr * cos - second_bsnr * sin, second_bsnr * cos + first_bsnr * sin)
+    return torch.cat(turned, dim=-1).to(x_bsnd.dtype)
 
 
 class Rotary:
@@ -59,10 +59,10 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim, self.theta = head_dim, theta
 
-    def __call__(self, q_bnsd: Tensor, k_bnsd: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
+    def __call__(self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
         """Queries and keys turned by the positions of the tokens that this rank holds."""
-        tables = self._tables(q_bnsd.shape[2], q_bnsd.device, torch.promote_types(q_bnsd.dtype, torch.float32), info)
-        return rotate(q_bnsd, tables), rotate(k_bnsd, tables)
+        tables = self._tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
+        return rotate(q_bsnd, tables), rotate(k_bsnd, tables)
 
     def _tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
         positions_bs = info.position_ids_bs

@@ -11,6 +11,7 @@ of a chunk.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -88,14 +89,15 @@ def _in_sample_order(by_rank: Tensor) -> Tensor:
     return whole.flatten(-3, -2)
 
 
-def _by_rank(whole: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_in_sample_order`, cast to a dtype."""
-    *rest, seq_len, dim = whole.shape
-    chunks = whole.unflatten(-2, (2 * size, seq_len // (2 * size)))
-    by_rank = whole.new_empty(size, *rest, 2, seq_len // (2 * size), dim, dtype=dtype)
+def _by_rank(wholes: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    """Several [..., t, d] to [cp, number of them, ..., s, d], cast to a dtype; the inverse of `_in_sample_order`."""
+    *rest, seq_len, dim = wholes[0].shape
+    chunks = [whole.unflatten(-2, (2 * size, -1)) for whole in wholes]
+    by_rank = wholes[0].new_empty(size, len(wholes), *rest, 2, seq_len // (2 * size), dim, dtype=dtype)
     for rank in range(size):
         for half, chunk in enumerate(held_chunks(rank, size)):
-            by_rank[rank, ..., half, :, :] = chunks[..., chunk, :, :]
+            for part, of_whole in enumerate(chunks):
+                by_rank[rank, part, ..., half, :, :] = of_whole[..., chunk, :, :]
     return by_rank.flatten(-3, -2)
 
 
@@ -114,7 +116,7 @@ class _GatherSequence(torch.autograd.Function):
         # Every rank's queries have a share in the gradient of every key and value. One rank alone would add them up
         # inside its kernel in fp32 and round once, so low-precision shares are not summed in low precision either.
         dtype = torch.promote_types(grad_k_bntd.dtype, torch.float32)
-        by_rank = torch.stack([_by_rank(grad, ctx.axis.size, dtype) for grad in (grad_k_bntd, grad_v_bntd)], dim=1)
+        by_rank = _by_rank((grad_k_bntd, grad_v_bntd), ctx.axis.size, dtype)
         held = torch.empty_like(by_rank[0])
         dist.reduce_scatter_tensor(held, by_rank.flatten(0, 1), group=ctx.axis.group)
         grad_k_bnsd, grad_v_bnsd = held.to(grad_k_bntd.dtype).unbind()
@@ -140,7 +142,10 @@ class ContextParallelCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         k_bntd, v_bntd = _GatherSequence.apply(k_bnsd, v_bnsd, self.axis)
-        out_bnsd: Tensor = self.core(q_bnsd, k_bntd, v_bntd, info)
+        # A copy, if they are a view: what backward keeps of the queries would keep this rank's keys and values too. The
+        # output takes their order in memory, which is then that of the next projection.
+        own_q_bnsd = q_bnsd.transpose(1, 2).contiguous().transpose(1, 2)
+        out_bnsd: Tensor = self.core(own_q_bnsd, k_bntd, v_bntd, info)
         return out_bnsd
 
 

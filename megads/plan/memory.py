@@ -77,7 +77,7 @@ class StageMemory:
         fp32_gradients: the accumulation buffer; ZeRO-1 does not shard it.
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
-        attention_bias: the cached additive mask.
+        attention_bias: the cached additive mask, and the tables of rotary positions.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most micro-batches between their forward and backward pass.
         phases: the fullest moment of each phase of a step; they do not meet.
@@ -121,7 +121,7 @@ class MemoryPlan:
     Attributes:
         parameters: of the whole model, padding excluded and a tied embedding counted once.
         stages: one rank of every pipeline stage.
-        ranks_per_stage: tensor times data parallel ranks.
+        ranks_per_stage: tensor times context times data parallel ranks.
     """
 
     parameters: int
@@ -164,7 +164,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     for stage in range(parallel.pp):
         layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
         stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
-    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.dp)
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
 def _stage_memory(
@@ -176,13 +176,20 @@ def _stage_memory(
     layers: tuple[str, ...],
 ) -> StageMemory:
     one_pass = Pass(
-        model, parallel.tp, workload.micro_batch_size, workload.seq_len, workload.weight_bytes, workload.cuda
+        model,
+        parallel.tp,
+        workload.micro_batch_size,
+        workload.seq_len,
+        workload.weight_bytes,
+        workload.cuda,
+        parallel.cp,
     )
+    sharers = parallel.cp * parallel.dp
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
-    groups = _group_elements(local, model.tie_embeddings, parallel.dp)
+    groups = _group_elements(local, model.tie_embeddings, sharers)
     flat = sum(groups)
     ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
     low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
@@ -203,7 +210,7 @@ def _stage_memory(
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
         phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
-    if parallel.dp > 1 and not workload.cuda:
+    if sharers > 1 and not workload.cuda:
         phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
     return StageMemory(
         stage=stage,
@@ -213,9 +220,9 @@ def _stage_memory(
         rank_parameters=sum(local.values()),
         weights=low * flat,
         fp32_gradients=FP32 * flat,
-        masters=FP32 * flat // parallel.dp,
-        adam_moments=2 * FP32 * flat // parallel.dp,
-        attention_bias=bias * bias_bytes,
+        masters=FP32 * flat // sharers,
+        adam_moments=2 * FP32 * flat // sharers,
+        attention_bias=bias * bias_bytes + (one_pass.rotary_tables if bias else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
         phases=tuple(phases),
@@ -259,13 +266,13 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _group_elements(local: dict[str, int], tied: bool, dp: int) -> list[int]:
-    """Elements of the flat buffer of every parameter group, padded so that dp ranks share it 4-byte aligned."""
+def _group_elements(local: dict[str, int], tied: bool, sharers: int) -> list[int]:
+    """Elements of the flat buffer of every parameter group, padded so that the data axis shares it 4-byte aligned."""
     sizes = dict.fromkeys(Role, 0)
     for name, elements in local.items():
         is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
         sizes[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)] += elements
-    return [-(-elements // (2 * dp)) * 2 * dp for elements in sizes.values() if elements]
+    return [-(-elements // (2 * sharers)) * 2 * sharers for elements in sizes.values() if elements]
 
 
 def _flattened(groups: Sequence[int]) -> int:
@@ -284,11 +291,12 @@ def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Worklo
     """What the engine holds between passes.
 
     One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
-    loaded micro-batch.
+    loaded micro-batch, and of those of the running step this context rank's share.
     """
     received = one_pass.hidden if parallel.pp > 1 else 0
-    batch = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
-    return received + workload.steps_loaded * workload.micro_batches * batch
+    own = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
+    cut = own if parallel.cp > 1 else 0
+    return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
@@ -299,4 +307,7 @@ def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
         elements: of the mask.
         cached_bytes: of one element of the cached mask.
     """
-    return (FP32 + 1) * one_pass.seq_len**2 + (FP32 * elements if cached_bytes < FP32 else 0) if elements else 0
+    if not elements:
+        return 0
+    distances = (FP32 + 1) * one_pass.seq_len**2 // one_pass.cp
+    return distances + (FP32 * elements if cached_bytes < FP32 else 0)
