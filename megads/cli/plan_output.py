@@ -101,8 +101,7 @@ def _print(config: RootConfig, plan: MemoryPlan, room: Room | None, choice: str,
     console.width = max(console.width, _TABLE_WIDTH)
     parallel, train, step = config.parallel, config.train, compute(config, plan)
     console.print(
-        f"{plan.parameters:,} parameters on {parallel.world_size} ranks = tp {parallel.tp} x pp {parallel.pp} x "
-        f"dp {parallel.dp}, {train.precision}"
+        f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
     )
     console.print(
         f"{step['flops_per_token']:.4g} FLOPs a token, {step['flops_per_step']:.4g} a step of "

@@ -153,8 +153,7 @@ def describe(config: RootConfig, data: str, choice: str) -> str:
     rows = {
         "run": config.run.id,
         "writes to": config.run.dir,
-        "ranks": f"{parallel.world_size} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
-        f"threads of each {threads}",
+        "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
         f"{model.position}; {vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "

@@ -140,7 +140,7 @@ class TrainLoader:
         )
 
     def _micro_batch(self, ids: IntArray) -> MicroBatch:
-        info = BatchInfo(torch.from_numpy(ids))
+        info = BatchInfo(torch.from_numpy(ids), seq_len=self._samples.seq_len)
         if not self._needs_tokens:
             return MicroBatch(info)
         block = np.empty((ids.size, self._samples.seq_len + 1), np.int64)
@@ -187,7 +187,7 @@ def validation_batches(
 
 
 def _validation_micro_batch(valid: ValidationSamples, ids: IntArray, vocab_size: int, needs_tokens: bool) -> MicroBatch:
-    info = BatchInfo(torch.from_numpy(ids))
+    info = BatchInfo(torch.from_numpy(ids), seq_len=valid.seq_len)
     if not needs_tokens:
         return MicroBatch(info)
     block = np.zeros((ids.size, valid.seq_len + 1), np.int64)

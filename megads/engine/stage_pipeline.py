@@ -19,6 +19,7 @@ from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, is_block, stage_specs
 from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
 from megads.parallel.recompute import block_modes, recompute_module
@@ -52,6 +53,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         stage, placements = shard_stage(
             stage, self.spec.name, SHARDING, self.grid.tp, sequence_parallel=self.sequence_parallel
         )
+        gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
         stage = materialise(stage, placements, self.value, self.device)

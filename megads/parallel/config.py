@@ -34,7 +34,7 @@ class ParallelConfig:
     dp: int = 1
     """Data parallel size: replicas of the model."""
     cp: int = 1
-    """Context parallel size: every sequence is cut over this many ranks."""
+    """Context parallel size: every sample's tokens are cut over this many ranks."""
     sequence_parallel: bool = False
     """Cut norms, dropouts and residuals along the sequence over the tensor-parallel ranks, which otherwise all compute
     them whole (Korthikanti et al. 2022): smaller activations and pipeline messages, for one more all-gather where a
@@ -54,6 +54,16 @@ class ParallelConfig:
     """Recompute every n-th block of a stage, from its first on."""
     recompute_blocks: list[int] | None = None
     """For recompute=full, how many blocks of each pipeline stage, its first ones; null goes by the interval."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis by name, for people and records."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def product(self) -> str:
+        """As in tp 2 x cp 1 x pp 2 x dp 1."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
     @property
     def world_size(self) -> int:

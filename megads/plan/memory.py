@@ -78,7 +78,7 @@ class StageMemory:
         reduced_gradients: this rank's share of them, from the reduction to the end of the step.
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
-        attention_bias: the cached additive mask.
+        attention_bias: the cached additive mask, and the tables of rotary positions.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most micro-batches between their forward and backward pass.
         phases: the fullest moment of each phase of a step; they do not meet.
@@ -123,7 +123,7 @@ class MemoryPlan:
     Attributes:
         parameters: of the whole model, padding excluded and a tied embedding counted once.
         stages: one rank of every pipeline stage.
-        ranks_per_stage: tensor times data parallel ranks.
+        ranks_per_stage: tensor times context times data parallel ranks.
     """
 
     parameters: int
@@ -166,7 +166,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     for stage in range(parallel.pp):
         layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
         stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
-    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.dp)
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
 def _stage_memory(
@@ -185,6 +185,7 @@ def _stage_memory(
         workload.weight_bytes,
         workload.cuda,
         sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
@@ -229,7 +230,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         adam_moments=2 * FP32 * share,
-        attention_bias=bias * bias_bytes,
+        attention_bias=bias * bias_bytes + (one_pass.rotary_tables if bias else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
         phases=tuple(phases),
@@ -309,11 +310,12 @@ def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Worklo
     """What the engine holds between passes.
 
     One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
-    loaded micro-batch.
+    loaded micro-batch, and of those of the running step this context rank's share.
     """
     received = one_pass.hidden if parallel.pp > 1 else 0
-    batch = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
-    return received + workload.steps_loaded * workload.micro_batches * batch
+    own = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
+    cut = own if parallel.cp > 1 else 0
+    return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
@@ -324,4 +326,7 @@ def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
         elements: of the mask.
         cached_bytes: of one element of the cached mask.
     """
-    return (FP32 + 1) * one_pass.seq_len**2 + (FP32 * elements if cached_bytes < FP32 else 0) if elements else 0
+    if not elements:
+        return 0
+    distances = (FP32 + 1) * one_pass.seq_len**2 // one_pass.cp
+    return distances + (FP32 * elements if cached_bytes < FP32 else 0)

@@ -28,7 +28,7 @@ BATCH, SEQ_LEN = 2, 32
 
 
 def saved_bytes(stage: torch.nn.Module, inputs: Tensor) -> int:
-    """Bytes of the storages that a forward pass saves for backward, parameters and the cached mask left out."""
+    """Bytes of the storages that a forward pass saves for backward, parameters left out."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ def saved_bytes(stage: torch.nn.Module, inputs: Tensor) -> int:
     [
         *product((torch.bfloat16, torch.float32), (0.0, 0.1), (0.0, 0.1), (Position.alibi,), (1, 3)),
         (torch.bfloat16, 0.0, 0.0, Position.learned, 1),
+        *product((torch.bfloat16, torch.float32), (0.0,), (0.0, 0.1), (Position.rope,), (1, 3)),
     ],
 )
 def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Position, tp: int) -> None:
@@ -69,7 +70,7 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize)
     explicit = attention > 0
     # The kernel saves the cached mask too, which the plan counts once for all blocks.
-    mask = 0 if explicit else one_pass.bias_table * 4
+    mask = one_pass.rotary_tables + (0 if explicit else one_pass.bias_table * 4)
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
 
 
