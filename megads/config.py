@@ -33,6 +33,14 @@ class Precision(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
 
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        reason = (
+            "fp16 is not supported: its gradients underflow without loss scaling, which megads does not have; use bf16"
+        )
+        return dict.fromkeys(("fp16", "float16", "half"), reason)
+
 
 @dataclass
 class BatchRampConfig:
