@@ -19,8 +19,9 @@ class BatchInfo:
         sample_ids: int64 [b], the number of each sample in the run's global order. Unique over the run, so
             it seeds dropout identically in every layout.
         position_ids_bs: int64 [b, s], position of each token, or None for 0..s-1 in every row.
-        document_starts: int64 [b, s], position at which each token's document starts, or None when attention
-            crosses document boundaries.
+        document_starts: int64 [b, s], place in the sample at which each token's document starts (0 for one that
+            started before the sample), or None when attention crosses document boundaries. The token that ends a
+            document belongs to it.
     """
 
     sample_ids: Tensor
