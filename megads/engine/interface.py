@@ -63,7 +63,7 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq".
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", "gradient".
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
@@ -94,6 +94,15 @@ class TrainEngine(Protocol):
         Args:
             owned: True leaves out copies that another rank also holds (replicated over TP, tied over stages), so
                 that the union over ranks covers every tensor exactly once; False lists all this rank holds.
+        """
+        ...
+
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """Shows the gradients of every following step.
+
+        Args:
+            watch: called with this rank's reduced fp32 gradients before clipping, kind "gradient", owned ones only:
+                the union over ranks covers every parameter exactly once. None stops it.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +31,8 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     optimizer: Fp32GradientOptimizer
     module: StagePipeline
+    after_reduction: Callable[[], None] | None = None
+    """Called in every step between the reduction of the gradients and the optimizer."""
 
     def __init__(self, module: StagePipeline, optimizer: Optimizer, config: dict[str, Any]) -> None:
         mpu = module.mpu()
@@ -118,6 +120,8 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self.gradient_norms = list(torch._foreach_norm(self.optimizer.gradients))
         self._exec_reduce_grads()
         self._exec_reduce_tied_grads()
+        if self.after_reduction is not None:
+            self.after_reduction()
 
     def _reduce_tied_gradients(self) -> None:
         """Done in `_reduce_gradients`, after the data-parallel reduction."""

@@ -186,6 +186,22 @@ class PipelineTrainEngine:
                 shards += parameter_shards(kind, place, tuple(parameter.shape), first, flat)
         return shards
 
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """See TrainEngine.watch_gradients."""
+        self._engine.after_reduction = None if watch is None else lambda: watch(self._gradient_shards())
+
+    def _gradient_shards(self) -> list[Shard]:
+        """The gradients that this rank owns; all data ranks hold the same, so the first of them does."""
+        optimizer = self._engine.optimizer
+        shards: list[Shard] = []
+        for parameter, gradient in zip(optimizer.parameters, optimizer.gradients, strict=True):
+            place = placement_of(parameter)
+            copy = place.dim is None and not self.grid.tp.is_first
+            if not self.grid.data.is_first or copy or parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
+                continue
+            shards += parameter_shards("gradient", place, tuple(parameter.shape), 0, gradient.view(-1))
+        return shards
+
     @property
     def optimizer_steps(self) -> int:
         """See TrainEngine.optimizer_steps."""

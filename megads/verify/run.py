@@ -1,0 +1,131 @@
+"""What a training did, and how it is put together from what its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.engine.interface import Shard
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Piece(NamedTuple):
+    """A Shard's copy that can travel between processes."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: FloatArray
+
+    @property
+    def where(self) -> tuple[slice, ...]:
+        """The rectangle in the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
+
+
+def pieces(shards: Iterable[Shard]) -> list[Piece]:
+    """Copies of shards."""
+    return [Piece(s.key, s.global_shape, s.offset, s.tensor.detach().cpu().numpy().copy()) for s in shards]
+
+
+@dataclass
+class RankRun:
+    """What one rank saw and holds; see Run.
+
+    Attributes:
+        initial: its own weights before the first step.
+        shards: what it owns after the last step.
+        held: the same with its copies of what another rank owns.
+        gradients: what it owns of the first step's.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    initial: list[Piece] = field(default_factory=list)
+    shards: list[Piece] = field(default_factory=list)
+    held: list[Piece] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    validation: tuple[float, int] = (0.0, 0)
+    reductions: set[tuple[str, int]] = field(default_factory=set)
+
+
+@dataclass
+class Run:
+    """What a training did.
+
+    Attributes:
+        losses, norms: of every step.
+        tokens: unmasked tokens of every step.
+        initial, weights: full fp32 master weights before the first and after the last step.
+        gradients: full gradients of the first step, reduced, before clipping.
+        validation: loss sum and tokens over the validation set on the initial weights.
+        replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
+        reductions: dtype and number of elements of every gradient reduction.
+        num_heads: of the model, by which key biases are found.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    initial: dict[str, FloatArray] = field(default_factory=dict)
+    weights: dict[str, FloatArray] = field(default_factory=dict)
+    gradients: dict[str, FloatArray] = field(default_factory=dict)
+    validation: tuple[float, int] = (0.0, 0)
+    replicas: dict[str, int] = field(default_factory=dict)
+    reductions: set[tuple[str, int]] = field(default_factory=set)
+    num_heads: int = 1
+
+
+def join(ranks: Sequence[RankRun]) -> Run:
+    """Puts together what the ranks of one training hold."""
+    first = ranks[0]
+    for rank in ranks:
+        for what in ("losses", "norms", "tokens", "validation"):
+            assert getattr(rank, what) == getattr(first, what), f"ranks report different {what}"
+    run = Run(first.losses, first.norms, first.tokens, validation=first.validation)
+    run.initial = assemble([piece for rank in ranks for piece in rank.initial], "weight")
+    run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
+    run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")
+    run.replicas = differing_copies([piece for rank in ranks for piece in rank.held])
+    run.reductions = set().union(*(rank.reductions for rank in ranks))
+    return run
+
+
+def assemble(
+    found: Iterable[Piece | tuple[str, tuple[int, ...], tuple[int, ...], FloatArray]], kind: str
+) -> dict[str, FloatArray]:
+    """Full tensors of one kind from rectangles; every element must be covered once."""
+    full: dict[str, FloatArray] = {}
+    covered: dict[str, npt.NDArray[np.int32]] = {}
+    for piece in map(Piece._make, found):
+        prefix, _, name = piece.key.partition("/")
+        if prefix != kind:
+            continue
+        full.setdefault(name, np.zeros(piece.global_shape, np.float32))[piece.where] = piece.values
+        covered.setdefault(name, np.zeros(piece.global_shape, np.int32))[piece.where] += 1
+    assert all((c == 1).all() for c in covered.values()), "shards overlap or leave holes"
+    return full
+
+
+def differing_copies(held: Iterable[Piece]) -> dict[str, int]:
+    """Elements that differ bitwise between the copies of each tensor that has some; 0 where all is well."""
+    full: dict[str, npt.NDArray[np.int32]] = {}
+    covered: dict[str, npt.NDArray[np.bool_]] = {}
+    differing: dict[str, int] = {}
+    for piece in held:
+        bits = np.ascontiguousarray(piece.values).view(np.int32)
+        known = full.setdefault(piece.key, np.zeros(piece.global_shape, np.int32))
+        seen = covered.setdefault(piece.key, np.zeros(piece.global_shape, np.bool_))
+        copies = seen[piece.where]
+        if copies.any():
+            differ = int(np.count_nonzero(copies & (known[piece.where] != bits)))
+            differing[piece.key] = differing.get(piece.key, 0) + differ
+        known[piece.where] = bits
+        seen[piece.where] = True
+    return differing
