@@ -6,6 +6,7 @@ test can assert that nothing is and a mutant that something is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,15 @@ def measure_initial_weights(run: Run, reference: Run) -> list[Deviation]:
         Deviation(name, float(np.count_nonzero(run.initial[name].view(np.int32) != values.view(np.int32))), EXACT)
         for name, values in reference.initial.items()
     ]
+
+
+def measure_samples(run: Run, reference: Run) -> list[Deviation]:
+    """N2: the same samples in the same order, with the same tokens and documents, on every rank."""
+    ours, theirs = run.stream, reference.stream
+    steps = enumerate(itertools.zip_longest(ours.hashes, theirs.hashes), start=1)
+    found = [Deviation(f"batch hash of step {step}", float(a != b), EXACT) for step, (a, b) in steps]
+    names = sorted(ours.contents.keys() | theirs.contents.keys())
+    return found + [Deviation(n, float(ours.contents.get(n) != theirs.contents.get(n)), EXACT) for n in names]
 
 
 def measure_tokens(run: Run, reference: Run) -> list[Deviation]:

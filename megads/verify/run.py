@@ -34,6 +34,19 @@ def pieces(shards: Iterable[Shard]) -> list[Piece]:
 
 
 @dataclass
+class Stream:
+    """What data loaders gave.
+
+    Attributes:
+        hashes: batch_hash of every step.
+        contents: digest of every row that a rank was given, by what it is and the sample's number.
+    """
+
+    hashes: list[str] = field(default_factory=list)
+    contents: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class RankRun:
     """What one rank saw and holds; see Run.
 
@@ -53,6 +66,7 @@ class RankRun:
     gradients: list[Piece] = field(default_factory=list)
     validation: tuple[float, int] = (0.0, 0)
     reductions: set[tuple[str, int]] = field(default_factory=set)
+    stream: Stream = field(default_factory=Stream)
 
 
 @dataclass
@@ -67,6 +81,7 @@ class Run:
         validation: loss sum and tokens over the validation set on the initial weights.
         replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
         reductions: dtype and number of elements of every gradient reduction.
+        stream: the samples; several digests where ranks were given different rows under one number.
         num_heads: of the model, by which key biases are found.
     """
 
@@ -79,6 +94,7 @@ class Run:
     validation: tuple[float, int] = (0.0, 0)
     replicas: dict[str, int] = field(default_factory=dict)
     reductions: set[tuple[str, int]] = field(default_factory=set)
+    stream: Stream = field(default_factory=Stream)
     num_heads: int = 1
 
 
@@ -93,6 +109,7 @@ def join(ranks: Sequence[RankRun]) -> Run:
     run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
     run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")
     run.replicas = differing_copies([piece for rank in ranks for piece in rank.held])
+    run.stream = _join_streams([rank.stream for rank in ranks])
     run.reductions = set().union(*(rank.reductions for rank in ranks))
     return run
 
@@ -111,6 +128,15 @@ def assemble(
         covered.setdefault(name, np.zeros(piece.global_shape, np.int32))[piece.where] += 1
     assert all((c == 1).all() for c in covered.values()), "shards overlap or leave holes"
     return full
+
+
+def _join_streams(streams: Sequence[Stream]) -> Stream:
+    hashes = [" ".join(sorted(set(of_step))) for of_step in zip(*(s.hashes for s in streams), strict=True)]
+    contents: dict[str, set[str]] = {}
+    for stream in streams:
+        for name, digest in stream.contents.items():
+            contents.setdefault(name, set()).add(digest)
+    return Stream(hashes, {name: " ".join(sorted(digests)) for name, digests in contents.items()})
 
 
 def differing_copies(held: Iterable[Piece]) -> dict[str, int]:
