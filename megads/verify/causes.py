@@ -30,6 +30,8 @@ def likely_cause(failed: Sequence[Row], run: Run, reference: Run, parallel: Para
         return "weights are drawn or cut differently on some rank; whatever else is off may follow from that"
     if "samples, documents and their order" in what:
         return "ranks read other samples than one process would: the sampler, the loader, or the documents' borders"
+    if any(row.guarantee == "N7" for row in failed):
+        return "gradients lose bits on their way: communication_data_type, or a reduction that bypasses it"
     if "every gradient of step 1" in what:
         return _cause_of_gradients(run, reference, parallel, forward="loss of step 1" in what)
     if "loss of step 1" in what or "tokens that count, with masks" in what:
@@ -45,25 +47,30 @@ def likely_cause(failed: Sequence[Row], run: Run, reference: Run, parallel: Para
         return "copies see gradients that differ in their last bits: the order of reduction, or clipping that differs"
     if "validation loss" in what:
         return "training is right: how the last, incomplete batch is filled and masked, or dropout in evaluation"
-    if any(row.guarantee == "N7" for row in failed):
-        return "gradients lose bits on their way: communication_data_type, or a reduction that bypasses it"
     return "fp32 is right and bf16 is not: a sum, a softmax or a loss that is computed in bf16"
 
 
 def _cause_of_gradients(run: Run, reference: Run, parallel: ParallelConfig, forward: bool) -> str:
     factors = _factors(run, reference)
-    if factors and max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors)):
+    alike = factors and max(factors) - min(factors) <= _SAME_FACTOR * abs(max(factors))
+    if alike and abs(factors[0] - 1) > _SAME_FACTOR:
         return (
             f"every gradient is {np.mean(factors):.4g} times the reference's: divided by the wrong number of "
             "micro-batches, data-parallel ranks or tokens"
         )
+    if not run.gradients:
+        return "no rank shows gradients: the engine reduces them by a way that watch_gradients does not see"
     names = list(reference.gradients)
     wrong = [name for name, d in zip(names, measure_gradients(run, reference), strict=True) if d.exceeds]
     if wrong == [TIED_PARAMETER]:
         return "only the word embedding is off: the sum over its copies on the first and last stage, or over its rows"
+    if forward and parallel.tp == parallel.cp == 1:
+        return "the loss differs: how micro-batches and replicas average it over unmasked tokens, or how masks are read"
     if forward:
-        layers = " (a tensor-parallel layer, vocabulary padding, ALiBi's slopes)" if parallel.tp > 1 else ""
-        return f"the forward pass differs: what a rank computes of attention, of the loss{layers}, or of its masks"
+        return (
+            "the forward pass differs: a layer or the loss that is cut over tp (biases, vocabulary padding, the slopes "
+            "of a rank's heads), attention over cp, or masks"
+        )
     last = wrong[-1]
     if all(name.endswith(("norm.weight", "norm.bias", "dense.bias", "down.bias")) for name in wrong):
         return "only parameters with copies on tensor-parallel ranks are off: their gradients are not summed over tp"
@@ -77,6 +84,8 @@ def _factors(run: Run, reference: Run) -> list[float]:
     """By which every gradient is longer than the reference's; empty where their directions differ."""
     factors = []
     for name, theirs in reference.gradients.items():
+        if name not in run.gradients:
+            return []
         ours, wanted = run.gradients[name].astype(np.float64), theirs.astype(np.float64)
         square = float((wanted * wanted).sum())
         if square == 0.0:

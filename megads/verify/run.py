@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.engine.interface import Shard
+from megads.errors import NumericalError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -99,11 +100,17 @@ class Run:
 
 
 def join(ranks: Sequence[RankRun]) -> Run:
-    """Puts together what the ranks of one training hold."""
+    """Puts together what the ranks of one training hold.
+
+    Raises:
+        NumericalError: ranks report different figures, or what they own overlaps or leaves holes.
+    """
     first = ranks[0]
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         for what in ("losses", "norms", "tokens", "validation"):
-            assert getattr(rank, what) == getattr(first, what), f"ranks report different {what}"
+            ours, theirs = getattr(rank, what), getattr(first, what)
+            if ours != theirs:
+                raise NumericalError(f"rank {number} reports {what} {ours}, rank 0 {theirs}: they are the whole run's")
     run = Run(first.losses, first.norms, first.tokens, validation=first.validation)
     run.initial = assemble([piece for rank in ranks for piece in rank.initial], "weight")
     run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
@@ -117,7 +124,11 @@ def join(ranks: Sequence[RankRun]) -> Run:
 def assemble(
     found: Iterable[Piece | tuple[str, tuple[int, ...], tuple[int, ...], FloatArray]], kind: str
 ) -> dict[str, FloatArray]:
-    """Full tensors of one kind from rectangles; every element must be covered once."""
+    """Full tensors of one kind from rectangles.
+
+    Raises:
+        NumericalError: an element is covered by several rectangles, or by none.
+    """
     full: dict[str, FloatArray] = {}
     covered: dict[str, npt.NDArray[np.int32]] = {}
     for piece in map(Piece._make, found):
@@ -126,7 +137,12 @@ def assemble(
             continue
         full.setdefault(name, np.zeros(piece.global_shape, np.float32))[piece.where] = piece.values
         covered.setdefault(name, np.zeros(piece.global_shape, np.int32))[piece.where] += 1
-    assert all((c == 1).all() for c in covered.values()), "shards overlap or leave holes"
+    for name, times in covered.items():
+        if not (times == 1).all():
+            raise NumericalError(
+                f"{kind} {name}: {np.count_nonzero(times > 1)} elements are owned by several ranks and "
+                f"{np.count_nonzero(times == 0)} by none"
+            )
     return full
 
 

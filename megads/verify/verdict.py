@@ -37,6 +37,7 @@ FP32 = (
     Guarantee("N3", "gradient norm of every step", checks.measure_norms),
     Guarantee("N3", "every weight in the end", checks.measure_weights),
     Guarantee("N10", "validation loss", checks.measure_validation),
+    Guarantee("N7", "dtype of gradient reductions", checks.measure_reduction_dtype),
     Guarantee("N8", "copies of masters and moments", checks.measure_replicas),
 )
 BF16 = (
