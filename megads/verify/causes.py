@@ -34,6 +34,8 @@ def likely_cause(failed: Sequence[Row], run: Run, reference: Run, parallel: Para
         return "gradients lose bits on their way: communication_data_type, or a reduction that bypasses it"
     if "every gradient of step 1" in what:
         return _cause_of_gradients(run, reference, parallel, forward="loss of step 1" in what)
+    if "reports of all ranks" in what and len(what) == 1:
+        return "the model is right, but ranks are told different sums: over which group losses and norms are shared"
     if "loss of step 1" in what or "tokens that count, with masks" in what:
         return "gradients are right and the loss is not: how ranks sum their losses and count their tokens"
     if "gradient norm of step 1" in what:

@@ -91,6 +91,13 @@ def measure_samples(run: Run, reference: Run) -> list[Deviation]:
     return found + [Deviation(n, float(ours.contents.get(n) != theirs.contents.get(n)), EXACT) for n in names]
 
 
+def measure_agreement(run: Run, reference: Run) -> list[Deviation]:
+    """N3: losses, norms, tokens and validation are the whole run's, so every rank must report the same."""
+    del reference
+    count = Deviation("figures that ranks report differently", len(run.disagreements), EXACT)
+    return [count, *(Deviation(what, 1, EXACT) for what in run.disagreements)]
+
+
 def measure_tokens(run: Run, reference: Run) -> list[Deviation]:
     """N9: the tokens over which a step's loss is the mean."""
     pairs = enumerate(zip(run.tokens, reference.tokens, strict=True), start=1)
@@ -180,8 +187,10 @@ def check_initial_weights(run: Run, reference: Run) -> list[str]:
 
 
 def check_first_step(run: Run, reference: Run) -> list[str]:
-    """N3 and N9: tokens, loss 1e-6, grad norm 1e-5, every gradient 1e-5 of its norm."""
-    return faults([measure_tokens, measure_first_loss, measure_first_norm, measure_gradients], run, reference)
+    """N3 and N9: the same on every rank; tokens, loss 1e-6, grad norm 1e-5, every gradient 1e-5 of its norm."""
+    return faults(
+        [measure_agreement, measure_tokens, measure_first_loss, measure_first_norm, measure_gradients], run, reference
+    )
 
 
 def check_curve(run: Run, reference: Run) -> list[str]:

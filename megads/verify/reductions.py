@@ -19,7 +19,8 @@ _ACTIVATION_DIMS = 3
 class RecordedReductions(TorchDispatchMode):
     """Notes dtype and elements of every reduction over the ranks that share weights; a context manager.
 
-    These are the ranks of the data axis, and the first and the last pipeline stage, which share a tied embedding.
+    These are ranks of the data axis, all or some, and the first and the last pipeline stage, which share a tied
+    embedding.
 
     Args:
         grid: this rank's place.
@@ -40,10 +41,10 @@ class RecordedReductions(TorchDispatchMode):
 
     def _note(self, args: Any) -> None:
         ranks = next(_ranks(args), set())
-        if len(ranks) == 1 or ranks not in (self._data, self._tied):
+        if len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
             return
         for tensor in _tensors(args):
-            # Context parallel attention reduces over the data axis too where that has no other ranks.
+            # Context parallel attention sums its keys' and values' gradients over ranks of the data axis too.
             if ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS:
                 self._seen.add((str(tensor.dtype), tensor.numel()))
 

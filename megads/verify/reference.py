@@ -70,10 +70,12 @@ def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, d
 @torch.no_grad()
 def _validate(model: GPT, scenario: Scenario) -> tuple[float, int]:
     loss_sum, tokens = 0.0, 0
+    model.eval()
     for sample_id in range(VALIDATION_SAMPLES):
         batch = micro_batch(scenario, [sample_id])
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
         losses = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs)
         loss_sum += float((losses * batch.loss_mask_bs).sum())
         tokens += int(batch.loss_mask_bs.sum())
+    model.train()
     return loss_sum, tokens

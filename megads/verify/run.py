@@ -82,6 +82,7 @@ class Run:
         validation: loss sum and tokens over the validation set on the initial weights.
         replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
         reductions: dtype and number of elements of every gradient reduction.
+        disagreements: what ranks report differently although all report it of the whole run.
         stream: the samples; several digests where ranks were given different rows under one number.
         num_heads: of the model, by which key biases are found.
     """
@@ -95,6 +96,7 @@ class Run:
     validation: tuple[float, int] = (0.0, 0)
     replicas: dict[str, int] = field(default_factory=dict)
     reductions: set[tuple[str, int]] = field(default_factory=set)
+    disagreements: list[str] = field(default_factory=list)
     stream: Stream = field(default_factory=Stream)
     num_heads: int = 1
 
@@ -103,15 +105,15 @@ def join(ranks: Sequence[RankRun]) -> Run:
     """Puts together what the ranks of one training hold.
 
     Raises:
-        NumericalError: ranks report different figures, or what they own overlaps or leaves holes.
+        NumericalError: what ranks own overlaps or leaves holes.
     """
     first = ranks[0]
+    run = Run(first.losses, first.norms, first.tokens, validation=first.validation)
     for number, rank in enumerate(ranks):
         for what in ("losses", "norms", "tokens", "validation"):
             ours, theirs = getattr(rank, what), getattr(first, what)
             if ours != theirs:
-                raise NumericalError(f"rank {number} reports {what} {ours}, rank 0 {theirs}: they are the whole run's")
-    run = Run(first.losses, first.norms, first.tokens, validation=first.validation)
+                run.disagreements.append(f"{what} {ours} of rank {number}, {theirs} of rank 0")
     run.initial = assemble([piece for rank in ranks for piece in rank.initial], "weight")
     run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
     run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")

@@ -52,7 +52,7 @@ class Scenario:
     steps: int = 1
     global_batch_size: int = 12
     micro_batch_size: int = 2
-    seq_len: int = 16
+    seq_len: int = 24
     precision: str = "float32"
     clip_grad: float = 0.5
     lr: float = 1e-3

@@ -29,6 +29,7 @@ class Guarantee:
 FP32 = (
     Guarantee("N1", "initial weights", checks.measure_initial_weights),
     Guarantee("N2", "samples, documents and their order", checks.measure_samples),
+    Guarantee("N3", "reports of all ranks", checks.measure_agreement),
     Guarantee("N9", "tokens that count, with masks", checks.measure_tokens),
     Guarantee("N3", "loss of step 1", checks.measure_first_loss),
     Guarantee("N3", "gradient norm of step 1", checks.measure_first_norm),
