@@ -178,6 +178,23 @@ def _check_layout(config: RootConfig) -> None:
             f"model.num_layers = {model.num_layers} is below parallel.pp = {pp}: every pipeline stage needs a block; "
             "lower parallel.pp"
         )
+    _check_sequence_parallel(config)
+
+
+def _check_sequence_parallel(config: RootConfig) -> None:
+    """Every tensor parallel rank must get an equal share of the tokens."""
+    parallel, seq_len = config.parallel, config.train.seq_len
+    cuts = parallel.cp * parallel.tp
+    if not parallel.sequence_parallel or parallel.tp == 1 or seq_len % cuts == 0:
+        return
+    ranks = f"parallel.tp = {parallel.tp}"
+    if parallel.cp > 1:
+        ranks = f"parallel.cp * tp = {parallel.cp} * {parallel.tp}"
+    raise ConfigError(
+        f"train.seq_len = {seq_len} is not divisible by {ranks}: with parallel.sequence_parallel every rank takes an "
+        f"equal share of the tokens; use a train.seq_len that is a multiple of {cuts}, or "
+        "parallel.sequence_parallel=false"
+    )
 
 
 def _check_batches(config: RootConfig) -> None:

@@ -59,17 +59,23 @@ __all__ = [
     "without_key_bias",
 ]
 
+# Several buckets a rank; with the default one bucket would hold all gradients of a role.
+SMALL_BUCKET = 8192
 LAYOUTS = {
     "single": ParallelConfig(),
     "tp2": ParallelConfig(tp=2),
     "pp2": ParallelConfig(pp=2),
-    "dp2": ParallelConfig(dp=2),
+    "dp2": ParallelConfig(dp=2, bucket_elements=SMALL_BUCKET),
     "tp3": ParallelConfig(tp=3),
     "tp2pp2": ParallelConfig(tp=2, pp=2),
-    "pp2dp2": ParallelConfig(pp=2, dp=2),
+    "pp2dp2": ParallelConfig(pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "tp2dp2": ParallelConfig(tp=2, dp=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
-    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
+    "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
+    "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
 }
 
 
@@ -109,7 +115,7 @@ def _dropout_masks(engine: PipelineTrainEngine) -> dict[str, str]:
     for module in engine._engine.module.modules():
         if isinstance(module, Dropout):
             mask = Dropout(0.5, module.seed, module.site)
-            mask.stream = module.stream
+            mask.stream, mask.shard = module.stream, module.shard
             found[module.site] = digest(mask(torch.ones(2, 8, 8), info))
     return found
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megads.cli.memory_check import Room, gib, micro_batches, parts, plan_of, room_for
+from megads.cli.rank_table import places_json, rank_table
 from megads.config import RootConfig
 from megads.plan.flops import model_flops_per_token
 from megads.plan.memory import MemoryPlan, bubble_share
@@ -20,13 +21,14 @@ _TABLE_WIDTH = 160
 """Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
 
 
-def show(config: RootConfig, device: str, as_text: bool) -> None:
+def show(config: RootConfig, device: str, *, as_text: bool, ranks: bool) -> None:
     """Prints the plan of a run.
 
     Args:
         config: the run.
         device: "cpu", "cuda", or "auto" for what this machine has.
         as_text: tables, else JSON.
+        ranks: say also which rank holds what.
     """
     free_gpus = free_gpu_memory() if device != "cpu" else []
     cuda = bool(free_gpus) or device == "cuda"
@@ -34,9 +36,10 @@ def show(config: RootConfig, device: str, as_text: bool) -> None:
     # What another machine's GPUs have is not known here.
     room = room_for(plan, free_gpus) if cuda == bool(free_gpus) else None
     if as_text:
-        _print(config, plan, room)
+        _print(config, plan, room, ranks)
     else:
-        print(json.dumps(as_json(config, plan, room), indent=2))
+        held = {"places": places_json(config)} if ranks else {}
+        print(json.dumps(as_json(config, plan, room) | held, indent=2))
 
 
 def compute(config: RootConfig) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str
     }
 
 
-def _print(config: RootConfig, plan: MemoryPlan, room: Room | None) -> None:
+def _print(config: RootConfig, plan: MemoryPlan, room: Room | None, ranks: bool) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
     parallel, train, step = config.parallel, config.train, compute(config)
@@ -98,6 +101,8 @@ def _print(config: RootConfig, plan: MemoryPlan, room: Room | None) -> None:
         subject = "each GPU" if room.per_gpu else "all ranks and their processes"
         verdict = "fits" if room.fits else "does not fit"
         console.print(f"{subject}: {gib(room.needed)} of {gib(room.available)} available here: {verdict}")
+    if ranks:
+        console.print(rank_table(config))
 
 
 def _table(plan: MemoryPlan) -> Table:

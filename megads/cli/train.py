@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from megads.data.prepare import Preparation
 
 
+_TABLE_WIDTH = 120
+"""Characters of the dry run's table of ranks."""
+
+
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
     check_config(config)
@@ -108,6 +112,7 @@ def describe(config: RootConfig, data: str) -> str:
         data: a line about the data.
     """
     from megads.cli.memory_check import memory_line
+    from megads.cli.rank_table import rank_text
 
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
@@ -135,7 +140,8 @@ def describe(config: RootConfig, data: str) -> str:
         "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }
-    return "\n".join(["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())])
+    lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]
+    return "\n".join([*lines, rank_text(config, _TABLE_WIDTH)] if parallel.world_size > 1 else lines)
 
 
 def _refuse_shared_place(config: RootConfig, invocation: Invocation) -> None:

@@ -63,7 +63,8 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", "gradient".
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", and "gradient" for
+            those that are watched.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
@@ -98,11 +99,11 @@ class TrainEngine(Protocol):
         ...
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
-        """Shows the gradients of every following step.
+        """Calls `watch` at every following step with this rank's reduced gradients, before clipping.
 
         Args:
-            watch: called with this rank's reduced fp32 gradients before clipping, kind "gradient", owned ones only:
-                the union over ranks covers every parameter exactly once. None stops it.
+            watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
+                to be kept. None ends the watch.
         """
         ...
 

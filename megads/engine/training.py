@@ -14,13 +14,13 @@ from megads.batch import MicroBatch
 from megads.engine.culprit import Symptoms, find_culprit
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
+from megads.engine.optimizer import BucketAdamW, StateRange, gradient_of
 from megads.engine.partition_shards import parameter_shards
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
 from megads.optim.config import OptimConfig
-from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.cross_entropy import vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
@@ -29,8 +29,8 @@ from megads.parallel.grid import ParallelGrid
 class TokenMeanLoss:
     """sum(mask * cross entropy) * scale of one micro-batch.
 
-    DeepSpeed divides each micro-batch's loss by their number and the gradients by the data-parallel size; the scale
-    micro_batches * dp / (unmasked tokens of the global batch) turns both into the mean over tokens.
+    The scale is 1 / (unmasked tokens of the global batch), so that the losses and gradients of all micro-batches on all
+    ranks need only be summed to be those of the mean over tokens (N9). Nothing else in the engine scales either.
 
     Attributes:
         scale: fp64 scalar on the engine's device, so that setting it never waits for the device.
@@ -46,21 +46,21 @@ class TokenMeanLoss:
         return (losses_bs * mask_bs).sum() * self.scale
 
 
-def deepspeed_config(
-    precision: torch.dtype, micro_batch_size: int, micro_batches: int, dp: int, clip: float
-) -> dict[str, Any]:
-    """The DeepSpeed settings of a run; everything else is decided by our own config."""
+def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: int) -> dict[str, Any]:
+    """The DeepSpeed settings of a run: it casts the weights and runs the schedule; everything else is ours.
+
+    Args:
+        precision: dtype of weights and activations.
+        micro_batch_size: samples in one forward pass.
+        replicas: ranks with the same weights.
+    """
     return {
-        "train_batch_size": micro_batch_size * micro_batches * dp,
+        "train_batch_size": micro_batch_size * replicas,
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": clip,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
+        # DeepSpeed divides every loss by this.
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 0},
         "bf16": {"enabled": precision is torch.bfloat16},
-        # Without this DeepSpeed would reduce in bf16 what was accumulated in fp32.
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
         # Whole activations travel between stages; their shape is then the same for all.
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "steps_per_print": None,
@@ -88,18 +88,14 @@ class PipelineTrainEngine:
         self._loss = TokenMeanLoss(model.vocabulary, grid)
         value = value or initial_value(model, seed)
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss)
-        groups = parameter_groups(
-            ((placement_of(p).key, p) for p in module.parameters()),
-            tied_name=module.tied_key,
-            weight_decay=optim.weight_decay,
-        )
-        beta1, beta2 = optim.betas
-        adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-        # DeepSpeed forces a garbage collection at every stage of its optimizer's construction: half a second each over
-        # all that has been imported by now, which lives as long as the process anyway.
+
+        def optimizer(stages: StagePipeline) -> BucketAdamW:
+            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid)
+
+        # DeepSpeed may force a garbage collection while it builds: half a second each over all that has been imported
+        # by now, which lives as long as the process anyway.
         gc.freeze()
-        settings = deepspeed_config(precision, micro_batch_size, 1, grid.data.size, optim.clip_grad)
-        self._engine = StageEngine(module, adamw, settings)
+        self._engine = StageEngine(module, optimizer, deepspeed_config(precision, micro_batch_size, grid.data.size))
 
     @property
     def bounds(self) -> list[int]:
@@ -108,29 +104,25 @@ class PipelineTrainEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
         tokens = self._global_tokens(micro_batches)
-        replicas = len(micro_batches) * self.grid.data.size
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
-        self._loss.scale = replicas / tokens.clamp(min=1.0)
-        loss_sum = self._engine.run_training_schedule(micro_batches)
-        loss, tokens_all = self._share(loss_sum, tokens, 1.0 / replicas)
+        self._loss.scale = 1.0 / tokens.clamp(min=1.0)
+        loss_sum = self._engine.run_training_schedule(micro_batches, learning_rate)
+        loss, tokens_all = self._share(loss_sum, tokens)
         optimizer = self._engine.optimizer
-        skipped = bool(optimizer.overflow)
         return StepResult(
             loss=loss,
             tokens=tokens_all,
-            grad_norm=float(self._engine.get_global_grad_norm()),
-            skipped=skipped,
-            culprit=self._culprit() if skipped else None,
+            grad_norm=optimizer.grad_norm,
+            skipped=optimizer.skipped,
+            culprit=self._culprit() if optimizer.skipped else None,
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         tokens = self._global_tokens(micro_batches)
         self._loss.scale = torch.ones_like(tokens)
-        loss_sum, tokens_all = self._share(self._engine.run_inference_schedule(micro_batches), tokens, 1.0)
+        loss_sum, tokens_all = self._share(self._engine.run_inference_schedule(micro_batches), tokens)
         return EvaluationResult(loss_sum, tokens_all)
 
     def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -144,12 +136,12 @@ class PipelineTrainEngine:
                 dist.all_reduce(total, group=self.grid.data.group)
         return total
 
-    def _share(self, loss_sum: Tensor | None, tokens: Tensor, scale: float) -> tuple[float, int]:
+    def _share(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, int]:
         """Sums the last stages' losses over data parallel and tells the other stages; (loss, tokens) on every rank."""
         values = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.grid.pp.is_last:
             assert loss_sum is not None
-            values[0] = loss_sum.double() * scale
+            values[0] = loss_sum.double()
             if self.grid.data.size > 1:
                 dist.all_reduce(values, group=self.grid.data.group)
             values[1] = tokens
@@ -161,7 +153,7 @@ class PipelineTrainEngine:
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""
         engine = self._engine
-        pairs = list(zip(engine.optimizer.parameters, engine.gradient_norms, strict=True))
+        pairs = list(zip(engine.optimizer.parameters, engine.optimizer.gradient_norms, strict=True))
         mine = Symptoms(
             rank=self.grid.rank,
             stage=self.grid.pp.rank,
@@ -175,32 +167,25 @@ class PipelineTrainEngine:
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""
-        optimizer = self._engine.optimizer
+        return self._shards(self._engine.optimizer.state_of, owned)
+
+    def _shards(self, tensors_of: Callable[[StateRange], dict[str, Tensor]], owned: bool) -> list[Shard]:
         shards: list[Shard] = []
-        for parameter, first, part in optimizer.partition_ranges():
-            place = placement_of(parameter)
-            replicated_copy = place.dim is None and not self.grid.tp.is_first
-            if owned and (replicated_copy or parameter.ds_pipe_replicated):  # type: ignore[attr-defined]
+        for part in self._engine.optimizer.state_ranges():
+            if owned and not part.owned:
                 continue
-            for kind, flat in optimizer.state_of(part).items():
-                shards += parameter_shards(kind, place, tuple(parameter.shape), first, flat)
+            place, local_shape = placement_of(part.parameter), tuple(part.parameter.shape)
+            for kind, flat in tensors_of(part).items():
+                shards += parameter_shards(kind, place, local_shape, part.first, flat)
         return shards
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """See TrainEngine.watch_gradients."""
-        self._engine.after_reduction = None if watch is None else lambda: watch(self._gradient_shards())
 
-    def _gradient_shards(self) -> list[Shard]:
-        """The gradients that this rank owns; all data ranks hold the same, so the first of them does."""
-        optimizer = self._engine.optimizer
-        shards: list[Shard] = []
-        for parameter, gradient in zip(optimizer.parameters, optimizer.gradients, strict=True):
-            place = placement_of(parameter)
-            copy = place.dim is None and not self.grid.tp.is_first
-            if not self.grid.data.is_first or copy or parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
-                continue
-            shards += parameter_shards("gradient", place, tuple(parameter.shape), 0, gradient.view(-1))
-        return shards
+        def gradient(part: StateRange) -> dict[str, Tensor]:
+            return {"gradient": part.of(gradient_of(part.bucket))}
+
+        self._engine.optimizer.watch = None if watch is None else lambda: watch(self._shards(gradient, owned=True))
 
     @property
     def optimizer_steps(self) -> int:
@@ -211,4 +196,4 @@ class PipelineTrainEngine:
         """See TrainEngine.load_shards."""
         fill(self.named_shards(owned=False))
         self._engine.optimizer.set_steps(optimizer_steps)
-        self._engine.optimizer.update_lp_params()
+        self._engine.optimizer.publish_weights()

@@ -27,6 +27,10 @@ class Dropout(nn.Module):
         p: probability of a zero.
         seed: the run's seed.
         site: name of this dropout in the whole model, for example "blocks.3.mlp_dropout".
+
+    Attributes:
+        stream: random stream of this rank.
+        shard: (rank, size) of the share of dim 1 that the input is; its mask is that share of the whole input's.
     """
 
     def __init__(self, p: float, seed: int, site: str) -> None:
@@ -35,6 +39,7 @@ class Dropout(nn.Module):
         self.seed = seed
         self.site = site
         self.stream = 0
+        self.shard = (0, 1)
 
     @property
     def active(self) -> bool:
@@ -46,7 +51,12 @@ class Dropout(nn.Module):
             return x
         keep = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         generator = torch.Generator(device=x.device)
+        rank, size = self.shard
+        whole = None if size == 1 else keep.new_empty(size, *keep.shape[1:])
         for row, sample_id in zip(keep, info.sample_ids.tolist(), strict=True):
             generator.manual_seed(stream_seed(self.seed, self.site, self.stream, sample_id))
-            row.bernoulli_(1.0 - self.p, generator=generator)
+            if whole is None:
+                row.bernoulli_(1.0 - self.p, generator=generator)
+            else:
+                row.copy_(whole.bernoulli_(1.0 - self.p, generator=generator)[rank])
         return x * (keep / (1.0 - self.p)).to(x.dtype)

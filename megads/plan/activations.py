@@ -5,7 +5,8 @@ what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and
 are alive together (tests compare the whole with the allocator's peak).
 
 Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
-rank's share of the attention width and the MLP width; n = this rank's heads, s = sequence length.
+rank's share of the attention width and the MLP width; n = this rank's heads, s = sequence length. With sequence
+parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Pass:
         seq_len: tokens a sample.
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
         cuda: on a GPU; else on a CPU.
+        sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
     """
 
     model: ModelConfig
@@ -39,10 +41,16 @@ class Pass:
     seq_len: int
     weight_bytes: int
     cuda: bool = False
+    sequence_parallel: bool = False
 
     @property
     def tokens(self) -> int:
         return self.micro_batch_size * self.seq_len
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the sequence outside of the tensor-parallel regions."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def heads(self) -> int:
@@ -50,19 +58,63 @@ class Pass:
         return self.model.num_heads // self.tp
 
     @property
-    def hidden(self) -> int:
+    def gathered(self) -> int:
         """T h w: bytes of one [b, s, h] tensor."""
         return self.tokens * self.model.hidden_size * self.weight_bytes
 
     @property
-    def attention(self) -> int:
-        """T h/t w: bytes of this rank's queries, keys, values or context."""
-        return self.hidden // self.tp
+    def hidden(self) -> int:
+        """Bytes of what this rank holds of a [b, s, h] tensor outside of the tensor-parallel regions."""
+        return self.gathered // self.shards
 
     @property
-    def entered(self) -> int:
-        """A gradient and its copy that is summed over ranks where a tensor-parallel region was entered."""
-        return 2 * self.hidden if self.tp > 1 else 0
+    def attention(self) -> int:
+        """T h/t w: bytes of this rank's queries, keys, values or context."""
+        return self.gathered // self.tp
+
+    @property
+    def reordered(self) -> int:
+        """A copy of a whole sequence in the order of shares, which a micro-batch of one sample does without."""
+        return self.gathered if self.micro_batch_size > 1 else 0
+
+    @property
+    def gloo_copy(self) -> int:
+        """Gloo's own copy of what it gathers or reduces and scatters."""
+        return 0 if self.cuda else self.gathered
+
+    def opened(self, output: int) -> int:
+        """While a layer opens a region forward: its output of so many bytes, beside the gathered sequence."""
+        if self.shards == 1:
+            return output
+        return self.gathered + max(self.gloo_copy, self.reordered, output)
+
+    def closed(self) -> int:
+        """While a layer closes a region forward: the product and, biased, the sum over ranks."""
+        if self.shards == 1:
+            return 2 * self.hidden
+        return self.gathered + self.reordered + self.gloo_copy + self.hidden
+
+    def opened_backward(self, output: int, gradient: int) -> int:
+        """While a layer that opened a region runs backward, the gradient of its weight left out.
+
+        Where the sequence is cut the input is gathered again, beside the gradient of it; this is then scattered while
+        the gradient of the weight is made.
+
+        Args:
+            output: bytes of the layer's output, whose gradient is there.
+            gradient: bytes of the gradient of its weight.
+        """
+        if self.shards == 1:
+            summed = 2 * self.hidden if self.tp > 1 else 0
+            return max(self.hidden + output, summed)
+        whole = self.gathered
+        gathering = whole + max(self.gloo_copy, self.reordered)
+        scattering = whole + self.gloo_copy + self.hidden
+        return output + whole + max(gathering - gradient, self.reordered + scattering - gradient, scattering)
+
+    def closed_backward(self, inside: int) -> int:
+        """While a layer that closed a region runs backward: the gradient inside, beside the gathered one outside."""
+        return inside if self.shards == 1 else self.gathered + max(self.gloo_copy, self.reordered, inside)
 
     @property
     def ffn(self) -> int:
@@ -87,7 +139,7 @@ class Pass:
     @property
     def norm_statistics(self) -> int:
         """Mean and reciprocal deviation of a LayerNorm: in the weights' dtype on a CPU, in fp32 on a GPU."""
-        return 2 * self.tokens * (FP32 if self.cuda else self.weight_bytes)
+        return 2 * self.tokens // self.shards * (FP32 if self.cuda else self.weight_bytes)
 
     @property
     def bias_table(self) -> int:
@@ -100,10 +152,14 @@ class Pass:
 
 
 def _hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made."""
+    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made.
+
+    Where the sequence is cut, the draw of a whole sample is there too.
+    """
     if not p.model.hidden_dropout:
         return 0, 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size
+    sample = FP32 * p.seq_len * p.model.hidden_size if p.shards > 1 else 0
+    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size // p.shards + sample
 
 
 def embedding_ops(p: Pass) -> list[Op]:
@@ -113,7 +169,13 @@ def embedding_ops(p: Pass) -> list[Op]:
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
     # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
-    lookup = Op("embedding", 4 * INT64 * p.tokens, forward=2 * hidden, backward=hidden, gradient=words + positions)
+    lookup = Op(
+        "embedding",
+        kept=4 * INT64 * p.tokens,
+        forward=max(2 * p.gathered, p.closed()),
+        backward=p.closed_backward(p.gathered),
+        gradient=words + positions,
+    )
     norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
@@ -145,6 +207,7 @@ def attention_ops(p: Pass) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
     mask, drawing = _hidden_dropout(p)
+    qkv = p.matrix(3 * width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
     copied, still_there = (attention, 4 * attention) if p.model.attention_dropout else (0, 0)
     return [
@@ -152,16 +215,16 @@ def attention_ops(p: Pass) -> list[Op]:
         Op(
             "qkv",
             kept=hidden,
-            forward=3 * attention,
-            backward=hidden + max(hidden + 3 * attention, p.entered),
-            gradient=p.matrix(3 * width // p.tp, width),
+            forward=p.opened(3 * attention),
+            backward=hidden + p.opened_backward(3 * attention, qkv),
+            gradient=qkv,
         ),
         _attention_core_op(p),
         Op(
             "attention output",
             kept=copied + mask,
-            forward=max(2 * hidden + still_there, hidden + drawing),
-            backward=hidden + mask + attention,
+            forward=max(p.closed() + still_there, hidden + drawing),
+            backward=hidden + mask + p.closed_backward(attention),
             gradient=p.matrix(width, width // p.tp),
         ),
         Op("attention residual", forward=2 * hidden + mask, backward=hidden),
@@ -179,16 +242,16 @@ def mlp_ops(p: Pass) -> list[Op]:
         Op(
             "mlp up",
             kept=hidden,
-            forward=attended + ffn,
-            backward=hidden + max(hidden + ffn, p.entered),
+            forward=attended + p.opened(ffn),
+            backward=hidden + p.opened_backward(ffn, matrix),
             gradient=matrix,
         ),
         Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn),
         Op(
             "mlp down",
             kept=ffn + mask,
-            forward=attended + max(2 * hidden, hidden + drawing),
-            backward=hidden + mask + ffn,
+            forward=attended + max(p.closed(), hidden + drawing),
+            backward=hidden + mask + p.closed_backward(ffn),
             gradient=matrix,
         ),
         Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
@@ -211,16 +274,16 @@ def head_ops(p: Pass) -> list[Op]:
     The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
     into a second such tensor and, under bf16, casts that.
     """
-    width, tokens = p.model.hidden_size, p.tokens
+    tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
     return [
         Op(
             "head",
             kept=p.hidden,
-            forward=p.logits,
-            backward=max(p.logits + p.hidden, p.entered),
-            gradient=p.matrix(p.vocab_rows, width),
+            forward=p.opened(p.logits),
+            backward=p.opened_backward(p.logits, matrix),
+            gradient=matrix,
         ),
         Op(
             "loss",
@@ -251,15 +314,4 @@ def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
 
 def sent_ops(p: Pass) -> list[Op]:
     """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
-    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size, backward=0)]
-
-
-def tie_gradients(ops: list[Op]) -> list[Op]:
-    """The same operations where embedding and head, the first and the last but one, share a weight.
-
-    Autograd holds the head's gradient until it has the embedding's, and adds the two into a third tensor.
-    """
-    held = ops[-2].gradient
-    head = replace(ops[-2], backward=ops[-2].backward + held, gradient=0)
-    body = [replace(op, backward=op.backward + held) for op in ops[1:-2]]
-    return [replace(ops[0], backward=ops[0].backward + 2 * held), *body, head, ops[-1]]
+    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards, backward=0)]

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from megads.model.config import ModelConfig
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, stage_specs
-from megads.optim.groups import Role, parameter_role
+from megads.optim.buckets import BucketLayout, Member, bucket_layouts
+from megads.optim.groups import parameter_role
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Place, rank_at
 from megads.parallel.partition import partition
@@ -33,13 +35,9 @@ from megads.plan.activations import (
     hold_previous,
     received_ops,
     sent_ops,
-    tie_gradients,
 )
 from megads.plan.parameters import parameter_count, parameter_shapes
-from megads.plan.tape import Moment, Op, kept_bytes, moments
-
-REDUCTION_BUCKET = 500_000_000
-"""Elements after which DeepSpeed closes a bucket of gradients (MEMORY_OPT_ALLREDUCE_SIZE)."""
+from megads.plan.tape import Moment, Op, moments
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,8 @@ class StageMemory:
         parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
         rank_parameters: elements that one rank holds, padding of the vocabulary included.
         weights: in the weights' dtype.
-        fp32_gradients: the accumulation buffer; ZeRO-1 does not shard it.
+        fp32_gradients: the sums over micro-batches, from the first backward pass of a step to the reduction.
+        reduced_gradients: this rank's share of them, from the reduction to the end of the step.
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
         attention_bias: the cached additive mask.
@@ -90,6 +89,7 @@ class StageMemory:
     rank_parameters: int
     weights: int
     fp32_gradients: int
+    reduced_gradients: int
     masters: int
     adam_moments: int
     attention_bias: int
@@ -100,8 +100,7 @@ class StageMemory:
     @property
     def permanent(self) -> int:
         """Alive all the time."""
-        optimizer = self.fp32_gradients + self.masters + self.adam_moments
-        return self.weights + optimizer + self.attention_bias + self.pipeline_buffers
+        return self.weights + self.masters + self.adam_moments + self.attention_bias + self.pipeline_buffers
 
     @property
     def fullest(self) -> Moment:
@@ -176,35 +175,42 @@ def _stage_memory(
     layers: tuple[str, ...],
 ) -> StageMemory:
     one_pass = Pass(
-        model, parallel.tp, workload.micro_batch_size, workload.seq_len, workload.weight_bytes, workload.cuda
+        model,
+        parallel.tp,
+        workload.micro_batch_size,
+        workload.seq_len,
+        workload.weight_bytes,
+        workload.cuda,
+        sequence_parallel=parallel.sequence_parallel,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
-    groups = _group_elements(local, model.tie_embeddings, parallel.dp)
-    flat = sum(groups)
+    buckets = _buckets(local, model.tie_embeddings, parallel)
+    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
+    share = flat // parallel.data_size if parallel.zero_stage else flat
+    sums = FP32 * flat
     ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
-    low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
     bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
+    replay = partial(moments, ops, widening=FP32 // low, cast=low < FP32 and not workload.cuda)
     phases = [
-        _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
-        Moment(
-            "gradient accumulation",
-            gradients,
-            activations=(waiting - 1) * kept_bytes(ops),
-            transient=FP32 * max(local.values()) if low < FP32 else 0,
-        ),
-        Moment("gradient reduction", gradients, transient=_flattened(groups)),
+        _fullest("first micro-batch", replay(waiting=waiting - 1, sums=partial(_sums_begun, buckets))),
+        Moment("optimizer step", FP32 * share),
         Moment("attention bias", transient=_bias_transient(one_pass, bias, bias_bytes)),
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
-        phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
-    if parallel.dp > 1 and not workload.cuda:
-        phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
+        phases.append(_fullest("later micro-batch", replay(waiting=later - 1, sums=lambda _: sums)))
+    if parallel.data_size > 1 and parallel.zero_stage:
+        # gloo copies what it reduces and what it gathers; NCCL does not.
+        copied = 0 if workload.cuda else 1
+        phases += [
+            Moment("gradient reduction", sums + FP32 * share, transient=copied * sums),
+            Moment("weight all-gather", FP32 * share, transient=copied * low * max(b.numel for b in buckets)),
+        ]
     return StageMemory(
         stage=stage,
         layers=layers,
@@ -212,9 +218,10 @@ def _stage_memory(
         parameters=sum(prod(shape) for shape in held.values()),
         rank_parameters=sum(local.values()),
         weights=low * flat,
-        fp32_gradients=FP32 * flat,
-        masters=FP32 * flat // parallel.dp,
-        adam_moments=2 * FP32 * flat // parallel.dp,
+        fp32_gradients=sums,
+        reduced_gradients=FP32 * share,
+        masters=FP32 * share,
+        adam_moments=2 * FP32 * share,
         attention_bias=bias * bias_bytes,
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
@@ -250,7 +257,9 @@ def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool)
         ops += sent_ops(one_pass)
     elif not first:
         ops = hold_previous(ops, one_pass)
-    return tie_gradients(ops) if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings else ops
+    if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings:
+        ops[0] = replace(ops[0], shared=True)
+    return ops
 
 
 def _layer_of(name: str) -> str:
@@ -259,25 +268,31 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _group_elements(local: dict[str, int], tied: bool, dp: int) -> list[int]:
-    """Elements of the flat buffer of every parameter group, padded so that dp ranks share it 4-byte aligned."""
-    sizes = dict.fromkeys(Role, 0)
+def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig) -> list[BucketLayout]:
+    """The optimizer's flat buffers of a rank that holds these elements of every parameter."""
+    members = []
     for name, elements in local.items():
         is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
-        sizes[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)] += elements
-    return [-(-elements // (2 * dp)) * 2 * dp for elements in sizes.values() if elements]
+        members.append(Member(name, elements, parameter_role(TIED_PARAMETER if is_tied else name, is_tied)))
+    ranks = parallel.data_size if parallel.zero_stage else 1
+    return bucket_layouts(members, ranks, parallel.bucket_elements)
 
 
-def _flattened(groups: Sequence[int]) -> int:
-    """Bytes of the largest bucket of gradients that DeepSpeed copies together; one group alone is not copied."""
-    largest = bucket = members = 0
-    for elements in groups:
-        bucket, members = bucket + elements, members + 1
-        if members > 1:
-            largest = max(largest, bucket)
-        if bucket > REDUCTION_BUCKET:
-            bucket = members = 0
-    return FP32 * largest
+def _sums_begun(buckets: Sequence[BucketLayout], made: int) -> int:
+    """Bytes of the buckets that a step's first backward pass has begun once it made so many of the matrices' gradients.
+
+    A bucket comes into being as a whole; those of biases and norms, which no operation counts, with the first of all.
+    """
+    if not made:
+        return 0
+    begun = FP32 * sum(bucket.numel for bucket in buckets if not bucket.role.decays)
+    matrices = sorted((bucket for bucket in buckets if bucket.role.decays), key=lambda bucket: bucket.begins)
+    for bucket in matrices:
+        begun += FP32 * bucket.numel
+        made -= FP32 * sum(slot.member.numel for slot in bucket.slots)
+        if made <= 0:
+            break
+    return begun
 
 
 def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stage: int) -> int:

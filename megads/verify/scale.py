@@ -22,6 +22,8 @@ _SEQ_LEN, _SAMPLES = 16, 8
 _BF16_SEQ_LEN, _BF16_SAMPLES = 64, 24
 _BF16_STEPS = 3
 """Only the first loss is compared; copies must stay copies beyond it."""
+_BUCKET = 8192
+"""Several buckets a rank, as a large model has them."""
 _CLIP = 0.5
 """Hot gradients have a norm of about 2: every step is clipped."""
 
@@ -82,6 +84,7 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         model=model,
         steps=steps,
         masked=True,
+        documents=wanted.document_mask or wanted.reset_positions,
         document_mask=wanted.document_mask,
         reset_positions=wanted.reset_positions,
         clip_grad=_CLIP if wanted.optim.clip_grad > 0 else 0.0,
@@ -115,7 +118,7 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
         others = math.prod(size for other, size in sizes.items() if other != axis)
         if sizes[axis] > 1:
             sizes[axis] = min(sizes[axis], max(2, limit // others))
-    return replace(parallel, **sizes)
+    return replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
 
 
 def scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:

@@ -43,8 +43,9 @@ class Scenario:
         seed: of the weights.
         masked: masks leave 1 to all tokens of a sample.
         hot: weights at which every part matters; else the model's own initialisation.
-        document_mask: samples hold several documents, and attention stays in them.
-        reset_positions: positions restart in them.
+        documents: samples hold several documents, of which the model is told.
+        document_mask: with documents: attention stays in them.
+        reset_positions: with documents: positions restart in them.
         optimizer: every other setting of the optimizer.
     """
 
@@ -59,8 +60,9 @@ class Scenario:
     seed: int = 7
     masked: bool = False
     hot: bool = True
-    document_mask: bool = False
-    reset_positions: bool = False
+    documents: bool = False
+    document_mask: bool = True
+    reset_positions: bool = True
     optimizer: OptimConfig = field(default_factory=OptimConfig)
 
     @property
@@ -111,12 +113,15 @@ def micro_batch(scenario: Scenario, ids: Sequence[int] | np.ndarray) -> MicroBat
     """The samples with these numbers."""
     rows = [sample(scenario, int(i)) for i in ids]
     tokens, mask = torch.stack([t for t, _ in rows]), torch.stack([m for _, m in rows])
-    starts_bs = torch.stack([document_starts(scenario, int(i)) for i in ids])
-    info = BatchInfo(
-        sample_ids=torch.as_tensor(np.asarray(ids)),
-        position_ids_bs=torch.arange(scenario.seq_len) - starts_bs if scenario.reset_positions else None,
-        document_starts=starts_bs if scenario.document_mask else None,
-    )
+    info = BatchInfo(sample_ids=torch.as_tensor(np.asarray(ids)))
+    if scenario.documents:
+        starts_bs = torch.stack([document_starts(scenario, int(i)) for i in ids])
+        positions_bs = torch.arange(scenario.seq_len) - starts_bs
+        info = BatchInfo(
+            info.sample_ids,
+            position_ids_bs=positions_bs if scenario.reset_positions else None,
+            document_starts=starts_bs if scenario.document_mask else None,
+        )
     return MicroBatch(info=info, tokens_bs=tokens[:, :-1], labels_bs=tokens[:, 1:], loss_mask_bs=mask)
 
 

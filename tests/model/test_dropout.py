@@ -58,6 +58,17 @@ def test_seeds_are_distinct_and_fit_a_generator() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_a_sequence_share_one_mask(size: int) -> None:
+    """Catches shards with equal masks, and a mask that depends on how many ranks share the sequence."""
+    parts = []
+    for rank in range(size):
+        dropout = Dropout(0.5, 1, "blocks.0.mlp_dropout")
+        dropout.shard = (rank, size)
+        parts.append(dropout(torch.ones(2, 16 // size, 8), BatchInfo(sample_ids=torch.tensor([5, 6]))))
+    assert torch.equal(torch.cat(parts, dim=1), mask([5, 6]))
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_expectation_and_scale(p: float) -> None:
     """Catches p taken for the share that is kept, and a missing 1 / (1 - p)."""

@@ -26,7 +26,7 @@ from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches
 
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast", "send", "recv")
+COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "send", "recv")
 PAUSE_S = 1e-3
 M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -78,6 +78,17 @@ def allocator_peak(run: Callable[[], None]) -> int:
     return ledger.peak
 
 
+class PatientWork:
+    """A collective on its way, whose end is waited for as patiently."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(PAUSE_S)
+
+
 @contextmanager
 def patient_collectives() -> Iterator[None]:
     """Lets gloo's threads drop their references while the caller still has its own."""
@@ -87,7 +98,7 @@ def patient_collectives() -> Iterator[None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             time.sleep(PAUSE_S)
-            return result
+            return None if result is None else PatientWork(result)
 
         return call
 

@@ -18,6 +18,8 @@ from megads.parallel.grid import Axis
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import Pass, block_ops, embedding_ops, final_norm_ops
 from megads.plan.tape import Op, kept_bytes, moments
+from tests.distributed import run_ranks
+from tests.parallel.test_collectives import tensor_axis
 
 MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, max_seq_len=64, ffn_size=168)
 BATCH, SEQ_LEN = 2, 32
@@ -54,7 +56,9 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
     with torch.device("meta"):
         unsharded = Block(model, 0, 0)
-    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
+    block, placements = shard_stage(
+        unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None), sequence_parallel=False
+    )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
         if hasattr(module, "axis"):
@@ -65,6 +69,26 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     # The kernel saves the cached mask too, which the plan counts once for all blocks.
     mask = 0 if explicit else one_pass.bias_table * 4
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
+
+
+def _saved_on_a_shard(model: ModelConfig) -> int:
+    """Bytes that this rank of a tensor-parallel group saves in a block on its share of the sequence."""
+    axis = tensor_axis()
+    with torch.device("meta"):
+        unsharded = Block(model, 0, 0)
+    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, axis, sequence_parallel=True)
+    materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
+    return saved_bytes(block, torch.randn(BATCH, SEQ_LEN // axis.size, model.hidden_size, requires_grad=True))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_block_on_a_shard_of_the_sequence(dropout: float) -> None:
+    """Catches a gathered sequence that is saved for backward, and a norm or dropout that runs on the whole of it."""
+    model = replace(MODEL, hidden_dropout=dropout)
+    one_pass = Pass(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
+    for saved in run_ranks(_saved_on_a_shard, 2, model):
+        assert saved - one_pass.bias_table * 4 == kept_bytes(block_ops(one_pass))
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -19,6 +19,8 @@ SCENARIO = Scenario(
 )
 FP32 = replace(SCENARIO, precision="float32")
 LEARNED = replace(MODEL, position=Position.learned, embedding_norm=False, tie_embeddings=False)
+# Activations outweigh the weights.
+MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=256, micro_batch_size=2)
 FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
 
 CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
@@ -42,6 +44,18 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "tp2 pp2": (SCENARIO, ParallelConfig(tp=2, pp=2)),
     "pp2 dp2": (replace(SCENARIO, global_batch_size=16), ParallelConfig(pp=2, dp=2)),
     "tp2 dp2": (SCENARIO, ParallelConfig(tp=2, dp=2)),
+    "tp2, sequence parallel, dropout": (
+        replace(MANY_TOKENS, model=replace(MANY_TOKENS.model, hidden_dropout=0.1)),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "tp2, sequence parallel, one sample": (
+        replace(MANY_TOKENS, micro_batch_size=1, seq_len=512),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "tp2 pp2, sequence parallel": (
+        replace(MANY_TOKENS, precision="float32"),
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    ),
     "pp4, 4 micro-batches, dropout": (
         replace(SCENARIO, model=DROPOUT, global_batch_size=8, micro_batch_size=2),
         ParallelConfig(pp=4),
