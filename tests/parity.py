@@ -134,7 +134,7 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
     """Trains over gloo ranks and puts what the ranks hold together."""
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
     ranks: list[RankRun] = [result["run"] for result in results]
-    joined = verified.join(ranks)
+    joined = verified.join(ranks, scenario.model.num_heads)
     run = Run(**{item.name: getattr(joined, item.name) for item in fields(joined)})
     for result in results:
         for name, value in result["working"].items():

@@ -98,17 +98,21 @@ class Run:
     reductions: set[tuple[str, int]] = field(default_factory=set)
     disagreements: list[str] = field(default_factory=list)
     stream: Stream = field(default_factory=Stream)
-    num_heads: int = 1
+    num_heads: int = 0
 
 
-def join(ranks: Sequence[RankRun]) -> Run:
+def join(ranks: Sequence[RankRun], num_heads: int) -> Run:
     """Puts together what the ranks of one training hold.
+
+    Args:
+        ranks: of one training, in order.
+        num_heads: of the model.
 
     Raises:
         NumericalError: what ranks own overlaps or leaves holes.
     """
     first = ranks[0]
-    run = Run(first.losses, first.norms, first.tokens, validation=first.validation)
+    run = Run(first.losses, first.norms, first.tokens, validation=first.validation, num_heads=num_heads)
     for number, rank in enumerate(ranks):
         for what in ("losses", "norms", "tokens", "validation"):
             ours, theirs = getattr(rank, what), getattr(first, what)

@@ -32,8 +32,8 @@ def test_copies_that_differ_are_counted_bitwise() -> None:
 
 def test_ranks_that_disagree_are_told() -> None:
     """Catches figures of rank 0 that stand for all, and a row that two ranks were given differently."""
-    torn = join([RankRun(losses=[1.0]), RankRun(losses=[2.0])])
+    torn = join([RankRun(losses=[1.0]), RankRun(losses=[2.0])], 6)
     assert torn.disagreements == ["losses [2.0] of rank 1, [1.0] of rank 0"]
     assert any(deviation.exceeds for deviation in measure_agreement(torn, Run()))
     ranks = [RankRun(stream=Stream(["h"], {"tokens of sample 0": digest})) for digest in ("aa", "bb")]
-    assert join(ranks).stream == Stream(["h"], {"tokens of sample 0": "aa bb"})
+    assert join(ranks, 6).stream == Stream(["h"], {"tokens of sample 0": "aa bb"})

@@ -23,14 +23,16 @@ def test_ranks_together_read_what_one_process_reads(tmp_path: Path) -> None:
         for rank in range(3)
         for ends in (True, False)
     ]
-    found = measure_samples(join(ranks), reference)
+    found = measure_samples(join(ranks, 6), reference)
     samples = SCENARIO.steps * SCENARIO.global_batch_size
     assert len(found) == SCENARIO.steps + 4 * samples and not any(deviation.exceeds for deviation in found)
 
-    lost = measure_samples(join(ranks[:4]), reference)
+    lost = measure_samples(join(ranks[:4], 6), reference)
     assert sum(deviation.exceeds for deviation in lost) == 4 * samples // 3
     other = read_stream(tmp_path / "corpus", replace(SCENARIO, seed=8))
     assert all(d.exceeds for d in measure_samples(Run(stream=other), reference) if d.what.startswith("batch hash"))
     first = ranks[0].stream
     torn = replace(first, contents={name: value + "x" * ("starts" in name) for name, value in first.contents.items()})
-    assert sum(d.exceeds for d in measure_samples(join([RankRun(stream=torn), *ranks[2:]]), reference)) == samples // 3
+    assert (
+        sum(d.exceeds for d in measure_samples(join([RankRun(stream=torn), *ranks[2:]], 6), reference)) == samples // 3
+    )
