@@ -33,6 +33,14 @@ class Precision(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
 
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        reason = (
+            "fp16 is not supported: its gradients underflow without loss scaling, which megads does not have; use bf16"
+        )
+        return dict.fromkeys(("fp16", "float16", "half"), reason)
+
 
 @dataclass
 class BatchRampConfig:
@@ -164,7 +172,7 @@ def check_shape(config: RootConfig) -> None:
 
 
 def _check_layout(config: RootConfig) -> None:
-    """The model must divide over tensor parallel ranks and pipeline stages."""
+    """The model must divide over tensor parallel ranks and pipeline stages, samples over context parallel ranks."""
     model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
     for name, value in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
         if value % tp:
@@ -178,6 +186,7 @@ def _check_layout(config: RootConfig) -> None:
             f"model.num_layers = {model.num_layers} is below parallel.pp = {pp}: every pipeline stage needs a block; "
             "lower parallel.pp"
         )
+    _check_context_parallel(config)
     _check_sequence_parallel(config)
 
 
@@ -197,6 +206,17 @@ def _check_sequence_parallel(config: RootConfig) -> None:
     )
 
 
+def _check_context_parallel(config: RootConfig) -> None:
+    """Every context parallel rank takes two equal chunks of a sample."""
+    chunks = 2 * config.parallel.cp
+    if config.parallel.cp > 1 and config.train.seq_len % chunks:
+        raise ConfigError(
+            f"train.seq_len = {config.train.seq_len} is not divisible by 2 * parallel.cp = {chunks}: every context "
+            "parallel rank takes two equal chunks of a sample; change train.seq_len to "
+            f"{-(-config.train.seq_len // chunks) * chunks}, or lower parallel.cp"
+        )
+
+
 def _check_batches(config: RootConfig) -> None:
     """Every global batch, those of the ramp included, must split evenly into micro-batches of every replica."""
     batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
@@ -208,7 +228,7 @@ def _check_positions(config: RootConfig) -> None:
     if model.position == Position.learned and train.seq_len > model.max_seq_len:
         raise ConfigError(
             f"train.seq_len = {train.seq_len} exceeds model.max_seq_len = {model.max_seq_len}, the number of learned "
-            "positions: lower train.seq_len, raise model.max_seq_len, or use model.position=alibi"
+            "positions: lower train.seq_len, raise model.max_seq_len, or use model.position=alibi or rope"
         )
 
 

@@ -239,9 +239,10 @@ def checkpoint_hook(
     config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter
 ) -> CheckpointHook:
     """Saves."""
-    layout = {"tp": config.parallel.tp, "pp": config.parallel.pp, "dp": config.parallel.dp}
     model = asdict(config.model)
-    return CheckpointHook(engine, run_dir, config.checkpoint, config_digest(config), model, layout, state, events)
+    return CheckpointHook(
+        engine, run_dir, config.checkpoint, config_digest(config), model, config.parallel.sizes, state, events
+    )
 
 
 def validation_hook(
@@ -275,7 +276,7 @@ def announce(
         total_steps=planned_steps(config),
         parameters=parameter_count(config.model),
         precision=config.train.precision.value,
-        layout=f"tp{config.parallel.tp} pp{config.parallel.pp} dp{config.parallel.dp}",
+        layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
         stages=engine.bounds,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         threads_per_rank=torch.get_num_threads(),

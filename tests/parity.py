@@ -6,13 +6,16 @@ The comparison itself is the product's: `megads verify_layout` makes it for the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import megads.engine.bucket
 from megads.batch import BatchInfo
 from megads.engine.training import PipelineTrainEngine
 from megads.model.dropout import Dropout
@@ -28,7 +31,7 @@ from megads.verify.checks import (
     relative,
     without_key_bias,
 )
-from megads.verify.layout import build_engine, train_rank
+from megads.verify.layout import build_engine, evaluate, train_rank
 from megads.verify.reference import train_reference
 from megads.verify.run import RankRun, assemble, pieces
 from megads.verify.scenario import MODEL, Scenario, hot_value, initial_weights, step_batches
@@ -48,6 +51,7 @@ __all__ = [
     "check_reduction_dtype",
     "check_replicas",
     "check_validation",
+    "evaluate",
     "hot_value",
     "initial_weights",
     "pieces",
@@ -76,6 +80,11 @@ LAYOUTS = {
     "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
     "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
+    "cp2": ParallelConfig(cp=2),
+    "cp3": ParallelConfig(cp=3),
+    "tp2cp2": ParallelConfig(tp=2, cp=2),
+    "pp2cp2": ParallelConfig(pp=2, cp=2),
+    "cp2dp2": ParallelConfig(cp=2, dp=2),
 }
 
 
@@ -98,6 +107,57 @@ def scenario_with(**changes: Any) -> Scenario:
 
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that the optimizer issued: of what kind, on what, over how many ranks."""
+
+    name: str
+    dtype: str
+    numel: int
+    ranks: int
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes per rank of a bandwidth-optimal algorithm: n - 1 of n parts come in once; twice for an all-reduce."""
+        size = self.numel * getattr(torch, self.dtype.removeprefix("torch.")).itemsize
+        passes = 2 if self.name == "all_reduce" else 1
+        return passes * size * (self.ranks - 1) // self.ranks
+
+
+WHOLE_BUFFER = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 0}
+"""Collectives that are noted, and which argument is the buffer of all ranks' parts."""
+
+
+class CollectiveSpy:
+    """Stands in for a module's `dist`: notes every collective and its whole buffer, and runs it."""
+
+    def __init__(self, inner: Any, seen: list[Collective]) -> None:
+        self._inner, self._seen = inner, seen
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(self._inner, name)
+        if name not in WHOLE_BUFFER:
+            return original
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            buffer, ranks = args[WHOLE_BUFFER[name]], dist.get_world_size(kwargs.get("group"))
+            self._seen.append(Collective(name, str(buffer.dtype), buffer.numel(), ranks))
+            return original(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def recorded_collectives(seen: list[Collective], module: Any = megads.engine.bucket) -> Iterator[None]:
+    """Notes the collectives that a module issues through its name `dist`."""
+    inner = module.dist
+    module.dist = CollectiveSpy(inner, seen)
+    try:
+        yield
+    finally:
+        module.dist = inner
 
 
 def _working(engine: PipelineTrainEngine) -> dict[str, str]:

@@ -10,31 +10,39 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
 import megads.engine.bucket
 import megads.engine.optimizer
 import megads.engine.stage_pipeline
 import megads.engine.training
+from megads.batch import BatchInfo, MicroBatch
 from megads.engine.bucket import Bucket
 from megads.engine.optimizer import BucketAdamW, NamedParameter
-from megads.engine.training import TokenMeanLoss
+from megads.engine.pipeline_engine import StageEngine
+from megads.engine.training import PipelineTrainEngine, TokenMeanLoss
 from megads.model.attention import AttentionCore
 from megads.model.config import Position
 from megads.model.dropout import Dropout
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
-from megads.parallel import collectives, cross_entropy
+from megads.parallel import collectives, context, cross_entropy
 from megads.parallel.collectives import leave_region
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
 from tests import parity
-from tests.parity import LAYOUTS, Run, Scenario, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUTS as PARITY_LAYOUTS
+from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
+
+LAYOUTS = PARITY_LAYOUTS | {"pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full)}
 
 
 def local_alibi_slopes() -> None:
@@ -232,6 +240,125 @@ def positions_from_zero_on_every_shard() -> None:
     PositionShardEmbedding.forward = forward
 
 
+def recomputation_of_the_latest_micro_batch() -> None:
+    inner = megads.engine.stage_pipeline.recompute_module
+
+    def recompute_module(block: Any) -> None:
+        def forward(hidden: Tensor, _info: Any, *, original: Any = block.forward) -> Tensor:
+            return original(hidden, latest[0])
+
+        block.forward = forward
+        inner(block)
+
+    latest: list[Any] = []
+    begin = StageEngine._INSTRUCTION_MAP[schedule.ForwardPass]
+
+    def forward_pass(self: StageEngine, buffer_id: int) -> None:
+        latest[:] = [self._micro_batches[self._forwarded].info]
+        begin(self, buffer_id)
+
+    megads.engine.stage_pipeline.recompute_module = recompute_module
+    StageEngine._INSTRUCTION_MAP |= {schedule.ForwardPass: forward_pass}
+
+
+def dropout_redrawn_in_recomputation() -> None:
+    inner = Dropout.forward
+    drawn = set()
+
+    def forward(self: Dropout, x: Tensor, info: Any) -> Tensor:
+        key = (self.site, *info.sample_ids.tolist())
+        self.stream = int(self.training and key in drawn)
+        if self.training:
+            drawn.add(key)
+        return inner(self, x, info)
+
+    Dropout.forward = forward
+
+
+def bias_of_the_second_chunk_dropped() -> None:
+    inner = AttentionCore.bias
+
+    def bias(self: AttentionCore, info: BatchInfo, num_keys: int, *args: Any) -> Tensor:
+        found = inner(self, info, num_keys, *args)
+        half = found.shape[2] // 2
+        late = found[:, :, half:]
+        return torch.cat([found[:, :, :half], torch.zeros_like(late).masked_fill(late.isinf(), -torch.inf)], dim=2)
+
+    AttentionCore.bias = bias
+
+
+def keys_and_values_in_rank_order() -> None:
+    context._in_sample_order = lambda by_rank: torch.cat(by_rank.unbind(), dim=-2)
+
+
+def key_and_value_gradients_not_summed_over_context() -> None:
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, None]:
+        own_k, own_v = context._by_rank((grad_k, grad_v), ctx.axis.size, grad_k.dtype)[ctx.axis.rank]
+        return own_k, own_v, None
+
+    context._GatherSequence.backward = staticmethod(backward)
+
+
+def cut_changed(change: Callable[[MicroBatch, MicroBatch], MicroBatch]) -> None:
+    inner = context.cut_micro_batch
+    megads.engine.training.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
+
+
+def document_mask_local_to_the_chunk() -> None:
+    def change(whole: MicroBatch, cut: MicroBatch) -> MicroBatch:
+        half = cut.info.document_starts.shape[1] // 2
+        first_places = cut.info.sequence_index[[0, half]].repeat_interleave(half)
+        starts = torch.maximum(cut.info.document_starts, first_places)
+        return replace(cut, info=replace(cut.info, document_starts=starts))
+
+    cut_changed(change)
+
+
+def document_mask_lost() -> None:
+    cut_changed(lambda whole, cut: replace(cut, info=replace(cut.info, document_starts=None)))
+
+
+def restarted_positions_ignored() -> None:
+    cut_changed(lambda whole, cut: replace(cut, info=replace(cut.info, position_ids_bs=None)))
+
+
+def positions_counted_from_the_rank() -> None:
+    def change(whole: MicroBatch, cut: MicroBatch) -> MicroBatch:
+        local = torch.arange(cut.tokens_bs.shape[1]).expand_as(cut.tokens_bs)
+        return replace(cut, info=replace(cut.info, position_ids_bs=local))
+
+    cut_changed(change)
+
+
+def tokens_summed_over_data_parallel_only() -> None:
+    inner = PipelineTrainEngine._global_tokens
+
+    def tokens(self: PipelineTrainEngine, micro_batches: Any) -> Tensor:
+        grid = self.grid
+        self.grid = replace(grid, data=grid.dp)
+        try:
+            return inner(self, micro_batches)
+        finally:
+            self.grid = grid
+
+    PipelineTrainEngine._global_tokens = tokens
+
+
+def dropout_of_local_places() -> None:
+    inner = Dropout.forward
+
+    def forward(self: Dropout, x: Tensor, info: BatchInfo, **options: Any) -> Tensor:
+        return inner(self, x, replace(info, sequence_index=None), **options)
+
+    Dropout.forward = forward
+
+
+PACKED = scenario_with(masked=True, documents=True)
+PACKED_LEARNED = replace(PACKED, model=replace(MODEL, position=Position.learned))
+ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
+DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2))
+
+
 @dataclass(frozen=True)
 class Case:
     """A defect, the layout and scenario in which it shows, and the check that must see it."""
@@ -245,6 +372,7 @@ class Case:
 # Hidden dropout has the masks of the unsharded model in every layout.
 SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.learned, hidden_dropout=0.2))
 
+DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
 CASES = [
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
     Case(replicated_parameters_count_on_every_rank, "tp2", parity.check_first_step),
@@ -266,6 +394,17 @@ CASES = [
     Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(positions_from_zero_on_every_shard, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(embedding_norm_decays, "single", parity.check_curve, scenario_with(steps=5)),
+    Case(recomputation_of_the_latest_micro_batch, "pp2 recomputed", parity.check_first_step, DROPOUT),
+    Case(dropout_redrawn_in_recomputation, "pp2 recomputed", parity.check_first_step, DROPOUT),
+    Case(bias_of_the_second_chunk_dropped, "cp2", parity.check_first_step),
+    Case(keys_and_values_in_rank_order, "cp2", parity.check_first_step),
+    Case(key_and_value_gradients_not_summed_over_context, "cp2", parity.check_first_step),
+    Case(tokens_summed_over_data_parallel_only, "cp2", parity.check_first_step, scenario_with(masked=True)),
+    Case(positions_counted_from_the_rank, "cp2", parity.check_first_step, ROPE),
+    Case(dropout_of_local_places, "cp2", parity.check_first_step, DROPOUT),
+    Case(document_mask_local_to_the_chunk, "cp2", parity.check_first_step, PACKED),
+    Case(document_mask_lost, "pp2", parity.check_first_step, PACKED),
+    Case(restarted_positions_ignored, "cp2", parity.check_first_step, PACKED_LEARNED),
 ]
 
 

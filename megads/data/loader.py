@@ -41,7 +41,7 @@ class Packing:
         """BatchInfo of the samples with these numbers, int64 [b]; reads no token."""
         sample_ids = torch.from_numpy(ids)
         if not (self.document_mask or self.reset_positions):
-            return BatchInfo(sample_ids)
+            return BatchInfo(sample_ids, seq_len=samples.seq_len)
         starts_bs = np.empty((ids.size, samples.seq_len), np.int64)
         for row, sample in enumerate(ids):
             samples.read_document_starts(int(sample), starts_bs[row])
@@ -50,6 +50,7 @@ class Packing:
             sample_ids,
             position_ids_bs=torch.from_numpy(positions_bs) if self.reset_positions else None,
             document_starts=torch.from_numpy(starts_bs) if self.document_mask else None,
+            seq_len=samples.seq_len,
         )
 
 

@@ -82,7 +82,10 @@ class TrainEngine(Protocol):
     device: torch.device
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch."""
+        """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch.
+
+        They hold whole samples, the same on all context ranks of a data-parallel rank; the engine cuts them.
+        """
         ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:

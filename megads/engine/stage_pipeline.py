@@ -17,11 +17,13 @@ from megads.engine.optimizer import NamedParameter
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
-from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, stage_specs
-from megads.parallel.config import ParallelConfig
+from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, is_block, stage_specs
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
-from megads.parallel.sharding import Placement, materialise, shard_stage
+from megads.parallel.recompute import block_modes, recompute_module
+from megads.parallel.sharding import Placement, attention_cores, materialise, shard_stage
 
 
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
@@ -51,6 +53,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         stage, placements = shard_stage(
             stage, self.spec.name, SHARDING, self.grid.tp, sequence_parallel=self.sequence_parallel
         )
+        gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
         stage = materialise(stage, placements, self.value, self.device)
@@ -121,7 +124,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         specs = stage_specs(model, seed)
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
         self.bounds = partition([spec.weight for spec in specs], parallel.pp)
-        self.tied, self.grid = model.tie_embeddings, grid
+        self.tied, self.grid, self.parallel = model.tie_embeddings, grid, parallel
         options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel}
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, **options) for spec in specs],
@@ -139,6 +142,16 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         stages = dict(zip(names, self.forward_funcs, strict=True))
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
+        self._recompute({name: stage for name, stage in stages.items() if is_block(name)})
+
+    def _recompute(self, blocks: dict[str, nn.Module]) -> None:
+        modes = block_modes(self.parallel, self.stage_id, len(blocks))
+        for (name, block), mode in zip(blocks.items(), modes, strict=True):
+            if mode is Recompute.full:
+                recompute_module(block)
+            elif mode is Recompute.selective:
+                for core in attention_cores(block, name, SHARDING):
+                    recompute_module(core)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""
@@ -170,6 +183,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """Nothing to send: both copies are drawn from the same random stream."""
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # As an argument: a stage that is recomputed in backward, when `info` is a later micro-batch's, keeps its own.
         for stage in self.forward_funcs:
             hidden = stage(hidden, self.info)
         return hidden

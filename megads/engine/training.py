@@ -22,6 +22,7 @@ from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
+from megads.parallel.context import cut_micro_batch
 from megads.parallel.cross_entropy import vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
 
@@ -104,6 +105,7 @@ class PipelineTrainEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
+        micro_batches = self._own_tokens(micro_batches)
         tokens = self._global_tokens(micro_batches)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = 1.0 / tokens.clamp(min=1.0)
@@ -120,13 +122,18 @@ class PipelineTrainEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
+        micro_batches = self._own_tokens(micro_batches)
         tokens = self._global_tokens(micro_batches)
         self._loss.scale = torch.ones_like(tokens)
         loss_sum, tokens_all = self._share(self._engine.run_inference_schedule(micro_batches), tokens)
         return EvaluationResult(loss_sum, tokens_all)
 
+    def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This context rank's share of whole samples."""
+        return [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+
     def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Unmasked tokens over data parallel, fp64 scalar; known before the first backward, on the last stage only."""
+        """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, on the last stage only."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if self.grid.pp.is_last:
             for batch in micro_batches:
@@ -137,7 +144,7 @@ class PipelineTrainEngine:
         return total
 
     def _share(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, int]:
-        """Sums the last stages' losses over data parallel and tells the other stages; (loss, tokens) on every rank."""
+        """Sums the last stages' losses over the data axis and tells the other stages; (loss, tokens) on every rank."""
         values = torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.grid.pp.is_last:
             assert loss_sum is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from megads.errors import ConfigError
 
@@ -11,6 +12,15 @@ AXES = ("tp", "cp", "pp", "dp")
 
 ZERO_STAGES = (0, 1)
 """Stages of ZeRO that an engine trains."""
+
+
+class Recompute(StrEnum):
+    """What backward computes again instead of keeping it; the results are the same to the bit."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+    auto = "auto"
 
 
 @dataclass
@@ -24,20 +34,36 @@ class ParallelConfig:
     dp: int = 1
     """Data parallel size: replicas of the model."""
     cp: int = 1
-    """Context parallel size: every sequence is cut over this many ranks."""
+    """Context parallel size: every sample's tokens are cut over this many ranks."""
     sequence_parallel: bool = False
     """Cut norms, dropouts and residuals along the sequence over the tensor-parallel ranks, which otherwise all compute
     them whole (Korthikanti et al. 2022): smaller activations and pipeline messages, for one more all-gather where a
     region's gradient is computed. Of no effect at tp = 1."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
-
     zero_stage: int = 1
     """What replicas share out instead of each holding all of it: 0 nothing, 1 optimizer states and reduced gradients
     (ZeRO, Rajbhandari et al. 2020)."""
     bucket_elements: int = 2**25
     """Gradients that are reduced in one collective: a bucket is sent off once it holds this many and all of them are
     there. Smaller ones overlap better with the backward pass, larger ones use the network better."""
+    recompute: Recompute = Recompute.none
+    """Computed again in backward: none, selective (the attention cores), full (whole blocks), or auto: as few whole
+    blocks of each stage as fit the memory."""
+    recompute_interval: int = 1
+    """Recompute every n-th block of a stage, from its first on."""
+    recompute_blocks: list[int] | None = None
+    """For recompute=full, how many blocks of each pipeline stage, its first ones; null goes by the interval."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis by name, for people and records."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def product(self) -> str:
+        """As in tp 2 x cp 1 x pp 2 x dp 1."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
     @property
     def world_size(self) -> int:
@@ -49,7 +75,7 @@ class ParallelConfig:
         return self.cp * self.dp
 
     def check(self) -> None:
-        """Raises ConfigError on sizes below one and on an order that is none."""
+        """Raises ConfigError on sizes below one, an order that is none and recomputation that is contradictory."""
         for name in AXES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
@@ -63,3 +89,26 @@ class ParallelConfig:
             )
         if self.bucket_elements < 1:
             raise ConfigError(f"parallel.bucket_elements = {self.bucket_elements}: must be at least 1")
+        self._check_recompute()
+
+    def _check_recompute(self) -> None:
+        if self.recompute_interval < 1:
+            raise ConfigError(f"parallel.recompute_interval = {self.recompute_interval}: must be at least 1")
+        if self.recompute_interval > 1 and self.recompute not in (Recompute.selective, Recompute.full):
+            raise ConfigError(
+                f"parallel.recompute_interval = {self.recompute_interval} does nothing with parallel.recompute = "
+                f"{self.recompute}: leave it out, or set parallel.recompute to selective or full"
+            )
+        blocks = self.recompute_blocks
+        if blocks is None:
+            return
+        if self.recompute is not Recompute.full:
+            raise ConfigError(
+                f"parallel.recompute_blocks = {blocks} counts blocks that are recomputed as a whole, but "
+                f"parallel.recompute = {self.recompute}: set parallel.recompute=full, or leave the numbers out"
+            )
+        if len(blocks) != self.pp or min(blocks) < 0:
+            raise ConfigError(
+                f"parallel.recompute_blocks = {blocks}: must be {self.pp} numbers of 0 or more, one for each of the "
+                f"parallel.pp = {self.pp} stages"
+            )

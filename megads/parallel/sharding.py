@@ -97,6 +97,18 @@ def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: in
     return tuple(padded_rows(rows, size) if dim == place.dim else rows for dim, rows in enumerate(shape))
 
 
+def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
+    """The modules of a stage that the table names as attention cores.
+
+    Args:
+        stage: the stage, cut or not.
+        name: its prefix in the whole model.
+        table: the patterns.
+    """
+    paths = ((f"{name}.{path}", module) for path, module in stage.named_modules())
+    return [m for path, m in paths if any(fnmatchcase(path, pattern) for pattern in table.attention_cores)]
+
+
 def shard_stage(
     stage: nn.Module, name: str, table: ShardingTable, axis: Axis, *, sequence_parallel: bool
 ) -> tuple[nn.Module, dict[str, Placement]]:
@@ -123,14 +135,14 @@ def shard_stage(
         cut = _lookup(table.parameters, key.rpartition(".")[0])
         placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel)
 
+    for core in attention_cores(stage, name, table):
+        core.narrow(axis.rank, axis.size)  # type: ignore[operator]
     for path, module in list(stage.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
         stream = _lookup(table.dropouts, full_path)
         if stream is not None:
             module.stream = axis.rank if stream is Stream.per_rank else 0
             module.shard = (axis.rank, axis.size) if sequence_parallel and stream is Stream.shared else (0, 1)
-        if any(fnmatchcase(full_path, pattern) for pattern in table.attention_cores):
-            module.narrow(axis.rank, axis.size)  # type: ignore[operator]
         cut = _lookup(table.parameters, full_path)
         if cut is None:
             continue

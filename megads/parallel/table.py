@@ -47,7 +47,8 @@ class ShardingTable:
         parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
             region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
         dropouts: pattern -> random stream.
-        attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads.
+        attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
+            take queries of some tokens with keys and values of all.
     """
 
     parameters: Mapping[str, Cut]

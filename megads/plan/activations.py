@@ -5,8 +5,8 @@ what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and
 are alive together (tests compare the whole with the allocator's peak).
 
 Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
-rank's share of the attention width and the MLP width; n = this rank's heads, s = sequence length. With sequence
-parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of them.
+rank's share of the attention width and the MLP width; n = this rank's heads, s = tokens of a whole sample. With
+sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig, Position
+from megads.parallel.config import Recompute
 from megads.parallel.tensor import padded_rows
-from megads.plan.tape import Op
+from megads.plan.tape import Op, recomputed
 
 FP32, INT64 = 4, 8
 
@@ -28,6 +29,7 @@ class Pass:
     Attributes:
         model: the model's shape.
         tp: tensor parallel size.
+        cp: context parallel size.
         micro_batch_size: samples.
         seq_len: tokens a sample.
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
@@ -42,10 +44,12 @@ class Pass:
     weight_bytes: int
     cuda: bool = False
     sequence_parallel: bool = False
+    cp: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
+        """T: those that this rank holds."""
+        return self.micro_batch_size * self.seq_len // self.cp
 
     @property
     def shards(self) -> int:
@@ -123,7 +127,7 @@ class Pass:
 
     @property
     def scores(self) -> int:
-        """Elements of this rank's attention scores, [b, n, s, s]."""
+        """Elements of this rank's attention scores, [b, n, s/cp, s]."""
         return self.tokens * self.seq_len * self.heads
 
     @property
@@ -143,8 +147,18 @@ class Pass:
 
     @property
     def bias_table(self) -> int:
-        """Elements of the cached additive mask, [1, n or 1, s, s]."""
-        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2
+        """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
+        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
+
+    @property
+    def rotary_tables(self) -> int:
+        """Bytes of the cached cosines and sines of rotary positions, each [s/cp, d/2] in fp32."""
+        return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
+
+    @property
+    def gathered_keys_and_values(self) -> int:
+        """Bytes of the whole sample's keys and values where samples are cut, else 0."""
+        return 2 * self.cp * self.attention if self.cp > 1 else 0
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""
@@ -181,35 +195,94 @@ def embedding_ops(p: Pass) -> list[Op]:
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def _attention_core_op(p: Pass) -> Op:
+def _rotary_ops(p: Pass) -> list[Op]:
+    """Queries and keys turned, values copied; all of it is kept by the attention core alone.
+
+    Forward, beside the QKV projection and the turned queries, the keys are cast to fp32, turned in halves and joined;
+    backward runs the same way for each.
+    """
+    if p.model.position is not Position.rope:
+        return []
+    fp32 = FP32 * p.attention // p.weight_bytes
+    turning = 2 * fp32 + (fp32 + p.attention if p.weight_bytes < FP32 else 0)
+    return [Op("rotary", forward=4 * p.attention + turning, backward=p.hidden + 3 * p.attention + turning)]
+
+
+def _gather_op(p: Pass) -> list[Op]:
+    """Context parallelism's gathering of keys and values.
+
+    Forward, beside the QKV projection, this rank's and all ranks' keys and values are there in the order of ranks, and,
+    kept, in that of the sample. Backward sums their gradients in fp32, in a copy in the order of ranks; gloo makes
+    another one.
+    """
+    if p.cp == 1:
+        return []
+    summed = FP32 * p.gathered_keys_and_values // p.weight_bytes * (1 if p.cuda else 2)
+    return [
+        Op(
+            "gathered keys and values",
+            kept=p.gathered_keys_and_values,
+            forward=3 * p.attention + 2 * p.attention + p.gathered_keys_and_values * (1 if p.cuda else 2),
+            backward=p.hidden
+            + p.attention
+            + p.gathered_keys_and_values
+            + summed
+            + FP32 * p.gathered_keys_and_values // p.cp // p.weight_bytes,
+        )
+    ]
+
+
+def _attention_op(p: Pass) -> Op:
     """The kernel of scaled_dot_product_attention, or with attention dropout the explicit product.
 
-    The kernel saves views of the QKV projection, its output and an fp32 logsumexp of every row; backward makes three
-    gradients of the output's size from that of the output.
+    The kernel saves queries, keys and values (views of the QKV projection, or copies where they were turned or
+    gathered), its output and an fp32 logsumexp of every row; backward makes the gradients of the three from that of the
+    output. Gathered keys and values are counted where they are gathered.
 
     The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
     probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
     rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
     kept; and so is the QKV projection, which nobody saves.
     """
+    inputs = p.attention if p.cp > 1 else 3 * p.attention
+    made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
     if not p.model.attention_dropout:
         logsumexp = FP32 * p.tokens * p.heads
-        return Op("attention", kept=4 * p.attention + logsumexp, backward=p.hidden + 4 * p.attention)
+        return Op(
+            "attention",
+            kept=inputs + p.attention + logsumexp,
+            forward=0 if p.cp == 1 else 3 * p.attention,
+            backward=p.hidden + p.attention + made,
+        )
     return Op(
         "attention",
-        kept=3 * p.attention + (FP32 + 2 * p.weight_bytes) * p.scores,
+        kept=inputs + (FP32 + 2 * p.weight_bytes) * p.scores,
         forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores,
-        backward=p.hidden + 2 * p.attention + 4 * p.scores,
+        backward=p.hidden + max(2 * p.attention, made) + 4 * p.scores,
     )
 
 
-def attention_ops(p: Pass) -> list[Op]:
+def _core_ops(p: Pass, recompute: bool) -> list[Op]:
+    """The attention core; recomputed, it keeps the QKV projection, and its output is the next operation's."""
+    ops = [*_gather_op(p), _attention_op(p)]
+    if not recompute:
+        return ops
+    projection = 3 * p.attention
+    if p.cp > 1 or p.model.attention_dropout:  # what is kept otherwise are copies
+        ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
+    # The gradients of the core's output and of the residual beside it.
+    return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
+
+
+def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
     mask, drawing = _hidden_dropout(p)
     qkv = p.matrix(3 * width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
     copied, still_there = (attention, 4 * attention) if p.model.attention_dropout else (0, 0)
+    if recompute_core:
+        copied, still_there = attention, attention if p.model.attention_dropout else 0
     return [
         Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden),
         Op(
@@ -219,7 +292,8 @@ def attention_ops(p: Pass) -> list[Op]:
             backward=hidden + p.opened_backward(3 * attention, qkv),
             gradient=qkv,
         ),
-        _attention_core_op(p),
+        *_rotary_ops(p),
+        *_core_ops(p, recompute_core),
         Op(
             "attention output",
             kept=copied + mask,
@@ -258,9 +332,15 @@ def mlp_ops(p: Pass) -> list[Op]:
     ]
 
 
-def block_ops(p: Pass) -> list[Op]:
-    """One transformer block."""
-    return [*attention_ops(p), *mlp_ops(p)]
+def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
+    """One transformer block.
+
+    Args:
+        p: the micro-batch.
+        mode: what is recomputed of it.
+    """
+    ops = [*attention_ops(p, mode is Recompute.selective), *mlp_ops(p)]
+    return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
 
 def final_norm_ops(p: Pass) -> list[Op]:

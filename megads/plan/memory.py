@@ -10,19 +10,20 @@ kernels, fragmentation of the heap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
 from megads.model.config import ModelConfig
 from megads.model.sharding import SHARDING
-from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.groups import parameter_role
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Place, rank_at
 from megads.parallel.partition import partition
+from megads.parallel.recompute import block_modes
 from megads.parallel.sharding import local_shape
 from megads.plan.activations import (
     FP32,
@@ -68,6 +69,7 @@ class StageMemory:
     Attributes:
         stage: number of the pipeline stage.
         layers: names of the model's stages it holds.
+        recomputation: what each of its blocks recomputes: none, selective or full.
         first_rank: lowest global rank of the stage.
         parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
         rank_parameters: elements that one rank holds, padding of the vocabulary included.
@@ -76,7 +78,7 @@ class StageMemory:
         reduced_gradients: this rank's share of them, from the reduction to the end of the step.
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
-        attention_bias: the cached additive mask.
+        attention_bias: the cached additive mask, and the tables of rotary positions.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most micro-batches between their forward and backward pass.
         phases: the fullest moment of each phase of a step; they do not meet.
@@ -84,6 +86,7 @@ class StageMemory:
 
     stage: int
     layers: tuple[str, ...]
+    recomputation: tuple[Recompute, ...]
     first_rank: int
     parameters: int
     rank_parameters: int
@@ -120,7 +123,7 @@ class MemoryPlan:
     Attributes:
         parameters: of the whole model, padding excluded and a tied embedding counted once.
         stages: one rank of every pipeline stage.
-        ranks_per_stage: tensor times data parallel ranks.
+        ranks_per_stage: tensor times context times data parallel ranks.
     """
 
     parameters: int
@@ -149,10 +152,10 @@ def in_flight(stage: int, stages: int, micro_batches: int) -> int:
 
 
 def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> MemoryPlan:
-    """What every rank will hold.
+    """What every rank will hold; parallel.recompute is not auto any more.
 
     Raises:
-        ConfigError: more pipeline stages than layers.
+        ConfigError: more pipeline stages than layers, or more recomputed blocks than there are.
     """
     specs = stage_specs(model, seed=0)
     bounds = partition([spec.weight for spec in specs], parallel.pp)
@@ -163,7 +166,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     for stage in range(parallel.pp):
         layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
         stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
-    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.dp)
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
 def _stage_memory(
@@ -182,6 +185,7 @@ def _stage_memory(
         workload.weight_bytes,
         workload.cuda,
         sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
@@ -191,8 +195,11 @@ def _stage_memory(
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     share = flat // parallel.data_size if parallel.zero_stage else flat
     sums = FP32 * flat
-    ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
-    bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
+    blocks = [layer for layer in layers if is_block(layer)]
+    modes = block_modes(parallel, stage, len(blocks))
+    recompute = dict(zip(blocks, modes, strict=True))
+    ops = stage_ops(one_pass, layers, recompute, first=stage == 0, last=stage == parallel.pp - 1)
+    bias = one_pass.bias_table if blocks else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     replay = partial(moments, ops, widening=FP32 // low, cast=low < FP32 and not workload.cuda)
@@ -214,6 +221,7 @@ def _stage_memory(
     return StageMemory(
         stage=stage,
         layers=layers,
+        recomputation=tuple(modes),
         first_rank=rank_at(Place(pp=stage), parallel),
         parameters=sum(prod(shape) for shape in held.values()),
         rank_parameters=sum(local.values()),
@@ -222,7 +230,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         adam_moments=2 * FP32 * share,
-        attention_bias=bias * bias_bytes,
+        attention_bias=bias * bias_bytes + (one_pass.rotary_tables if bias else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
         phases=tuple(phases),
@@ -234,12 +242,15 @@ def _fullest(phase: str, row: Iterable[Moment]) -> Moment:
     return replace(moment, name=f"{phase}: {moment.name}")
 
 
-def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool) -> list[Op]:
+def stage_ops(
+    one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
+) -> list[Op]:
     """The operations of a pipeline stage, in order.
 
     Args:
         one_pass: the micro-batch.
         layers: names of the model's stages it holds.
+        recompute: what each of the blocks among them recomputes.
         first: it reads tokens instead of receiving activations.
         last: it computes the loss instead of sending activations.
     """
@@ -252,7 +263,7 @@ def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool)
         elif layer == "final_norm":
             ops += final_norm_ops(one_pass)
         else:
-            ops += block_ops(one_pass)
+            ops += block_ops(one_pass, recompute[layer])
     if not last:
         ops += sent_ops(one_pass)
     elif not first:
@@ -299,11 +310,12 @@ def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Worklo
     """What the engine holds between passes.
 
     One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
-    loaded micro-batch.
+    loaded micro-batch, and of those of the running step this context rank's share.
     """
     received = one_pass.hidden if parallel.pp > 1 else 0
-    batch = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
-    return received + workload.steps_loaded * workload.micro_batches * batch
+    own = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
+    cut = own if parallel.cp > 1 else 0
+    return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
@@ -314,4 +326,7 @@ def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
         elements: of the mask.
         cached_bytes: of one element of the cached mask.
     """
-    return (FP32 + 1) * one_pass.seq_len**2 + (FP32 * elements if cached_bytes < FP32 else 0) if elements else 0
+    if not elements:
+        return 0
+    distances = (FP32 + 1) * one_pass.seq_len**2 // one_pass.cp
+    return distances + (FP32 * elements if cached_bytes < FP32 else 0)

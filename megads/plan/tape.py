@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,29 @@ class Moment:
 def kept_bytes(ops: Sequence[Op]) -> int:
     """What a micro-batch holds between its forward and its backward pass."""
     return sum(op.kept for op in ops)
+
+
+def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
+    """The same operations where only their inputs are kept and backward first runs them forward again.
+
+    Forward they are taken to hold what they would keep until the last one is done. That is no less than they do, and
+    never decides: the second time the same is there, and the gradient beside it.
+
+    Args:
+        ops: run again together, the last one first in backward.
+        inputs: bytes of their inputs, which are among what the first one keeps.
+        arriving: bytes that backward has in its hands when it reaches them: the gradient of their output.
+    """
+    assert not any(op.is_loss for op in ops) and inputs <= ops[0].kept
+    held, again = -inputs, 0
+    made = []
+    for index, op in enumerate(ops):
+        before, held = held, held + op.kept
+        again = max(again, arriving + held + op.forward)
+        forward = op.forward + max(0, before)
+        made.append(replace(op, kept=0 if index else inputs, forward=forward, backward=op.backward + held))
+    made[-1] = replace(made[-1], backward=max(made[-1].backward, again))
+    return made
 
 
 def moments(

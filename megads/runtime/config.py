@@ -124,6 +124,8 @@ class ClusterConfig:
     """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
     ranks_per_node: int | None = None
     """Neighbouring ranks that share a node, for the table of which rank holds what; null leaves nodes out of it."""
+    gpu_memory_gib: float | None = None
+    """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
 
@@ -135,5 +137,7 @@ class ClusterConfig:
             raise ConfigError(f"cluster.ranks_per_node = {self.ranks_per_node}: must be at least 1")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ConfigError(f"cluster.peak_tflops = {self.peak_tflops}: must be positive")
+        if self.gpu_memory_gib is not None and self.gpu_memory_gib <= 0:
+            raise ConfigError(f"cluster.gpu_memory_gib = {self.gpu_memory_gib}: must be positive")
         if self.timeout_s <= 0:
             raise ConfigError(f"cluster.timeout_s = {self.timeout_s}: must be positive")

@@ -102,8 +102,8 @@ def _require_devices(num_ranks: int) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < num_ranks:
         raise ConfigError(
-            f"parallel.tp * pp * dp = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or hide "
-            "the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            f"parallel.tp * cp * pp * dp = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or "
+            "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
 
 

@@ -55,8 +55,7 @@ def train_rank(scenario: Scenario, engine: PipelineTrainEngine) -> RankRun:
         engine: with its initial weights.
     """
     run = RankRun(initial=pieces(engine.named_shards()))
-    found = engine.evaluate(validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size))
-    run.validation = (found.loss_sum, found.tokens)
+    run.validation = evaluate(engine, scenario)
     run.gradients = first_gradients(engine)
     for step in range(scenario.steps):
         # One step shows them all, and the spy costs time.
@@ -68,6 +67,12 @@ def train_rank(scenario: Scenario, engine: PipelineTrainEngine) -> RankRun:
     run.shards = pieces(engine.named_shards())
     run.held = pieces(engine.named_shards(owned=False))
     return run
+
+
+def evaluate(engine: PipelineTrainEngine, scenario: Scenario) -> tuple[float, int]:
+    """Loss sum and tokens of the scenario's validation set; collective over the world."""
+    found = engine.evaluate(validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size))
+    return found.loss_sum, found.tokens
 
 
 def first_gradients(engine: PipelineTrainEngine) -> list[Piece]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
-from megads.parallel.config import AXES, ParallelConfig
+from megads.parallel.config import AXES, ParallelConfig, Recompute
 from megads.verify.scenario import Scenario
 
 DEFAULT_RANKS = 8
@@ -118,7 +118,17 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
         others = math.prod(size for other, size in sizes.items() if other != axis)
         if sizes[axis] > 1:
             sizes[axis] = min(sizes[axis], max(2, limit // others))
-    return replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
+    small = replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
+    return _with_recomputation(small)
+
+
+def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
+    """Numbers of recomputed blocks that fit a small model: none or one a stage. Everything fits, so auto has one."""
+    if parallel.recompute is Recompute.auto:
+        return replace(parallel, recompute=Recompute.full, recompute_blocks=[1] * parallel.pp)
+    if parallel.recompute_blocks is None:
+        return parallel
+    return replace(parallel, recompute_blocks=[min(1, blocks) for blocks in parallel.recompute_blocks[: parallel.pp]])
 
 
 def scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:

@@ -101,11 +101,11 @@ def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
 
 
 def document_starts(scenario: Scenario, sample_id: int) -> Tensor:
-    """Place at which the document of each token starts, int64 [s]: one to four documents of unequal length."""
-    generator = torch.Generator().manual_seed(5000 + sample_id)
-    begins = torch.randint(0, scenario.seq_len, (sample_id % 4,), generator=generator)
+    """Place at which the document of each token starts, int64 [s]: three documents of any length from one token."""
+    generator = torch.Generator().manual_seed(2000 + sample_id)
+    later = 1 + torch.randperm(scenario.seq_len - 1, generator=generator)[:2]
     starts = torch.zeros(scenario.seq_len, dtype=torch.int64)
-    starts[begins] = begins
+    starts[later] = later
     return starts.cummax(0).values
 
 

@@ -61,6 +61,7 @@ def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
     batch = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE), 2)[1].micro_batches[0]
     assert batch.info.sample_ids.tolist() == [9, 10, 11]
     assert batch.info.position_ids_bs is None and batch.info.document_starts is None
+    assert batch.info.seq_len == samples.seq_len, "a middle stage cuts samples whose tokens it never sees"
     assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
     for row, sample in enumerate([9, 10, 11]):
         out = np.empty(SEQ_LEN + 1, np.int64)

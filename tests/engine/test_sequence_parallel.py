@@ -1,11 +1,14 @@
-"""Sequence parallelism beyond the parity matrix: against tensor parallelism alone, and what pipeline stages send."""
+"""Sequence parallelism beyond the parity matrix: against tensor parallelism alone, and how much is sent."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
 from torch import Tensor
 
@@ -66,3 +69,44 @@ def test_pipeline_messages_shrink_by_tp() -> None:
         for total, shapes in run_ranks(_sent_bytes, 4, scenario, name):
             assert shapes == {shape}
             assert total == micro_batches * shape[0] * shape[1] * shape[2] * scenario.dtype.itemsize
+
+
+# Bytes that a rank of n sends, in units of (n - 1) / n of the whole tensor, by a ring.
+RING = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+
+
+def _collectives_of_hidden_states(scenario: Scenario, name: str) -> Counter[str]:
+    """How often a step calls each collective for a hidden state, [b, s, h] when it is whole."""
+    engine = build_engine(scenario, LAYOUTS[name])
+    size = scenario.micro_batch_size * scenario.seq_len * scenario.model.hidden_size
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The larger of output and input is the whole.
+            calls[name] += max((x.numel() for x in args if isinstance(x, Tensor)), default=0) == size
+            return original(*args, **kwargs)
+
+        return call
+
+    for collective in RING:
+        setattr(dist, collective, counting(collective, getattr(dist, collective)))
+    engine.step(step_batches(scenario, 0), scenario.lr)
+    return calls
+
+
+def test_collectives_of_a_step() -> None:
+    """Catches a collective that theory does not know: L blocks take 4 L + 2 all-reduces; with sequence parallelism each
+    is an all-gather and a reduce-scatter, and the 2 L + 1 layers that open a region gather once more backward."""
+    scenario = scenario_with(global_batch_size=2)
+    regions = 2 * scenario.model.num_layers + 1
+    expected = {
+        "tp2": {"all_reduce": 2 * regions},
+        "tp2sp": {"all_gather_into_tensor": 3 * regions, "reduce_scatter_tensor": 2 * regions},
+    }
+    units = {}
+    for name, counts in expected.items():
+        for calls in run_ranks(_collectives_of_hidden_states, 2, scenario, name):
+            assert +calls == counts
+        units[name] = sum(RING[collective] * count for collective, count in counts.items())
+    assert units["tp2sp"] / units["tp2"] == 1.25

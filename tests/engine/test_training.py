@@ -268,7 +268,7 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
     for rank in trained:
         assert rank["bitwise"] and rank["resumed"] == result, "the same layout must continue bit for bit"
 
-    for name in ("pp2dp3", "tp3", "tp2sp"):
+    for name in ("pp2dp3", "tp3", "tp2sp", "cp2"):
         loaded = run_ranks(_load_and_continue, LAYOUTS[name].world_size, name, full, steps)
         back = everything(loaded)
         for kind in KINDS:

@@ -105,3 +105,19 @@ def test_a_batch_that_does_not_match_its_ids_is_refused() -> None:
     """Catches samples that share a mask because ids were fewer than rows."""
     with pytest.raises(ValueError, match="shorter"):
         Dropout(0.5, 0, "site")(torch.ones(2, 4), BatchInfo(sample_ids=torch.tensor([0])))
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (3, 16, 16)], ids=["hidden", "attention"])
+def test_a_part_of_the_sample_has_its_rows_of_the_mask(shape: tuple[int, ...]) -> None:
+    """Catches a rank that draws for the tokens it holds, under context or sequence parallelism or both."""
+    dim, ids, dropout = len(shape) - 1, torch.tensor([3, 9]), Dropout(0.5, 1, "site")
+    whole = dropout(torch.ones(2, *shape), BatchInfo(ids), sequence_dim=dim)
+    places = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])
+    held = whole.index_select(dim, places)
+    info = BatchInfo(ids, sequence_index=places, seq_len=16)
+    assert torch.equal(dropout(torch.ones_like(held), info, sequence_dim=dim), held)
+    if dim == 1:
+        for of_rank, among in ((held, info), (whole, BatchInfo(ids))):
+            for rank, part in enumerate(of_rank.chunk(2, dim=1)):
+                dropout.shard = (rank, 2)
+                assert torch.equal(dropout(torch.ones_like(part), among), part)
