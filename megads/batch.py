@@ -25,8 +25,8 @@ class BatchInfo:
             it seeds dropout identically in every layout.
         position_ids_bs: int64 [b, s], position of each token where positions restart with every document, or None
             where positions are places.
-        document_starts: int64 [b, s], place at which each token's document starts, or None when attention crosses
-            document boundaries.
+        document_starts: int64 [b, s], place at which each token's document starts (0 for one that started before the
+            sample), or None when attention crosses document boundaries. The token that ends a document belongs to it.
         sequence_index: int64 [s], place of each token that this rank holds, the same in every row; None for 0..s-1.
         seq_len: tokens of a whole sample. Must be given with sequence_index, and where a sample is to be cut on a
             stage that has no tokens.

@@ -16,7 +16,7 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import check_model, find_checkpoint, read_into
 from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, planned_steps
 from megads.data.datasets import open_datasets
-from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
 from megads.engine.interface import TrainEngine
 from megads.engine.training import PipelineTrainEngine
@@ -211,7 +211,13 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, 
         start_sample=state.samples,
         needs_tokens=needs_tokens(grid),
         prefetch_steps=config.data.prefetch_steps,
+        packing=packing(config),
     )
+
+
+def packing(config: RootConfig) -> Packing:
+    """What training and validation batches say of document borders."""
+    return Packing(config.data.document_mask, config.data.reset_positions)
 
 
 def metrics_hook(
@@ -254,6 +260,7 @@ def validation_hook(
             config.model.vocabulary,
             needs_tokens(grid),
             VALIDATION_MICRO_BATCHES,
+            packing(config),
         )
 
     return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, planned_steps(config), metrics)

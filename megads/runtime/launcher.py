@@ -58,6 +58,7 @@ class LaunchSpec:
         threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
         side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
         flush_s: how long that process may go on after the ranks.
+        cpu: the ranks compute on the CPU, whatever GPUs there are.
     """
 
     run_dir: Path
@@ -66,6 +67,7 @@ class LaunchSpec:
     threads_per_rank: int | None = None
     side_command: tuple[str, ...] = ()
     flush_s: float = 10.0
+    cpu: bool = False
 
 
 def launch(spec: LaunchSpec, console: Console) -> int:
@@ -109,6 +111,8 @@ def _rank_variables(spec: LaunchSpec) -> dict[str, str]:
     import torch
 
     threads = spec.threads_per_rank or environment.share_of_cores(spec.num_ranks)
+    if spec.cpu:
+        return environment.rank_variables(threads, cuda=False) | environment.HIDDEN_GPUS
     return environment.rank_variables(threads, cuda=torch.cuda.is_available())
 
 

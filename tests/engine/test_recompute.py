@@ -73,7 +73,7 @@ def train(scenario: Scenario, parallel: ParallelConfig) -> tuple[dict[str, Any],
     """(what must be equal to the bit, calls in validation and of the steps) on this rank."""
     with counted_calls() as calls:
         engine = build_engine(scenario, parallel)
-        validation = evaluate(engine, scenario, parallel)
+        validation = evaluate(engine, scenario)
         counts = {f"validation {name}": count for name, count in calls.items()}
         calls.clear()
         steps = [

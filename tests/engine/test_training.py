@@ -163,9 +163,7 @@ def _broken_step(where: str) -> dict[str, Any]:
     model = replace(parity.MODEL, tie_embeddings=False, norm_eps=1e-42 if where == "backward" else 1e-5)
     scenario = scenario_with(model=model)
     good = build_engine(scenario, LAYOUTS["pp2"])
-    original, parity.initial_weights = parity.initial_weights, lambda _: broken_value(where)
-    engine = build_engine(scenario, LAYOUTS["pp2"])
-    parity.initial_weights = original
+    engine = build_engine(scenario, LAYOUTS["pp2"], broken_value(where))
     before = state(engine)
     result = engine.step(step_batches(scenario, 0), 1e-3)
     untouched = state(engine).keys() == before.keys() and all(
@@ -223,7 +221,7 @@ def _train_save_and_continue() -> dict[str, Any]:
     batches = [step_batches(ROUND_TRIP, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
     for batch in batches[:2]:
         engine.step(batch, ROUND_TRIP.lr)
-    saved, owned, steps = state(engine), parity._shards(engine), engine.optimizer_steps
+    saved, owned, steps = state(engine), parity.pieces(engine.named_shards()), engine.optimizer_steps
     result = engine.step(batches[2], ROUND_TRIP.lr)
 
     other = build_engine(replace(ROUND_TRIP, seed=99), parallel)
@@ -246,7 +244,7 @@ def _load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps:
             shard.tensor.copy_(torch.from_numpy(full[kind][key][where]))
 
     engine.load_shards(fill, steps)
-    owned, loaded_steps = parity._shards(engine), engine.optimizer_steps
+    owned, loaded_steps = parity.pieces(engine.named_shards()), engine.optimizer_steps
     result = engine.step(step_batches(ROUND_TRIP, 2, engine.grid.dp.rank, parallel.dp), ROUND_TRIP.lr)
     return {"owned": owned, "steps": loaded_steps, "result": result}
 
