@@ -33,7 +33,7 @@ def test_depth(stages: int) -> None:
 @pytest.mark.parametrize("layout", [ParallelConfig(tp=4), ParallelConfig(pp=2, dp=3)], ids=["tp4", "pp2dp3"])
 def test_copies_over_two_hundred_bf16_steps(layout: ParallelConfig) -> None:
     """Catches copies that part after a while: norms over tp ranks, tied embeddings where dp reduces in threes (N8)."""
-    scenario = scenario_with(precision="bfloat16", steps=200)
+    scenario = scenario_with(precision="bfloat16", steps=200, global_batch_size=6)
     scenario = replace(scenario, model=replace(scenario.model, num_heads=12))
     run = train_layout(scenario, layout)
     assert parity.check_replicas(run, run) == []
