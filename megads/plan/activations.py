@@ -4,8 +4,10 @@ Derived from the code of `megads.model`, `megads.parallel` and of torch's kernel
 what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and `backward` are the temporaries that
 are alive together (tests compare the whole with the allocator's peak).
 
-Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
-rank's share of the attention width and the MLP width; n = this rank's heads, s = sequence length.
+Letters: T = tokens of a micro-batch on this rank, w = bytes of a weight, h = hidden size; h/t and f/t are this
+tensor-parallel rank's share of the attention width and the MLP width; n = this rank's heads, s = its queries of a
+sample, k = the keys they look at: the whole sample, of which context parallelism leaves a rank a part of the queries.
+What lies between tensor-parallel regions, norms, dropouts and residuals, has a length of its own: `Pass.shard`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class Pass:
         seq_len: tokens a sample.
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
         cuda: on a GPU; else on a CPU.
+        cp: context parallel size, over which every sample is cut.
+        sequence_shards: ranks over which a sample is cut between tensor-parallel regions.
     """
 
     model: ModelConfig
@@ -40,10 +44,22 @@ class Pass:
     seq_len: int
     weight_bytes: int
     cuda: bool = False
+    cp: int = 1
+    sequence_shards: int = 1
+
+    @property
+    def query_len(self) -> int:
+        """Tokens of a sample on this rank."""
+        return self.seq_len // self.cp
+
+    @property
+    def key_len(self) -> int:
+        """Tokens of a sample that queries look at."""
+        return self.seq_len
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
+        return self.micro_batch_size * self.query_len
 
     @property
     def heads(self) -> int:
@@ -54,6 +70,11 @@ class Pass:
     def hidden(self) -> int:
         """T h w: bytes of one [b, s, h] tensor."""
         return self.tokens * self.model.hidden_size * self.weight_bytes
+
+    @property
+    def shard(self) -> int:
+        """Bytes of such a tensor between tensor-parallel regions."""
+        return self.hidden // self.sequence_shards
 
     @property
     def attention(self) -> int:
@@ -72,8 +93,8 @@ class Pass:
 
     @property
     def scores(self) -> int:
-        """Elements of this rank's attention scores, [b, n, s, s]."""
-        return self.tokens * self.seq_len * self.heads
+        """Elements of this rank's attention scores, [b, n, s, k]."""
+        return self.tokens * self.key_len * self.heads
 
     @property
     def vocab_rows(self) -> int:
@@ -88,12 +109,12 @@ class Pass:
     @property
     def norm_statistics(self) -> int:
         """Mean and reciprocal deviation of a LayerNorm: in the weights' dtype on a CPU, in fp32 on a GPU."""
-        return 2 * self.tokens * (FP32 if self.cuda else self.weight_bytes)
+        return 2 * self.tokens // self.sequence_shards * (FP32 if self.cuda else self.weight_bytes)
 
     @property
     def bias_table(self) -> int:
-        """Elements of the cached additive mask, [1, n or 1, s, s]."""
-        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2
+        """Elements of the cached additive mask, [1, n or 1, s, k]."""
+        return (self.heads if self.model.position is Position.alibi else 1) * self.query_len * self.key_len
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""
@@ -104,7 +125,7 @@ def _hidden_dropout(p: Pass) -> tuple[int, int]:
     """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made."""
     if not p.model.hidden_dropout:
         return 0, 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size
+    return p.shard, 2 * FP32 * p.tokens // p.sequence_shards * p.model.hidden_size
 
 
 def embedding_ops(p: Pass) -> list[Op]:
@@ -115,8 +136,8 @@ def embedding_ops(p: Pass) -> list[Op]:
     words = p.matrix(p.vocab_rows, model.hidden_size)
     # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
     lookup = Op("embedding", 4 * INT64 * p.tokens, forward=2 * hidden, backward=hidden, gradient=words + positions)
-    norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
-    dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
+    norm = Op("embedding norm", kept=p.shard + p.norm_statistics, forward=p.shard, backward=2 * p.shard)
+    dropout = Op("embedding dropout", kept=mask, forward=p.shard + drawing, backward=2 * p.shard)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
@@ -159,7 +180,7 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     if recompute_core:
         copied, still_there = attention, attention if p.model.attention_dropout else 0
     return [
-        Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden),
+        Op("input norm", kept=p.shard + p.norm_statistics, forward=p.shard, backward=3 * p.shard),
         Op(
             "qkv",
             kept=hidden,
@@ -171,22 +192,22 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
         Op(
             "attention output",
             kept=copied + mask,
-            forward=max(2 * hidden + still_there, hidden + drawing),
+            forward=max(2 * hidden + still_there, p.shard + drawing),
             backward=hidden + mask + attention,
             gradient=p.matrix(width, width // p.tp),
         ),
-        Op("attention residual", forward=2 * hidden + mask, backward=hidden),
+        Op("attention residual", forward=2 * p.shard + mask, backward=p.shard),
     ]
 
 
 def mlp_ops(p: Pass) -> list[Op]:
     """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
-    attended = hidden
+    attended = p.shard
     mask, drawing = _hidden_dropout(p)
     matrix = p.matrix(p.model.ffn_width // p.tp, width)
     return [
-        Op("post-attention norm", kept=hidden + p.norm_statistics, forward=attended + hidden, backward=3 * hidden),
+        Op("post-attention norm", kept=p.shard + p.norm_statistics, forward=attended + p.shard, backward=3 * p.shard),
         Op(
             "mlp up",
             kept=hidden,
@@ -198,11 +219,11 @@ def mlp_ops(p: Pass) -> list[Op]:
         Op(
             "mlp down",
             kept=ffn + mask,
-            forward=attended + max(2 * hidden, hidden + drawing),
+            forward=attended + max(2 * hidden, p.shard + drawing),
             backward=hidden + mask + ffn,
             gradient=matrix,
         ),
-        Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
+        Op("mlp residual", forward=attended + 2 * p.shard + mask, backward=p.shard),
     ]
 
 
@@ -214,12 +235,12 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
         mode: what is recomputed of it.
     """
     ops = [*attention_ops(p, mode is Recompute.selective), *mlp_ops(p)]
-    return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
+    return recomputed(ops, inputs=p.shard, arriving=p.shard) if mode is Recompute.full else ops
 
 
 def final_norm_ops(p: Pass) -> list[Op]:
     """The LayerNorm after the last block."""
-    return [Op("final norm", kept=p.hidden + p.norm_statistics, forward=p.hidden, backward=2 * p.hidden)]
+    return [Op("final norm", kept=p.shard + p.norm_statistics, forward=p.shard, backward=2 * p.shard)]
 
 
 def head_ops(p: Pass) -> list[Op]:
@@ -254,7 +275,7 @@ def received_ops(p: Pass) -> list[Op]:
 
     Backward leaves the gradient of what was received there until it is sent.
     """
-    return [Op("received", kept=p.hidden, forward=p.hidden, backward=p.hidden)]
+    return [Op("received", kept=p.shard, forward=p.shard, backward=p.shard)]
 
 
 def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
@@ -263,12 +284,13 @@ def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
     Until the next loss is there the engine has the previous one, and through its graph what was received, and the
     gradient of that.
     """
-    return [replace(op, forward=op.forward + 2 * p.hidden) for op in ops]
+    return [replace(op, forward=op.forward + 2 * p.shard) for op in ops]
 
 
 def sent_ops(p: Pass) -> list[Op]:
     """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
-    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size, backward=0)]
+    finite = 3 * p.tokens // p.sequence_shards * p.model.hidden_size
+    return [Op("sent", kept=p.shard, forward=p.shard + finite, backward=0)]
 
 
 def tie_gradients(ops: list[Op]) -> list[Op]:

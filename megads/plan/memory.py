@@ -124,7 +124,7 @@ class MemoryPlan:
     Attributes:
         parameters: of the whole model, padding excluded and a tied embedding counted once.
         stages: one rank of every pipeline stage.
-        ranks_per_stage: tensor times data parallel ranks.
+        ranks_per_stage: tensor times context times data parallel ranks.
     """
 
     parameters: int
@@ -167,7 +167,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     for stage in range(parallel.pp):
         layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
         stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
-    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.dp)
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
 def _stage_memory(
@@ -179,13 +179,20 @@ def _stage_memory(
     layers: tuple[str, ...],
 ) -> StageMemory:
     one_pass = Pass(
-        model, parallel.tp, workload.micro_batch_size, workload.seq_len, workload.weight_bytes, workload.cuda
+        model,
+        parallel.tp,
+        workload.micro_batch_size,
+        workload.seq_len,
+        workload.weight_bytes,
+        workload.cuda,
+        parallel.cp,
     )
+    data = parallel.cp * parallel.dp
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
-    groups = _group_elements(local, model.tie_embeddings, parallel.dp)
+    groups = _group_elements(local, model.tie_embeddings, data)
     flat = sum(groups)
     blocks = [layer for layer in layers if is_block(layer)]
     modes = block_modes(parallel, stage, len(blocks))
@@ -194,22 +201,12 @@ def _stage_memory(
     low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
     bias = one_pass.bias_table if blocks else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
-    waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     phases = [
-        _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
-        Moment(
-            "gradient accumulation",
-            gradients,
-            activations=(waiting - 1) * kept_bytes(ops),
-            transient=FP32 * max(local.values()) if low < FP32 else 0,
-        ),
+        *_micro_batch_phases(ops, parallel, workload, stage, gradients, largest_parameter=max(local.values())),
         Moment("gradient reduction", gradients, transient=_flattened(groups)),
         Moment("attention bias", transient=_bias_transient(one_pass, bias, bias_bytes)),
     ]
-    if workload.micro_batches > 1:
-        later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
-        phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
-    if parallel.dp > 1 and not workload.cuda:
+    if data > 1 and not workload.cuda:
         phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
     return StageMemory(
         stage=stage,
@@ -220,13 +217,29 @@ def _stage_memory(
         rank_parameters=sum(local.values()),
         weights=low * flat,
         fp32_gradients=FP32 * flat,
-        masters=FP32 * flat // parallel.dp,
-        adam_moments=2 * FP32 * flat // parallel.dp,
+        masters=FP32 * flat // data,
+        adam_moments=2 * FP32 * flat // data,
         attention_bias=bias * bias_bytes,
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
-        in_flight=waiting,
+        in_flight=in_flight(stage, parallel.pp, workload.micro_batches),
         phases=tuple(phases),
     )
+
+
+def _micro_batch_phases(
+    ops: Sequence[Op], parallel: ParallelConfig, workload: Workload, stage: int, gradients: int, largest_parameter: int
+) -> list[Moment]:
+    """The fullest moments of a step's first and of its later micro-batches, and of adding up their gradients."""
+    waiting = in_flight(stage, parallel.pp, workload.micro_batches) - 1
+    cast = FP32 * largest_parameter if workload.weight_bytes < FP32 else 0
+    phases = [
+        _fullest("first micro-batch", moments(ops, waiting=waiting, gradients=None)),
+        Moment("gradient accumulation", gradients, activations=waiting * kept_bytes(ops), transient=cast),
+    ]
+    if workload.micro_batches > 1:
+        later = in_flight(stage, parallel.pp, workload.micro_batches - 1) - 1
+        phases.append(_fullest("later micro-batch", moments(ops, waiting=later, gradients=gradients)))
+    return phases
 
 
 def _fullest(phase: str, row: Iterable[Moment]) -> Moment:
@@ -269,13 +282,13 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _group_elements(local: dict[str, int], tied: bool, dp: int) -> list[int]:
-    """Elements of the flat buffer of every parameter group, padded so that dp ranks share it 4-byte aligned."""
+def _group_elements(local: dict[str, int], tied: bool, data: int) -> list[int]:
+    """Elements of the flat buffer of every parameter group, padded so that `data` ranks share it 4-byte aligned."""
     sizes = dict.fromkeys(Role, 0)
     for name, elements in local.items():
         is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
         sizes[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)] += elements
-    return [-(-elements // (2 * dp)) * 2 * dp for elements in sizes.values() if elements]
+    return [-(-elements // (2 * data)) * 2 * data for elements in sizes.values() if elements]
 
 
 def _flattened(groups: Sequence[int]) -> int:
@@ -296,7 +309,7 @@ def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Worklo
     One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
     loaded micro-batch.
     """
-    received = one_pass.hidden if parallel.pp > 1 else 0
+    received = one_pass.shard if parallel.pp > 1 else 0
     batch = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
     return received + workload.steps_loaded * workload.micro_batches * batch
 
@@ -309,4 +322,8 @@ def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
         elements: of the mask.
         cached_bytes: of one element of the cached mask.
     """
-    return (FP32 + 1) * one_pass.seq_len**2 + (FP32 * elements if cached_bytes < FP32 else 0) if elements else 0
+    return (
+        (FP32 + 1) * one_pass.query_len * one_pass.key_len + (FP32 * elements if cached_bytes < FP32 else 0)
+        if elements
+        else 0
+    )
