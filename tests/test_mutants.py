@@ -20,6 +20,7 @@ from torch import Tensor
 import megads.engine.stage_pipeline
 import megads.engine.training
 import megads.optim.groups
+import megads.parallel.recompute
 from megads.engine.optimizer import Fp32GradientOptimizer
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.training import TokenMeanLoss
@@ -137,7 +138,7 @@ def embedding_norm_decays() -> None:
 
 
 def recomputation_of_the_latest_micro_batch() -> None:
-    inner = megads.engine.stage_pipeline.recompute_module
+    inner = megads.parallel.recompute.recompute_module
 
     def recompute_module(block: Any) -> None:
         def forward(hidden: Tensor, _info: Any, *, original: Any = block.forward) -> Tensor:
@@ -153,7 +154,7 @@ def recomputation_of_the_latest_micro_batch() -> None:
         latest[:] = [self._micro_batches[self._forwarded].info]
         begin(self, buffer_id)
 
-    megads.engine.stage_pipeline.recompute_module = recompute_module
+    megads.parallel.recompute.recompute_module = recompute_module
     StageEngine._INSTRUCTION_MAP |= {schedule.ForwardPass: forward_pass}
 
 
