@@ -40,8 +40,8 @@ def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[R
         wanted = parallel.recompute_blocks[stage]
         if wanted > num_blocks:
             raise ConfigError(
-                f"parallel.recompute_blocks = {parallel.recompute_blocks} asks for {wanted} blocks of stage {stage}, whose "
-                f"number of blocks is {num_blocks}: lower it to that or less"
+                f"parallel.recompute_blocks = {parallel.recompute_blocks} asks for {wanted} blocks of stage {stage}, "
+                f"whose number of blocks is {num_blocks}: lower it to that or less"
             )
         chosen = [index < wanted for index in range(num_blocks)]
     return [parallel.recompute if there else Recompute.none for there in chosen]
