@@ -20,6 +20,7 @@ import megads.engine.bucket
 import megads.engine.optimizer
 import megads.engine.stage_pipeline
 import megads.engine.training
+import megads.parallel.recompute
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.bucket import Bucket
 from megads.engine.optimizer import BucketAdamW, NamedParameter
@@ -241,7 +242,7 @@ def positions_from_zero_on_every_shard() -> None:
 
 
 def recomputation_of_the_latest_micro_batch() -> None:
-    inner = megads.engine.stage_pipeline.recompute_module
+    inner = megads.parallel.recompute.recompute_module
 
     def recompute_module(block: Any) -> None:
         def forward(hidden: Tensor, _info: Any, *, original: Any = block.forward) -> Tensor:
@@ -257,7 +258,7 @@ def recomputation_of_the_latest_micro_batch() -> None:
         latest[:] = [self._micro_batches[self._forwarded].info]
         begin(self, buffer_id)
 
-    megads.engine.stage_pipeline.recompute_module = recompute_module
+    megads.parallel.recompute.recompute_module = recompute_module
     StageEngine._INSTRUCTION_MAP |= {schedule.ForwardPass: forward_pass}
 
 

@@ -113,14 +113,15 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
     """Replaces parallel.recompute=auto by the numbers of blocks with which the run fits a machine.
 
     Args:
-        config: the run, its vocabulary known.
+        config: the run.
         machine: where it runs.
 
     Returns:
-        The config with explicit values, or as it was; and why, for people, empty where nothing was to choose.
+        The config with explicit values, or as it was; and why, for people. The reason is empty where nothing was to
+        choose, or not yet: a dry run may not know the vocabulary before the data is there.
     """
     parallel = config.parallel
-    if parallel.recompute is not Recompute.auto:
+    if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
         return config, ""
     peaks = peaks_by_blocks(config.model, parallel, workload_of(config, cuda=machine.per_gpu))
     choose = fewest_for_each if machine.per_gpu else fewest_together
@@ -137,11 +138,10 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
     )
 
 
-def refuse_unfit(config: RootConfig) -> None:
-    """Raises ConfigError when the run cannot fit, with the largest rank and its largest part."""
+def refuse_unfit(config: RootConfig, machine: Machine) -> None:
+    """Raises ConfigError when the run cannot fit a machine, with the largest rank and its largest part."""
     if not config.run.check_memory:
         return
-    machine = this_machine()
     plan = plan_of(config, cuda=machine.per_gpu)
     room = machine.room(plan)
     if room.fits:
@@ -169,9 +169,8 @@ def _remedy(plan: MemoryPlan, room: Room) -> str:
     return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 
-def memory_line(config: RootConfig) -> str:
-    """One line about the run's memory on this machine, for people."""
-    machine = this_machine()
+def memory_line(config: RootConfig, machine: Machine) -> str:
+    """One line about the run's memory on a machine, for people."""
     plan = plan_of(config, cuda=machine.per_gpu)
     room = machine.room(plan)
     verdict = "fits" if room.fits else "does not fit"

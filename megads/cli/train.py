@@ -22,7 +22,6 @@ from megads.config import (
     planned_steps,
 )
 from megads.errors import EXIT_OK, ConfigError
-from megads.parallel.config import Recompute
 from megads.plan.parameters import parameter_count
 from megads.runtime.console_choice import open_console
 from megads.runtime.environment import share_of_cores
@@ -31,6 +30,7 @@ from megads.runtime.run_dir import CONFIG_FILE, claimed
 from megads.runtime.trackers import wanted_trackers
 
 if TYPE_CHECKING:
+    from megads.cli.memory_check import Machine
     from megads.data.prepare import Preparation
 
 
@@ -40,18 +40,23 @@ _TABLE_WIDTH = 120
 
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
+    # It pulls in torch, for which the tab key must not wait.
+    from megads.cli.memory_check import choose_recompute, this_machine
+
     check_config(config)
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
     config = place(config, invocation.choices)
     known, data = describe_data(config, preparation)
-    known, choice = settle_recompute(known)
+    # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
+    machine = this_machine()
+    known, choice = choose_recompute(known, machine)
     if config.run.dry_run:
-        print(describe(known, data, choice))
+        print(describe(known, data, choice, machine))
         return EXIT_OK
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
-    refuse_early(config, known, preparation)
+    refuse_early(config, known, preparation, machine)
     run_dir = Path(str(config.run.dir))
     with (
         claimed(run_dir),
@@ -67,36 +72,23 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         return launch(launch_spec(config), console)
 
 
-def settle_recompute(config: RootConfig) -> tuple[RootConfig, str]:
-    """Replaces parallel.recompute=auto by what fits this machine; returns the config and why, for people.
-
-    Args:
-        config: with its vocabulary, or without where the data that would tell it is not there yet.
-    """
-    if config.parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
-        return config, ""
-    from megads.cli.memory_check import choose_recompute, this_machine
-
-    return choose_recompute(config, this_machine())
-
-
-def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None) -> None:
+def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
     """Refuses what cannot run before text is prepared, a run directory made or a rank started.
 
     Args:
         config: as `locate_data` returned it.
         known: the same with its vocabulary, which counts, and is known before the text is prepared.
         preparation: what to prepare.
+        machine: where the ranks would run.
 
     Raises:
         ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
-    # It pulls in torch, for which the tab key must not wait.
     from megads.cli.memory_check import refuse_unfit
 
     wanted_trackers(config.logging)
-    refuse_unfit(known)
+    refuse_unfit(known, machine)
     if preparation is None:
         require_data(config)
 
@@ -128,13 +120,14 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
 
 
-def describe(config: RootConfig, data: str, choice: str) -> str:
+def describe(config: RootConfig, data: str, choice: str, machine: Machine) -> str:
     """Returns what a run would do, for run.dry_run.
 
     Args:
         config: with its place.
         data: a line about the data.
         choice: what was chosen of its layout and why; empty for nothing.
+        machine: where the ranks would run.
     """
     from megads.cli.memory_check import memory_line
     from megads.cli.rank_table import rank_text
@@ -149,7 +142,7 @@ def describe(config: RootConfig, data: str, choice: str) -> str:
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known either"
     if model.vocab_size is not None:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
-        memory = memory_line(config)
+        memory = memory_line(config, machine)
     rows = {
         "run": config.run.id,
         "writes to": config.run.dir,

@@ -18,12 +18,12 @@ from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, is_block, stage_specs
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
-from megads.parallel.recompute import block_modes, recompute_module
-from megads.parallel.sharding import Placement, attention_cores, materialise, shard_stage
+from megads.parallel.recompute import block_modes, recompute_blocks
+from megads.parallel.sharding import Placement, materialise, shard_stage
 
 
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
@@ -142,16 +142,8 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         stages = dict(zip(names, self.forward_funcs, strict=True))
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
-        self._recompute({name: stage for name, stage in stages.items() if is_block(name)})
-
-    def _recompute(self, blocks: dict[str, nn.Module]) -> None:
-        modes = block_modes(self.parallel, self.stage_id, len(blocks))
-        for (name, block), mode in zip(blocks.items(), modes, strict=True):
-            if mode is Recompute.full:
-                recompute_module(block)
-            elif mode is Recompute.selective:
-                for core in attention_cores(block, name, SHARDING):
-                    recompute_module(core)
+        blocks = {name: stage for name, stage in stages.items() if is_block(name)}
+        recompute_blocks(blocks, block_modes(self.parallel, self.stage_id, len(blocks)), SHARDING)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""

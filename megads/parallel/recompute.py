@@ -7,7 +7,7 @@ hold much and cost little (Korthikanti et al. 2022, "Reducing Activation Recompu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.sharding import attention_cores
+from megads.parallel.table import ShardingTable
 
 
 def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[Recompute]:
@@ -38,8 +40,8 @@ def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[R
         wanted = parallel.recompute_blocks[stage]
         if wanted > num_blocks:
             raise ConfigError(
-                f"parallel.recompute_blocks = {parallel.recompute_blocks}: stage {stage} has {num_blocks} blocks, not "
-                f"{wanted}; lower its number"
+                f"parallel.recompute_blocks = {parallel.recompute_blocks} asks for {wanted} blocks of stage {stage}, "
+                f"whose number of blocks is {num_blocks}: lower it to that or less"
             )
         chosen = [index < wanted for index in range(num_blocks)]
     return [parallel.recompute if there else Recompute.none for there in chosen]
@@ -66,3 +68,19 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def recompute_module(module: nn.Module) -> None:
     """Makes a module's own forward a recomputed one, wherever it is called."""
     module.forward = recomputed(module.forward)  # type: ignore[method-assign]
+
+
+def recompute_blocks(blocks: Mapping[str, nn.Module], modes: Sequence[Recompute], table: ShardingTable) -> None:
+    """Makes blocks recompute what their modes say.
+
+    Args:
+        blocks: by their names in the whole model, cut already.
+        modes: one for each block.
+        table: names the attention cores.
+    """
+    for (name, block), mode in zip(blocks.items(), modes, strict=True):
+        if mode is Recompute.full:
+            recompute_module(block)
+        elif mode is Recompute.selective:
+            for core in attention_cores(block, name, table):
+                recompute_module(core)

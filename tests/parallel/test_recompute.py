@@ -43,7 +43,7 @@ def test_more_blocks_than_there_are() -> None:
     """Catches a number that is silently cut to the stage's."""
     parallel = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1, 4])
     parallel.check()
-    with pytest.raises(ConfigError, match="stage 1 has 3 blocks, not 4"):
+    with pytest.raises(ConfigError, match="asks for 4 blocks of stage 1, whose number of blocks is 3"):
         block_modes(parallel, 1, 3)
 
 
