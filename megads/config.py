@@ -158,7 +158,7 @@ def check_config(config: RootConfig) -> None:
 
 
 def check_shape(config: RootConfig) -> None:
-    """Checks what a plan needs: model, layout and batches; neither data nor a length.
+    """Checks what a plan needs: model, layout, batches and machine; neither data nor a length.
 
     Raises:
         ConfigError: the shape cannot be built.
@@ -166,6 +166,7 @@ def check_shape(config: RootConfig) -> None:
     config.model.check()
     config.parallel.check()
     config.train.check_sizes()
+    config.cluster.check()
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)

@@ -265,12 +265,12 @@ def dropout_redrawn_in_recomputation() -> None:
     inner = Dropout.forward
     drawn = set()
 
-    def forward(self: Dropout, x: Tensor, info: Any) -> Tensor:
+    def forward(self: Dropout, x: Tensor, info: Any, **where: Any) -> Tensor:
         key = (self.site, *info.sample_ids.tolist())
         self.stream = int(self.training and key in drawn)
         if self.training:
             drawn.add(key)
-        return inner(self, x, info)
+        return inner(self, x, info, **where)
 
     Dropout.forward = forward
 

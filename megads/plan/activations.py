@@ -62,41 +62,41 @@ class Pass:
         return self.model.num_heads // self.tp
 
     @property
-    def gathered(self) -> int:
-        """T h w: bytes of one [b, s, h] tensor."""
+    def region_hidden(self) -> int:
+        """T h w: bytes of one [b, s, h] tensor inside of a tensor-parallel region, which has all tokens."""
         return self.tokens * self.model.hidden_size * self.weight_bytes
 
     @property
     def hidden(self) -> int:
         """Bytes of what this rank holds of a [b, s, h] tensor outside of the tensor-parallel regions."""
-        return self.gathered // self.shards
+        return self.region_hidden // self.shards
 
     @property
     def attention(self) -> int:
         """T h/t w: bytes of this rank's queries, keys, values or context."""
-        return self.gathered // self.tp
+        return self.region_hidden // self.tp
 
     @property
     def reordered(self) -> int:
         """A copy of a whole sequence in the order of shares, which a micro-batch of one sample does without."""
-        return self.gathered if self.micro_batch_size > 1 else 0
+        return self.region_hidden if self.micro_batch_size > 1 else 0
 
     @property
     def gloo_copy(self) -> int:
         """Gloo's own copy of what it gathers or reduces and scatters."""
-        return 0 if self.cuda else self.gathered
+        return 0 if self.cuda else self.region_hidden
 
     def opened(self, output: int) -> int:
         """While a layer opens a region forward: its output of so many bytes, beside the gathered sequence."""
         if self.shards == 1:
             return output
-        return self.gathered + max(self.gloo_copy, self.reordered, output)
+        return self.region_hidden + max(self.gloo_copy, self.reordered, output)
 
     def closed(self) -> int:
         """While a layer closes a region forward: the product and, biased, the sum over ranks."""
         if self.shards == 1:
             return 2 * self.hidden
-        return self.gathered + self.reordered + self.gloo_copy + self.hidden
+        return self.region_hidden + self.reordered + self.gloo_copy + self.hidden
 
     def opened_backward(self, output: int, gradient: int) -> int:
         """While a layer that opened a region runs backward, the gradient of its weight left out.
@@ -111,14 +111,14 @@ class Pass:
         if self.shards == 1:
             summed = 2 * self.hidden if self.tp > 1 else 0
             return max(self.hidden + output, summed)
-        whole = self.gathered
+        whole = self.region_hidden
         gathering = whole + max(self.gloo_copy, self.reordered)
         scattering = whole + self.gloo_copy + self.hidden
         return output + whole + max(gathering - gradient, self.reordered + scattering - gradient, scattering)
 
     def closed_backward(self, inside: int) -> int:
         """While a layer that closed a region runs backward: the gradient inside, beside the gathered one outside."""
-        return inside if self.shards == 1 else self.gathered + max(self.gloo_copy, self.reordered, inside)
+        return inside if self.shards == 1 else self.region_hidden + max(self.gloo_copy, self.reordered, inside)
 
     @property
     def ffn(self) -> int:
@@ -186,8 +186,8 @@ def embedding_ops(p: Pass) -> list[Op]:
     lookup = Op(
         "embedding",
         kept=4 * INT64 * p.tokens,
-        forward=max(2 * p.gathered, p.closed()),
-        backward=p.closed_backward(p.gathered),
+        forward=max(2 * p.region_hidden, p.closed()),
+        backward=p.closed_backward(p.region_hidden),
         gradient=words + positions,
     )
     norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)

@@ -82,6 +82,11 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["train.global_batch_size=6", "train.micro_batch_size=4"], "train.global_batch_size"),
         (["train.seq_len=0"], "train.seq_len = 0: must be at least 1"),
         (["device=tpu"], "device"),
+        (["ranks=true", "cluster.ranks_per_node=0"], "cluster.ranks_per_node = 0: must be at least 1"),
+        (
+            ["parallel.tp=4", "parallel.sequence_parallel=true", "train.seq_len=90"],
+            "train.seq_len = 90 is not divisible by parallel.tp = 4",
+        ),
         (["model.layers=3"], "model.layers"),
         (["model.position=learned", "train.seq_len=4096"], "model.max_seq_len = 2048"),
     ],
