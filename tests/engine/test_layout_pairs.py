@@ -74,7 +74,7 @@ def scenario(documents: bool) -> Scenario:
     return replace(SCENARIO, documents=documents)
 
 
-@pytest.mark.parametrize("settings", pairs())
+@pytest.mark.parametrize("settings", list(pairs()))
 def test_a_pair_of_features(settings: dict[str, Any]) -> None:
     """Catches features that are right alone and wrong together (N1, N3, N7, N8, N9, N10)."""
     documents = settings.get("documents", False)
