@@ -89,7 +89,7 @@ def wanted(config: RootConfig) -> Wanted:
 def layout_line(parallel: ParallelConfig) -> str:
     """tp 2 x pp 2 on 4 processes."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
-    return f"{' x '.join(sizes) or 'one rank'} on {parallel.world_size} processes"
+    return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
 
 
 def _compare(
