@@ -34,7 +34,8 @@ T = TypeVar("T")
 REPORT_FILE = "verify.json"
 _TABLE_WIDTH = 100
 """Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut words."""
-_SHOWN_FAULTS = 8
+_SHOWN_FAULTS = (8, 8, 8, 2)
+"""Of each failed check, and of every one after the last: what fails late mostly follows from what fails first."""
 
 
 def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[int, int]:
@@ -88,7 +89,7 @@ def wanted(config: RootConfig) -> Wanted:
 def layout_line(parallel: ParallelConfig) -> str:
     """tp 2 x pp 2 on 4 processes."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
-    return f"{' x '.join(sizes) or 'one rank'} on {parallel.world_size} processes"
+    return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
 
 
 def _compare(
@@ -157,10 +158,11 @@ def show(console: Console, found: Sequence[Row], cause: str) -> None:
     if not failed:
         console.print("This layout trains the same model.", style="bold green")
         return
-    for row in failed:
+    for number, row in enumerate(failed):
+        shown = _SHOWN_FAULTS[min(number, len(_SHOWN_FAULTS) - 1)]
         console.print(f"{row.guarantee} {row.what} in {row.precision}:", style="bold")
-        for fault in row.faults[:_SHOWN_FAULTS]:
+        for fault in row.faults[:shown]:
             console.print(f"  {fault}")
-        if len(row.faults) > _SHOWN_FAULTS:
-            console.print(f"  and {len(row.faults) - _SHOWN_FAULTS} more, see {REPORT_FILE}")
+        if len(row.faults) > shown:
+            console.print(f"  and {len(row.faults) - shown} more, see {REPORT_FILE}")
     console.print(f"Likely cause: {cause}", style="bold")

@@ -44,7 +44,8 @@ class DataConfig:
     document_mask: bool = False
     """A token attends to its own document only; else also to the documents before it in the same sample."""
     reset_positions: bool = False
-    """Learned positions start from 0 in every document, or in its part in the sample; else in every sample."""
+    """Learned and rotary positions start from 0 in every document, or in its part in the sample; else in every sample.
+    ALiBi knows distances only."""
 
     @property
     def raw_patterns(self) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
+from megads.parallel.grid import ParallelGrid
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class TrainEngine(Protocol):
     """One training engine, driven identically on every rank."""
 
     device: torch.device
+    grid: ParallelGrid
+
+    @property
+    def bounds(self) -> list[int]:
+        """Pipeline stage s holds the model's stages bounds[s] to bounds[s + 1]."""
+        ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch.

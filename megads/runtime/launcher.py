@@ -59,6 +59,7 @@ class LaunchSpec:
         side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
         flush_s: how long that process may go on after the ranks.
         cpu: the ranks compute on the CPU, whatever GPUs there are.
+        saves: the ranks save and stop when asked; where they do not, the first signal kills them.
     """
 
     run_dir: Path
@@ -68,6 +69,7 @@ class LaunchSpec:
     side_command: tuple[str, ...] = ()
     flush_s: float = 10.0
     cpu: bool = False
+    saves: bool = True
 
 
 def launch(spec: LaunchSpec, console: Console) -> int:
@@ -168,10 +170,11 @@ class _Launch:
 
     def _conclude(self) -> int:
         """Judges how the ranks ended, says so once and records it."""
-        if len(self._signals) > 1:
-            self._events.write("killed", level="debug", cause="second signal", exit_code=EXIT_KILLED)
+        if self._killing_from(len(self._signals)):
+            cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
+            self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
             self._console.poll()
-            self._console.say("killed by a second signal; the last checkpoint is untouched", "error")
+            self._console.say(f"killed by {cause}", "error")
             self._console.close()
             return EXIT_KILLED
         outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._exits, self._killed_ranks)
@@ -229,11 +232,11 @@ class _Launch:
         self._signals.append(number)
 
     def _answer_signals(self) -> None:
-        """The first signal asks for a stop, every later one kills."""
+        """The first signal asks ranks that save for a stop, every other one kills."""
         while self._signals_answered < len(self._signals):
             number = signal.Signals(self._signals[self._signals_answered])
             self._signals_answered += 1
-            if self._signals_answered > 1:
+            if self._killing_from(self._signals_answered):
                 self._kill_ranks()
                 continue
             reason = _STOP_REASONS[number]
@@ -242,6 +245,10 @@ class _Launch:
             self._console.say(
                 f"{number.name}: saving and stopping after the current step; a second signal kills at once", "warning"
             )
+
+    def _killing_from(self, signals: int) -> bool:
+        """Whether so many signals kill."""
+        return signals > (1 if self._spec.saves else 0)
 
     def _some_rank_failed(self) -> bool:
         """True once a rank left a record of a failure, or vanished without having returned."""

@@ -14,6 +14,7 @@ from megads.verify.verdict import Row
 
 _SAME_FACTOR = 1e-3
 """Gradients that are all off by one factor are off by nothing else beyond this."""
+_COPIED_OVER_TP = ("norm.weight", "norm.bias", "dense.bias", "down.bias", "position.weight")
 
 
 def likely_cause(failed: Sequence[Row], run: Run, reference: Run, parallel: ParallelConfig) -> str:
@@ -74,7 +75,7 @@ def _cause_of_gradients(run: Run, reference: Run, parallel: ParallelConfig, forw
             "of a rank's heads), attention over cp, or masks"
         )
     last = wrong[-1]
-    if all(name.endswith(("norm.weight", "norm.bias", "dense.bias", "down.bias")) for name in wrong):
+    if parallel.tp > 1 and all(name.endswith(_COPIED_OVER_TP) for name in wrong):
         return "only parameters with copies on tensor-parallel ranks are off: their gradients are not summed over tp"
     return (
         f"the forward pass is right; from the head down the first wrong gradient is that of {last}: look at the "

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megads.batch import MicroBatch
-from megads.engine.interface import Shard
+from megads.engine.interface import Shard, TrainEngine
 from megads.engine.training import PipelineTrainEngine
 from megads.model.initialise import InitialValue
 from megads.parallel.config import ParallelConfig
@@ -18,9 +18,7 @@ from megads.verify.run import Piece, RankRun, pieces
 from megads.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
 
 
-def build_engine(
-    scenario: Scenario, parallel: ParallelConfig, value: InitialValue | None = None
-) -> PipelineTrainEngine:
+def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialValue | None = None) -> TrainEngine:
     """The engine of a layout; collective over the world.
 
     Args:
@@ -47,7 +45,7 @@ def rank_batches(scenario: Scenario, step: int, grid: ParallelGrid) -> list[Micr
     return step_batches(scenario, step, grid.dp.rank, grid.dp.size)
 
 
-def train_rank(scenario: Scenario, engine: PipelineTrainEngine) -> RankRun:
+def train_rank(scenario: Scenario, engine: TrainEngine) -> RankRun:
     """Validates, then trains on this rank; collective over the world.
 
     Args:
@@ -69,13 +67,13 @@ def train_rank(scenario: Scenario, engine: PipelineTrainEngine) -> RankRun:
     return run
 
 
-def evaluate(engine: PipelineTrainEngine, scenario: Scenario) -> tuple[float, int]:
+def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
     """Loss sum and tokens of the scenario's validation set; collective over the world."""
     found = engine.evaluate(validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size))
     return found.loss_sum, found.tokens
 
 
-def first_gradients(engine: PipelineTrainEngine) -> list[Piece]:
+def first_gradients(engine: TrainEngine) -> list[Piece]:
     """A list that fills with this rank's reduced gradients of the next step."""
     found: list[Piece] = []
 

@@ -141,7 +141,8 @@ def scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelC
     """
     power_of_two = model.num_heads & (model.num_heads - 1) == 0
     # ALiBi's slopes follow another rule where the number of heads is no power of two.
-    heads = parallel.tp * min(model.num_heads // tp, 2 if power_of_two else 3)
+    kept = max(2, 4 // parallel.tp) if power_of_two else max(3, 6 // parallel.tp)
+    heads = parallel.tp * min(model.num_heads // tp, kept)
     width = heads * min(model.head_dim, _HEAD_DIM)
     ffn = None
     if model.ffn_size is not None:

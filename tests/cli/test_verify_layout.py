@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from megads.cli import verify_layout_output
 from megads.cli.main import run
+from tests.command import StartCommand
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ("verify.steps=2", "train.precision=fp32", "verify.dir=here")
@@ -64,6 +66,16 @@ def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureF
     assert "the first wrong gradient is that of final_norm.bias" in captured.out
     assert "megads verify_layout: this layout does not train the same model" in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.distributed
+def test_ctrl_c_ends_it(megads: StartCommand) -> None:
+    """Catches ranks that are asked to save and stop, which they cannot, and go on."""
+    command = megads("verify_layout", "parallel.tp=2", *SMALL)
+    command.wait_for((megads.folder / "here" / "logs" / "rank_00001.log").exists)
+    command.process.send_signal(signal.SIGINT)
+    ended = command.end(30)
+    assert ended.code == 130 and "killed by a signal" in ended.out
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
 from megads.optim.config import OptimConfig
-from megads.parallel.config import AXES, ParallelConfig
+from megads.parallel.config import AXES, ParallelConfig, Recompute
 from megads.verify.scale import DEFAULT_RANKS, Scaled, Wanted, scale, scale_layout
 
 BLOOM = Wanted(
@@ -87,6 +87,15 @@ def test_what_the_config_says_otherwise_stays_otherwise() -> None:
     assert found.bf16 is None and found.exact.clip_grad == 0.0
     assert found.exact.document_mask and found.exact.reset_positions
     assert found.exact.model == replace(model, max_seq_len=found.exact.seq_len)
+
+
+def test_recomputation_fits_fewer_stages_and_blocks() -> None:
+    """Catches numbers of blocks that count stages which are gone, and auto, which a small model resolves to nothing."""
+    layout = ParallelConfig(pp=12, recompute=Recompute.full, recompute_blocks=[6, 0, *[5] * 10])
+    assert scale_layout(layout, 2).recompute_blocks == [1, 0]
+    auto = scale_layout(ParallelConfig(pp=4, recompute=Recompute.auto), None)
+    assert (auto.recompute, auto.recompute_blocks) == (Recompute.full, [1] * 4)
+    auto.check()
 
 
 @pytest.mark.parametrize("tp,cp,pp,dp", list(itertools.product((1, 2, 3), (1, 2), (1, 4), (1, 3))))
