@@ -80,7 +80,7 @@ class Bucket:
         if self._sums is None:
             self._sums = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.weights.device)
         place = self.layout.slots[slot]
-        self._sums[place.start : place.stop].add_(gradient.reshape(-1))
+        self._sums[place.start : place.stop].view(parameter.shape).add_(gradient)
 
     def launch(self) -> None:
         """Starts the reduction over data parallel and returns at once."""
