@@ -32,6 +32,7 @@ class Pass:
         seq_len: tokens a sample.
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
         cuda: on a GPU; else on a CPU.
+        document_mask: packed documents are hidden from each other.
     """
 
     model: ModelConfig
@@ -41,6 +42,7 @@ class Pass:
     weight_bytes: int
     cuda: bool = False
     cp: int = 1
+    document_mask: bool = False
 
     @property
     def tokens(self) -> int:
@@ -98,6 +100,11 @@ class Pass:
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 
     @property
+    def mask_bytes(self) -> int:
+        """Of one element of the additive mask."""
+        return self.weight_bytes if self.cuda and not self.model.attention_dropout else FP32
+
+    @property
     def rotary_tables(self) -> int:
         """Bytes of the cached cosines and sines of rotary positions, each [s/cp, d/2] in fp32."""
         return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
@@ -130,6 +137,15 @@ def embedding_ops(p: Pass) -> list[Op]:
     norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
+
+
+def document_mask_ops(p: Pass) -> list[Op]:
+    """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
+    if not p.document_mask:
+        return []
+    hidden_keys = p.tokens * p.seq_len
+    mask = p.micro_batch_size * p.bias_table * p.mask_bytes
+    return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
 
 
 def _rotary_ops(p: Pass) -> list[Op]:
