@@ -70,6 +70,7 @@ class Scenario:
     lr: float = 1e-3
     seed: int = 7
     masked: bool = False
+    counted: int | None = None
     documents: bool = False
     hot: bool = True
 
@@ -93,12 +94,14 @@ def hot_value(seed: int) -> Callable[[str, tuple[int, ...]], Tensor]:
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens [s + 1] and mask [s] of one sample; with `masked`, 1 to s tokens count."""
+    """Tokens [s + 1] and mask [s] of one sample; with `masked` 1 to s tokens count, else the first `counted`."""
     generator = torch.Generator().manual_seed(1000 + sample_id)
     tokens = torch.randint(0, scenario.model.vocab_size, (scenario.seq_len + 1,), generator=generator)
     mask = torch.ones(scenario.seq_len)
     if scenario.masked:
         mask[1 + (sample_id * 5) % scenario.seq_len :] = 0.0
+    if scenario.counted is not None:
+        mask[scenario.counted :] = 0.0
     return tokens, mask
 
 

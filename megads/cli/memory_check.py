@@ -96,7 +96,7 @@ def refuse_unfit(config: RootConfig) -> None:
 def _remedy(room: Room) -> str:
     """More ranks help where each has memory of its own; on one machine they share it."""
     if room.per_gpu:
-        return "raise parallel.tp, parallel.pp or parallel.dp, lower train.micro_batch_size or train.seq_len"
+        return "raise parallel.tp, cp, pp or dp, lower train.micro_batch_size or train.seq_len"
     return "lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 

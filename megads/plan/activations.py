@@ -120,10 +120,14 @@ class Pass:
 
 
 def _hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made."""
+    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made.
+
+    A part of a sample takes its rows of the draw for the whole.
+    """
     if not p.model.hidden_dropout:
         return 0, 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size
+    whole = FP32 * p.seq_len * p.model.hidden_size if p.cp > 1 else 0
+    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size + whole
 
 
 def embedding_ops(p: Pass) -> list[Op]:
@@ -191,7 +195,7 @@ def _attention_core_op(p: Pass) -> Op:
     The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
     probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
     rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
-    kept; and so is the QKV projection, which nobody saves.
+    kept, and where samples are cut the draw for a whole one; and so is the QKV projection, which nobody saves.
     """
     inputs = p.attention if p.cp > 1 else 3 * p.attention
     made = p.attention + (p.gathered or 2 * p.attention)
@@ -203,10 +207,11 @@ def _attention_core_op(p: Pass) -> Op:
             forward=0 if p.cp == 1 else 3 * p.attention,
             backward=p.hidden + p.attention + made,
         )
+    whole_draw = FP32 * p.heads * p.seq_len**2 if p.cp > 1 else 0
     return Op(
         "attention",
         kept=inputs + (FP32 + 2 * p.weight_bytes) * p.scores,
-        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores,
+        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores + whole_draw,
         backward=p.hidden + max(2 * p.attention, made) + 4 * p.scores,
     )
 
