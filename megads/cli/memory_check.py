@@ -163,9 +163,7 @@ def _remedy(plan: MemoryPlan, room: Room) -> str:
     every_block = all(mode is Recompute.full for stage in plan.stages for mode in stage.recomputation)
     recompute = "" if every_block else "set parallel.recompute=full, "
     if room.per_gpu:
-        return (
-            f"{recompute}raise parallel.tp, parallel.pp or parallel.dp, lower train.micro_batch_size or train.seq_len"
-        )
+        return f"{recompute}raise parallel.tp, cp, pp or dp, lower train.micro_batch_size or train.seq_len"
     return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 

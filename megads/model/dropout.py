@@ -54,30 +54,33 @@ class Dropout(nn.Module):
         """x: [b, ...], the first dim runs over the micro-batch's samples, `sequence_dim` over a sample's tokens."""
         if not self.active:
             return x
-        rows = self._rows(x.shape[sequence_dim], x.device, info)
-        whole = list(x.shape[1:])
-        if rows is not None:
-            whole[sequence_dim - 1] = self._whole_length(x.shape[sequence_dim], info)
         keep = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        part = self._part(keep[0], sequence_dim - 1, info)
         generator = torch.Generator(device=x.device)
         for kept, sample_id in zip(keep, info.sample_ids.tolist(), strict=True):
             generator.manual_seed(stream_seed(self.seed, self.site, self.stream, sample_id))
-            drawn = kept if rows is None else torch.empty(whole, dtype=torch.float32, device=x.device)
-            drawn.bernoulli_(1.0 - self.p, generator=generator)
-            if rows is not None:
-                torch.index_select(drawn, sequence_dim - 1, rows, out=kept)
+            if part is None:
+                kept.bernoulli_(1.0 - self.p, generator=generator)
+            else:
+                whole, rows = part
+                whole.bernoulli_(1.0 - self.p, generator=generator)
+                torch.index_select(whole, sequence_dim - 1, rows, out=kept)
         return x * (keep / (1.0 - self.p)).to(x.dtype)
 
-    def _whole_length(self, count: int, info: BatchInfo) -> int:
-        """Tokens of the sample of which the input holds `count`."""
-        if info.sequence_index is None:
-            return count * self.shard[1]
-        assert info.seq_len is not None
-        return info.seq_len
+    def _part(self, kept: Tensor, dim: int, info: BatchInfo) -> tuple[Tensor, Tensor] | None:
+        """Room for the mask of a whole sample, and the places along `dim` that the input holds; None for all of them.
 
-    def _rows(self, count: int, device: torch.device, info: BatchInfo) -> Tensor | None:
-        """Places of the input's `count` tokens, int64 [count]; None where it holds the whole sample."""
-        rank, size = self.shard
+        Args:
+            kept: mask of the input's part of one sample.
+            dim: along which tokens lie.
+            info: of the micro-batch.
+        """
+        (rank, size), count = self.shard, kept.shape[dim]
         if info.sequence_index is not None:
-            return info.sequence_index.chunk(size)[rank]
-        return None if size == 1 else torch.arange(rank * count, (rank + 1) * count, device=device)
+            assert info.seq_len is not None
+            length, rows = info.seq_len, info.sequence_index.chunk(size)[rank]
+        elif size > 1:
+            length, rows = size * count, torch.arange(rank * count, (rank + 1) * count, device=kept.device)
+        else:
+            return None
+        return kept.new_empty([*kept.shape[:dim], length, *kept.shape[dim + 1 :]]), rows

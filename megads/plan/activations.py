@@ -35,6 +35,7 @@ class Pass:
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
         cuda: on a GPU; else on a CPU.
         sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
+        document_mask: packed documents are hidden from each other.
     """
 
     model: ModelConfig
@@ -45,6 +46,7 @@ class Pass:
     cuda: bool = False
     sequence_parallel: bool = False
     cp: int = 1
+    document_mask: bool = False
 
     @property
     def tokens(self) -> int:
@@ -151,6 +153,11 @@ class Pass:
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 
     @property
+    def mask_bytes(self) -> int:
+        """Of one element of the additive mask."""
+        return self.weight_bytes if self.cuda and not self.model.attention_dropout else FP32
+
+    @property
     def rotary_tables(self) -> int:
         """Bytes of the cached cosines and sines of rotary positions, each [s/cp, d/2] in fp32."""
         return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
@@ -168,12 +175,12 @@ class Pass:
 def _hidden_dropout(p: Pass) -> tuple[int, int]:
     """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made.
 
-    Where the sequence is cut, the draw of a whole sample is there too.
+    A part of a sample takes its rows of the draw for the whole.
     """
     if not p.model.hidden_dropout:
         return 0, 0
-    sample = FP32 * p.seq_len * p.model.hidden_size if p.shards > 1 else 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size // p.shards + sample
+    whole = FP32 * p.seq_len * p.model.hidden_size if p.cp * p.shards > 1 else 0
+    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size // p.shards + whole
 
 
 def embedding_ops(p: Pass) -> list[Op]:
@@ -193,6 +200,15 @@ def embedding_ops(p: Pass) -> list[Op]:
     norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
+
+
+def document_mask_ops(p: Pass) -> list[Op]:
+    """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
+    if not p.document_mask:
+        return []
+    hidden_keys = p.tokens * p.seq_len
+    mask = p.micro_batch_size * p.bias_table * p.mask_bytes
+    return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
 
 
 def _rotary_ops(p: Pass) -> list[Op]:
@@ -242,7 +258,7 @@ def _attention_op(p: Pass) -> Op:
     The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
     probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
     rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
-    kept; and so is the QKV projection, which nobody saves.
+    kept, and where samples are cut the draw for a whole one; and so is the QKV projection, which nobody saves.
     """
     inputs = p.attention if p.cp > 1 else 3 * p.attention
     made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
@@ -254,10 +270,11 @@ def _attention_op(p: Pass) -> Op:
             forward=0 if p.cp == 1 else 3 * p.attention,
             backward=p.hidden + p.attention + made,
         )
+    whole_draw = FP32 * p.heads * p.seq_len**2 if p.cp > 1 else 0
     return Op(
         "attention",
         kept=inputs + (FP32 + 2 * p.weight_bytes) * p.scores,
-        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores,
+        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores + whole_draw,
         backward=p.hidden + max(2 * p.attention, made) + 4 * p.scores,
     )
 

@@ -30,6 +30,7 @@ from megads.plan.activations import (
     INT64,
     Pass,
     block_ops,
+    document_mask_ops,
     embedding_ops,
     final_norm_ops,
     head_ops,
@@ -52,6 +53,7 @@ class Workload:
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
         steps_loaded: steps whose micro-batches are in memory, those read ahead included.
         cuda: ranks compute on GPUs.
+        document_mask: packed documents are hidden from each other.
     """
 
     seq_len: int
@@ -60,6 +62,7 @@ class Workload:
     weight_bytes: int
     steps_loaded: int = 1
     cuda: bool = False
+    document_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,7 @@ def _stage_memory(
         workload.cuda,
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
+        document_mask=workload.document_mask,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
@@ -200,13 +204,12 @@ def _stage_memory(
     recompute = dict(zip(blocks, modes, strict=True))
     ops = stage_ops(one_pass, layers, recompute, first=stage == 0, last=stage == parallel.pp - 1)
     bias = one_pass.bias_table if blocks else 0
-    bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     replay = partial(moments, ops, widening=FP32 // low, cast=low < FP32 and not workload.cuda)
     phases = [
         _fullest("first micro-batch", replay(waiting=waiting - 1, sums=partial(_sums_begun, buckets))),
         Moment("optimizer step", FP32 * share),
-        Moment("attention bias", transient=_bias_transient(one_pass, bias, bias_bytes)),
+        Moment("attention bias", transient=_bias_transient(one_pass, bias)),
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
@@ -230,7 +233,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         adam_moments=2 * FP32 * share,
-        attention_bias=bias * bias_bytes + (one_pass.rotary_tables if bias else 0),
+        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
         phases=tuple(phases),
@@ -254,6 +257,7 @@ def stage_ops(
         first: it reads tokens instead of receiving activations.
         last: it computes the loss instead of sending activations.
     """
+    first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
     ops: list[Op] = [] if first else received_ops(one_pass)
     for layer in layers:
         if layer == EMBEDDING:
@@ -263,6 +267,7 @@ def stage_ops(
         elif layer == "final_norm":
             ops += final_norm_ops(one_pass)
         else:
+            ops += document_mask_ops(one_pass) if layer == first_block else []
             ops += block_ops(one_pass, recompute[layer])
     if not last:
         ops += sent_ops(one_pass)
@@ -318,15 +323,14 @@ def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Worklo
     return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
-def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
+def _bias_transient(one_pass: Pass, elements: int) -> int:
     """Bytes beside the cached mask while it is built: distances, a boolean mask, and the fp32 original of a cast.
 
     Args:
         one_pass: the micro-batch.
         elements: of the mask.
-        cached_bytes: of one element of the cached mask.
     """
     if not elements:
         return 0
     distances = (FP32 + 1) * one_pass.seq_len**2 // one_pass.cp
-    return distances + (FP32 * elements if cached_bytes < FP32 else 0)
+    return distances + (FP32 * elements if one_pass.mask_bytes < FP32 else 0)

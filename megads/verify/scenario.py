@@ -42,6 +42,7 @@ class Scenario:
         lr: learning rate of every step.
         seed: of the weights.
         masked: masks leave 1 to all tokens of a sample.
+        counted: masks leave so many tokens at the start of a sample; None leaves it to `masked`.
         hot: weights at which every part matters; else the model's own initialisation.
         documents: samples hold several documents, of which the model is told.
         document_mask: with documents: attention stays in them.
@@ -59,6 +60,8 @@ class Scenario:
     lr: float = 1e-3
     seed: int = 7
     masked: bool = False
+    counted: int | None = None
+    counted: int | None = None
     hot: bool = True
     documents: bool = False
     document_mask: bool = True
@@ -91,12 +94,14 @@ def initial_weights(scenario: Scenario) -> InitialValue | None:
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [s + 1] and mask fp32 [s] of one sample; with `masked`, 1 to s tokens count."""
+    """Tokens int64 [s + 1] and mask fp32 [s] of one sample; see Scenario.masked and counted."""
     generator = torch.Generator().manual_seed(1000 + sample_id)
     tokens = torch.randint(0, scenario.model.vocabulary, (scenario.seq_len + 1,), generator=generator)
     mask = torch.ones(scenario.seq_len)
     if scenario.masked:
         mask[1 + (sample_id * 5) % scenario.seq_len :] = 0.0
+    if scenario.counted is not None:
+        mask[scenario.counted :] = 0.0
     return tokens, mask
 
 

@@ -65,7 +65,7 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(tmp_path: Path) -> None:
         ("optim.lr=abc", "optim.lr: Value 'abc'"),
         ("model=bloom176b", "did you mean bloom_176b?"),
         ("experiment=dmeo", "did you mean demo?"),
-        ("model.position=rope", "expected one of [alibi, learned]"),
+        ("model.position=absolute", "expected one of [alibi, learned, rope]"),
         ("data.train=[{}]", "data.train[0].path has no value"),
         ("data.train=[{pth: x}]", "did you mean path?"),
         ("data.train=[{", "cannot read the override"),

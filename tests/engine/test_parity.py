@@ -95,3 +95,9 @@ def test_packed_documents(position: str, layout: str) -> None:
 def test_dropout(layout: str) -> None:
     """Catches masks that depend on the part of the sample that a rank holds, or on the micro-batch."""
     assert faults_of_first_step(DROPOUT, dropout_reference(), layout) == []
+
+
+def test_a_context_rank_without_a_token_that_counts() -> None:
+    """Catches a mean over each rank's own tokens, and a division by none: rank 1 holds the chunks 1 and 2 of four."""
+    scenario = scenario_with(counted=6)
+    assert faults_of_first_step(scenario, train_reference(scenario), "cp2") == []

@@ -159,5 +159,6 @@ def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
             micro_batch_size=scenario.micro_batch_size,
             micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
             weight_bytes=scenario.dtype.itemsize,
+            document_mask=scenario.documents,
         ),
     )

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.batch import BatchInfo
+from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
 from megads.model.stages import Block, Embedding, FinalNorm
-from megads.parallel.config import Recompute
-from megads.parallel.grid import Axis
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.context import cut_micro_batch, gather_in_cores
+from megads.parallel.grid import Axis, build_grid
 from megads.parallel.recompute import recompute_module
 from megads.parallel.sharding import materialise, shard_stage
-from megads.plan.activations import Pass, block_ops, embedding_ops, final_norm_ops
+from megads.plan.activations import FP32, Pass, block_ops, embedding_ops, final_norm_ops
 from megads.plan.tape import Op, kept_bytes, moments, recomputed
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
@@ -27,7 +28,7 @@ MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, m
 BATCH, SEQ_LEN = 2, 32
 
 
-def saved_bytes(stage: torch.nn.Module, inputs: Tensor) -> int:
+def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
     """Bytes of the storages that a forward pass saves for backward, parameters left out."""
     saved: dict[int, int] = {}
 
@@ -35,7 +36,7 @@ def saved_bytes(stage: torch.nn.Module, inputs: Tensor) -> int:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    info = BatchInfo(torch.arange(BATCH))
+    info = info or BatchInfo(torch.arange(BATCH))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = stage(inputs, info)
     kept = {p.untyped_storage().data_ptr() for p in stage.parameters()}
@@ -104,6 +105,30 @@ def test_recomputed_block(mode: Recompute, attention: float) -> None:
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, requires_grad=True)
     one_pass = Pass(model, 1, BATCH, SEQ_LEN, 4)
     assert saved_bytes(block, inputs) == kept_bytes(block_ops(one_pass, mode)) < kept_bytes(block_ops(one_pass))
+
+
+def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Position) -> tuple[int, int]:
+    """Bytes that a block keeps on one of two context ranks, and what the plan says; the cached mask in both."""
+    grid = build_grid(ParallelConfig(cp=2), torch.distributed.get_rank(), 2)
+    model = replace(MODEL, attention_dropout=attention_dropout, position=position)
+    with torch.device("meta"):
+        block, placements = shard_stage(Block(model, 0, 0), "blocks.0", SHARDING, grid.tp, sequence_parallel=False)
+    gather_in_cores(block, "blocks.0", SHARDING, grid.cp)
+    materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
+    whole = MicroBatch(BatchInfo(torch.arange(BATCH), seq_len=SEQ_LEN))
+    info = cut_micro_batch(whole, grid.cp, torch.device("cpu")).info
+    inputs = torch.randn(BATCH, SEQ_LEN // 2, model.hidden_size, requires_grad=True)
+    one_pass = Pass(model, 1, BATCH, SEQ_LEN, FP32, cp=2)
+    tables = one_pass.rotary_tables + (0 if attention_dropout else one_pass.bias_table * FP32)
+    return saved_bytes(block, inputs, info), kept_bytes(block_ops(one_pass)) + tables
+
+
+@pytest.mark.distributed
+def test_a_block_of_a_context_rank() -> None:
+    """Catches gathered keys and values beside which their parts, or the whole QKV projection, are kept; to the byte."""
+    for dropout, position in ((0.0, Position.alibi), (0.1, Position.alibi), (0.0, Position.rope)):
+        for saved, expected in run_ranks(saved_and_planned_of_a_context_rank, 2, dropout, position):
+            assert saved == expected, (dropout, position)
 
 
 @pytest.mark.parametrize("norm", [True, False])

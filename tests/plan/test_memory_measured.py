@@ -47,10 +47,11 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "single, rope": (replace(SCENARIO, model=ROPE), ParallelConfig()),
     "dp2": (SCENARIO, ParallelConfig(dp=2)),
     "cp2": (SCENARIO, ParallelConfig(cp=2)),
-    "cp2, long samples, rope": (
+    "cp2, rope, long samples, vocabulary 128": (
         replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=1024),
         ParallelConfig(cp=2),
     ),
+    "single, packed documents": (replace(SCENARIO, documents=True), ParallelConfig()),
     "cp2 fp32, dropout": (replace(FP32, model=DROPOUT), ParallelConfig(cp=2)),
     "dp2, few tokens": (FEW_TOKENS, ParallelConfig(dp=2)),
     "tp2 pp2": (SCENARIO, ParallelConfig(tp=2, pp=2)),
