@@ -61,7 +61,6 @@ class Scenario:
     seed: int = 7
     masked: bool = False
     counted: int | None = None
-    counted: int | None = None
     hot: bool = True
     documents: bool = False
     document_mask: bool = True
