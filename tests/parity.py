@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampler import micro_batch_ids
+from megads.engine.build import build_train_engine
+from megads.engine.interface import Shard, TrainEngine
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.training import PipelineTrainEngine
+from megads.engine.sharded_training import ShardedTrainEngine
 from megads.model.config import ModelConfig
 from megads.model.dropout import Dropout
 from megads.model.gpt import GPT
@@ -48,6 +51,13 @@ LAYOUTS = {
     "tp2dp2": ParallelConfig(tp=2, dp=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+    "zero2dp2": ParallelConfig(dp=2, zero_stage=2),
+    "zero2dp3": ParallelConfig(dp=3, zero_stage=2),
+    "zero2tp2dp2": ParallelConfig(tp=2, dp=2, zero_stage=2),
+    "zero3dp2": ParallelConfig(dp=2, zero_stage=3),
+    "zero3dp3": ParallelConfig(dp=3, zero_stage=3),
+    "zero3tp2dp2": ParallelConfig(tp=2, dp=2, zero_stage=3),
+    "hierarchical": ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2),
 }
 
 
@@ -186,9 +196,9 @@ def _reference_loss(model: GPT, scenario: Scenario) -> tuple[float, int]:
     return loss_sum, tokens
 
 
-def build_engine(scenario: Scenario, parallel: ParallelConfig) -> PipelineTrainEngine:
+def build_engine(scenario: Scenario, parallel: ParallelConfig) -> TrainEngine:
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    return PipelineTrainEngine(
+    return build_train_engine(
         scenario.model,
         parallel,
         scenario.optim,
@@ -201,44 +211,47 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig) -> PipelineTrainE
     )
 
 
-def _gradient_pieces(engine: PipelineTrainEngine) -> list[tuple[Any, ...]]:
-    """This rank's reduced gradients before clipping: key, global shape, cut dim, start, length, values."""
-    optimizer = engine._engine.optimizer
-    pieces = []
-    for p, grad in zip(optimizer.parameters, optimizer.gradients, strict=True):
-        place = p.placement
-        values = grad.view(p.shape).numpy().copy()
-        pieces.append((place.key, place.global_shape, place.dim, place.start, place.length, values))
-    return pieces
-
-
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 @contextmanager
-def recorded_reductions(engine: PipelineTrainEngine, seen: set[tuple[str, int]]) -> Iterator[None]:
-    """Notes dtype and size of every collective that runs inside the engine's gradient reduction."""
-    inner = StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
+def recorded_reductions(engine: TrainEngine, seen: set[tuple[str, int]]) -> Iterator[None]:
+    """Notes dtype and size of every gradient reduction."""
     collectives = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
-    originals = {name: getattr(dist, name) for name in collectives}
+    places = [(dist, name) for name in collectives] + [(deepspeed.comm.comm.cdb, "reduce_scatter_function")]
+    originals = {(holder, name): getattr(holder, name) for holder, name in places}
+    groups = [axis.group for axis in (engine.grid.data, engine.grid.shard, engine.grid.replica) if axis.size > 1]
 
-    def reduce(stage_engine: StageEngine) -> None:
-        for name, original in originals.items():
-            setattr(dist, name, spy(original))
-        try:
-            inner(stage_engine)
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
-
-    def spy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def spy(original: Callable[..., Any], only: list[Any] | None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[0] if args else kwargs["tensor"]
-            seen.add((str(tensor.dtype), tensor.numel()))
+            tensor = args[0] if args else kwargs.get("tensor", kwargs.get("output"))
+            group = kwargs["group"] if "group" in kwargs else None
+            if only is None or (group in only and tensor.numel() > LARGEST_SCALARS):
+                seen.add((str(tensor.dtype), tensor.numel()))
             return original(*args, **kwargs)
 
         return call
+
+    @contextmanager
+    def spied(only: list[Any] | None) -> Iterator[None]:
+        for (holder, name), original in originals.items():
+            setattr(holder, name, spy(original, only))
+        try:
+            yield
+        finally:
+            for (holder, name), original in originals.items():
+                setattr(holder, name, original)
+
+    if isinstance(engine, ShardedTrainEngine):  # hooks of the backward pass reduce, among tensor-parallel sums
+        with spied(groups):
+            yield
+        return
+    inner = StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
+
+    def reduce(stage_engine: StageEngine) -> None:
+        with spied(None):
+            inner(stage_engine)
 
     StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = reduce
     try:
@@ -247,20 +260,23 @@ def recorded_reductions(engine: PipelineTrainEngine, seen: set[tuple[str, int]])
         StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = inner
 
 
-def _replicas(engine: PipelineTrainEngine) -> dict[str, str]:
+LARGEST_SCALARS = 2
+"""Elements of the largest message on the data axis that carries counts and losses, no gradients."""
+
+
+def _replicas(engine: TrainEngine) -> dict[str, str]:
     """Digest of every tensor of this rank that must be equal on the ranks that hold the same part of it."""
     tp, found = engine.grid.tp.rank, {}
-    for p in engine._engine.optimizer.parameters:
+    for p in engine._engine.module.parameters():
         place = p.placement
-        found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
-    for parameter, first, part in engine._engine.optimizer.partition_ranges():
-        place = parameter.placement
-        for kind, flat in engine._engine.optimizer.state_of(part).items():
-            found[f"{kind}/{place.key}/{0 if place.dim is None else tp}/{first}+{part.length}"] = digest(flat)
+        if p.numel():  # ZeRO-3 holds no whole parameter
+            found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
+    for shard in engine.named_shards(owned=False):
+        found[f"{shard.key}/{shard.offset}+{tuple(shard.tensor.shape)}"] = digest(shard.tensor)
     return found
 
 
-def _dropout_masks(engine: PipelineTrainEngine) -> dict[str, str]:
+def _dropout_masks(engine: TrainEngine) -> dict[str, str]:
     found = {}
     info = BatchInfo(sample_ids=torch.tensor([3, 4]))
     for module in engine._engine.module.modules():
@@ -277,14 +293,12 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     engine = build_engine(scenario, parallel)
     losses, norms, gradients = [], [], []
     reductions: set[tuple[str, int]] = set()
-    inner_step = engine._engine.optimizer.step
 
-    def recording_step() -> None:
-        if not gradients:
-            gradients.extend(_gradient_pieces(engine))
-        inner_step()
+    def watch(shards: list[Shard]) -> None:
+        gradients.extend(_copies(shards))
+        engine.watch_gradients(None)
 
-    engine._engine.optimizer.step = recording_step
+    engine.watch_gradients(watch)
     initial = _shards(engine)
     validation = evaluate(engine, scenario, parallel)
     with recorded_reductions(engine, reductions):
@@ -292,6 +306,7 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
             result = engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
             losses.append(result.loss)
             norms.append(result.grad_norm)
+    assert reductions or engine.grid.data.size == 1, "the spy saw no gradient"
     return {
         "losses": losses, "norms": norms, "gradients": gradients, "initial": initial, "shards": _shards(engine),
         "validation": validation, "replicas": _replicas(engine), "reductions": reductions,
@@ -299,8 +314,12 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     }  # fmt: skip
 
 
-def _shards(engine: PipelineTrainEngine) -> list[tuple[Any, ...]]:
-    return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in engine.named_shards()]
+def _shards(engine: TrainEngine) -> list[tuple[Any, ...]]:
+    return _copies(engine.named_shards())
+
+
+def _copies(shards: list[Shard]) -> list[tuple[Any, ...]]:
+    return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in shards]
 
 
 VALIDATION_SAMPLES = 7
@@ -312,7 +331,7 @@ def validation_ids(scenario: Scenario, dp_rank: int, dp: int) -> Any:
     return micro_batch_ids(0, -(-VALIDATION_SAMPLES // block) * block, scenario.micro_batch_size, dp_rank, dp)
 
 
-def evaluate(engine: PipelineTrainEngine, scenario: Scenario, parallel: ParallelConfig) -> tuple[float, int]:
+def evaluate(engine: TrainEngine, scenario: Scenario, parallel: ParallelConfig) -> tuple[float, int]:
     batches = []
     for ids in validation_ids(scenario, engine.grid.dp.rank, parallel.dp):
         batch = micro_batch(scenario, ids)
@@ -339,8 +358,16 @@ def assemble(shards: list[tuple[Any, ...]], kind: str) -> dict[str, np.ndarray]:
     return full
 
 
+def fitted(scenario: Scenario, parallel: ParallelConfig) -> Scenario:
+    """The same batches in the largest micro-batches that divide them over the layout."""
+    sizes = range(scenario.micro_batch_size, 0, -1)
+    fitting = next(size for size in sizes if scenario.global_batch_size % (size * parallel.dp) == 0)
+    return replace(scenario, micro_batch_size=fitting)
+
+
 def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[], None] | None = None) -> Run:
     """Trains over gloo ranks and puts what the ranks hold together."""
+    scenario = fitted(scenario, parallel)
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
     run = Run(losses=results[0]["losses"], norms=results[0]["norms"], validation=results[0]["validation"])
     for result in results:
@@ -353,12 +380,7 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
             run.dropout_masks.setdefault(site, {})[result["tp"]] = value
     run.initial = assemble([s for r in results for s in r["initial"]], "weight")
     run.weights = assemble([s for r in results for s in r["shards"]], "weight")
-    for result in results:
-        for key, shape, dim, start, length, values in result["gradients"]:
-            full = run.gradients.setdefault(key, np.full(shape, np.nan, np.float32))
-            theirs = tuple(slice(start, start + length) if d == dim else slice(None) for d in range(len(shape)))
-            ours = tuple(slice(0, length) if d == dim else slice(None) for d in range(len(shape)))
-            full[theirs] = values[ours]
+    run.gradients = assemble([s for r in results for s in r["gradients"]], "gradient")
     return run
 
 

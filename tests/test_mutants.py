@@ -18,11 +18,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import megads.engine.stage_pipeline
+import megads.engine.token_mean
 import megads.engine.training
 import megads.optim.groups
 from megads.engine.optimizer import Fp32GradientOptimizer
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.training import TokenMeanLoss
+from megads.engine.token_mean import TokenMeanLoss
 from megads.model.attention import AttentionCore
 from megads.optim.groups import Role
 from megads.parallel import collectives, cross_entropy
@@ -92,7 +93,7 @@ def padding_in_the_softmax() -> None:
     def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> Tensor:
         return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis)
 
-    megads.engine.training.vocab_parallel_token_losses = losses
+    megads.engine.token_mean.vocab_parallel_token_losses = losses
 
 
 def equal_attention_dropout_on_all_ranks() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
+from megads.parallel.grid import ParallelGrid
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq".
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", "gradient".
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
@@ -79,6 +80,12 @@ class TrainEngine(Protocol):
     """One training engine, driven identically on every rank."""
 
     device: torch.device
+    grid: ParallelGrid
+
+    @property
+    def bounds(self) -> list[int]:
+        """Pipeline stage s holds the model's stages bounds[s] to bounds[s + 1]."""
+        ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch."""
@@ -100,6 +107,11 @@ class TrainEngine(Protocol):
     @property
     def optimizer_steps(self) -> int:
         """Steps the optimizer has taken; skipped ones are not counted."""
+        ...
+
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """Calls `watch` at every following step with this rank's reduced fp32 gradients, owned ones only, before
+        clipping; None stops it."""
         ...
 
     def load_shards(self, fill: Callable[[list[Shard]], None], optimizer_steps: int) -> None:

@@ -82,6 +82,12 @@ class Fp32GradientOptimizer(BF16_Optimizer):
         tensors = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         return {kind: tensor.narrow(0, part.start, part.length) for kind, tensor in tensors.items()}
 
+    def gradient_of(self, part: PartitionRange) -> Tensor:
+        """View of the reduced fp32 gradient of one range, flat."""
+        begin = dist.get_rank(self.real_dp_process_group[part.group]) * self.fp32_groups_flat_partition[part.group].numel()
+        gradient: Tensor = self.fp32_groups_gradients_flat[part.group].narrow(0, begin + part.start, part.length)
+        return gradient
+
     @property
     def steps(self) -> int:
         """Steps AdamW has taken, skipped ones not counted."""

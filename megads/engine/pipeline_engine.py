@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +45,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         # The stock test is for the exact type BF16_Optimizer, which a subclass fails.
         self.using_bf16_optimizer = True
         self.optimizer.initialise_state()
+        self.watch: Callable[[], None] | None = None
         self._begin([])
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Optimizer) -> str:
@@ -118,6 +119,8 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self.gradient_norms = list(torch._foreach_norm(self.optimizer.gradients))
         self._exec_reduce_grads()
         self._exec_reduce_tied_grads()
+        if self.watch is not None:
+            self.watch()
 
     def _reduce_tied_gradients(self) -> None:
         """Done in `_reduce_gradients`, after the data-parallel reduction."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed.comm as ds_dist
@@ -56,6 +56,13 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     """Where a parameter of a StagePipeline lies in the unsharded model."""
     place: Placement = parameter.placement  # type: ignore[attr-defined]
     return place
+
+
+def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
+    """Calls stages one after the other on the output of the last."""
+    for stage in stages:
+        hidden = stage(hidden, info)
+    return hidden
 
 
 class GridTopology(ProcessTopology):  # type: ignore[misc]
@@ -148,6 +155,4 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """Nothing to send: both copies are drawn from the same random stream."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for stage in self.forward_funcs:
-            hidden = stage(hidden, self.info)
-        return hidden
+        return run_stages(self.forward_funcs, hidden, self.info)

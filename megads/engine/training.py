@@ -11,39 +11,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.engine.culprit import Symptoms, find_culprit
+from megads.engine.culprit import Symptoms, agree_on_culprit
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.partition_shards import parameter_shards
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
 from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
-from megads.parallel.cross_entropy import vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
-
-
-class TokenMeanLoss:
-    """sum(mask * cross entropy) * scale of one micro-batch.
-
-    DeepSpeed divides each micro-batch's loss by their number and the gradients by the data-parallel size; the scale
-    micro_batches * dp / (unmasked tokens of the global batch) turns both into the mean over tokens.
-
-    Attributes:
-        scale: fp64 scalar on the engine's device, so that setting it never waits for the device.
-    """
-
-    def __init__(self, vocab_size: int, grid: ParallelGrid) -> None:
-        self.vocab_size, self.grid = vocab_size, grid
-        self.scale = torch.ones((), dtype=torch.float64)
-
-    def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        labels_bs, mask_bs = targets
-        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
-        return (losses_bs * mask_bs).sum() * self.scale
 
 
 def deepspeed_config(
@@ -110,12 +90,13 @@ class PipelineTrainEngine:
         """See TrainEngine.step."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens = self._global_tokens(micro_batches)
+        tokens = global_tokens(micro_batches, self.grid, self.device)
+        # DeepSpeed divides each micro-batch's loss by their number and the gradients by the data-parallel size.
         replicas = len(micro_batches) * self.grid.data.size
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = replicas / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches)
-        loss, tokens_all = self._share(loss_sum, tokens, 1.0 / replicas)
+        loss, tokens_all = share_loss(loss_sum, tokens, self.grid, 1.0 / replicas)
         optimizer = self._engine.optimizer
         skipped = bool(optimizer.overflow)
         return StepResult(
@@ -128,35 +109,9 @@ class PipelineTrainEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
-        tokens = self._global_tokens(micro_batches)
+        tokens = global_tokens(micro_batches, self.grid, self.device)
         self._loss.scale = torch.ones_like(tokens)
-        loss_sum, tokens_all = self._share(self._engine.run_inference_schedule(micro_batches), tokens, 1.0)
-        return EvaluationResult(loss_sum, tokens_all)
-
-    def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Unmasked tokens over data parallel, fp64 scalar; known before the first backward, on the last stage only."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.grid.pp.is_last:
-            for batch in micro_batches:
-                assert batch.loss_mask_bs is not None
-                total += batch.loss_mask_bs.sum(dtype=torch.float64).to(self.device)
-            if self.grid.data.size > 1:
-                dist.all_reduce(total, group=self.grid.data.group)
-        return total
-
-    def _share(self, loss_sum: Tensor | None, tokens: Tensor, scale: float) -> tuple[float, int]:
-        """Sums the last stages' losses over data parallel and tells the other stages; (loss, tokens) on every rank."""
-        values = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.grid.pp.is_last:
-            assert loss_sum is not None
-            values[0] = loss_sum.double() * scale
-            if self.grid.data.size > 1:
-                dist.all_reduce(values, group=self.grid.data.group)
-            values[1] = tokens
-        if self.grid.pp.size > 1:
-            dist.broadcast(values, src=self.grid.pp.ranks[-1], group=self.grid.pp.group)
-        loss, tokens_all = values.tolist()
-        return loss, int(tokens_all)
+        return EvaluationResult(*share_loss(self._engine.run_inference_schedule(micro_batches), tokens, self.grid))
 
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""
@@ -169,9 +124,7 @@ class PipelineTrainEngine:
             forward=not bool(engine.forward_finite.item()),
             gradients=tuple(placement_of(p).key for p, norm in pairs if not torch.isfinite(norm)),
         )
-        everyone: list[Symptoms | None] = [None] * self.grid.world_size
-        dist.all_gather_object(everyone, mine)
-        return find_culprit([symptoms for symptoms in everyone if symptoms is not None])
+        return agree_on_culprit(mine)
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""
@@ -184,6 +137,20 @@ class PipelineTrainEngine:
                 continue
             for kind, flat in optimizer.state_of(part).items():
                 shards += parameter_shards(kind, place, tuple(parameter.shape), first, flat)
+        return shards
+
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """See TrainEngine.watch_gradients."""
+        self._engine.watch = None if watch is None else lambda: watch(self._gradient_shards())
+
+    def _gradient_shards(self) -> list[Shard]:
+        optimizer = self._engine.optimizer
+        shards: list[Shard] = []
+        for parameter, first, part in optimizer.partition_ranges():
+            place = placement_of(parameter)
+            if not (place.dim is None and not self.grid.tp.is_first) and not parameter.ds_pipe_replicated:  # type: ignore[attr-defined]
+                flat = optimizer.gradient_of(part)
+                shards += parameter_shards("gradient", place, tuple(parameter.shape), first, flat)
         return shards
 
     @property

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.engine.interface import Shard, StepResult
 from megads.engine.optimizer import Fp32GradientOptimizer
-from megads.engine.training import PipelineTrainEngine, TokenMeanLoss
+from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.training import PipelineTrainEngine
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.loss import token_losses
