@@ -226,7 +226,7 @@ def recorded_reductions(engine: TrainEngine, seen: set[tuple[str, int]]) -> Iter
     def spy(original: Callable[..., Any], only: list[Any] | None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             tensor = args[0] if args else kwargs.get("tensor", kwargs.get("output"))
-            group = kwargs["group"] if "group" in kwargs else None
+            group = kwargs.get("group")
             if only is None or (group in only and tensor.numel() > LARGEST_SCALARS):
                 seen.add((str(tensor.dtype), tensor.numel()))
             return original(*args, **kwargs)

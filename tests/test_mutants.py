@@ -15,14 +15,17 @@ import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+import megads.engine.sharded_training
 import megads.engine.stage_pipeline
 import megads.engine.token_mean
 import megads.engine.training
 import megads.optim.groups
 from megads.engine.optimizer import Fp32GradientOptimizer
 from megads.engine.pipeline_engine import StageEngine
+from megads.engine.sharded_engine import ShardedEngine
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.attention import AttentionCore
 from megads.optim.groups import Role
@@ -63,6 +66,40 @@ def bf16_reduction() -> None:
         return inner(*args) | {"communication_data_type": "bf16"}
 
     megads.engine.training.deepspeed_config = config
+
+
+def bf16_reduction_of_shards() -> None:
+    inner = megads.engine.sharded_training.sharded_config
+
+    def config(*args: Any) -> Any:
+        return inner(*args) | {"communication_data_type": "bf16"}
+
+    megads.engine.sharded_training.sharded_config = config
+
+
+def divided_by_the_shards_twice() -> None:
+    inner = ShardedEngine.__init__
+
+    def init(self: ShardedEngine, *args: Any) -> None:
+        inner(self, *args)
+        self.averaged_over = 1
+
+    ShardedEngine.__init__ = init
+
+
+def micro_batches_overwrite_each_other() -> None:
+    DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag = lambda self: None
+
+
+def subgroups_average_their_gradients() -> None:
+    inner = ShardedEngine.accumulate
+
+    def accumulate(self: ShardedEngine, micro_batches: Any) -> Tensor:
+        total = inner(self, micro_batches)
+        self.optimizer.grad_partitions_flat_buffer /= self.replica.size
+        return total
+
+    ShardedEngine.accumulate = accumulate
 
 
 def summed_micro_batches() -> None:
@@ -146,6 +183,12 @@ CASES = [
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
     Case(missing_tensor_parallel_mark, "tp2", parity.check_first_step),
     Case(bf16_reduction, "dp2", parity.check_reduction_dtype),
+    Case(missing_tensor_parallel_mark, "zero2tp2dp2", parity.check_first_step),
+    Case(bf16_reduction_of_shards, "zero2dp2", parity.check_reduction_dtype),
+    Case(bf16_reduction_of_shards, "zero3dp2", parity.check_reduction_dtype),
+    Case(divided_by_the_shards_twice, "zero3dp2", parity.check_first_step),
+    Case(micro_batches_overwrite_each_other, "zero3dp2", parity.check_first_step),
+    Case(subgroups_average_their_gradients, "hierarchical", parity.check_first_step),
     Case(summed_micro_batches, "pp2", parity.check_first_step),
     Case(tied_sum_before_data_parallel_reduce, "pp2dp3", parity.check_replicas, scenario_with(steps=10)),
     Case(no_backward_all_reduce_of_column_layers, "tp2", parity.check_first_step),
@@ -185,7 +228,7 @@ def runs() -> Runs:
     return Runs()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.defect.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.defect.__name__}-{case.layout}")
 def test_defect_is_caught(case: Case, runs: Runs) -> None:
     """Catches a parity check that cannot fail."""
     reference = runs.reference(case.scenario)

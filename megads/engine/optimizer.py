@@ -84,7 +84,9 @@ class Fp32GradientOptimizer(BF16_Optimizer):
 
     def gradient_of(self, part: PartitionRange) -> Tensor:
         """View of the reduced fp32 gradient of one range, flat."""
-        begin = dist.get_rank(self.real_dp_process_group[part.group]) * self.fp32_groups_flat_partition[part.group].numel()
+        begin = (
+            dist.get_rank(self.real_dp_process_group[part.group]) * self.fp32_groups_flat_partition[part.group].numel()
+        )
         gradient: Tensor = self.fp32_groups_gradients_flat[part.group].narrow(0, begin + part.start, part.length)
         return gradient
 

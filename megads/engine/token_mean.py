@@ -1,4 +1,4 @@
-"""The mean over the unmasked tokens of the global batch (N9): counted before the first backward pass, shared after it."""
+"""The mean over the unmasked tokens of the global batch (N9): counted before the first backward, shared after it."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megads.batch import MicroBatch
 from megads.engine.culprit import Symptoms, agree_on_culprit

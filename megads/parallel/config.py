@@ -66,8 +66,8 @@ class ParallelConfig:
             raise ConfigError(f"parallel.zero_stage = {stage}: must be one of {', '.join(map(str, ZERO_STAGES))}")
         if stage in GRADIENT_STAGES and self.pp > 1:
             raise ConfigError(
-                f"parallel.zero_stage = {stage} with parallel.pp = {self.pp}: ZeRO-{stage} reduces the gradients of every "
-                "micro-batch at once, which multiplies a pipeline's traffic by its micro-batches; "
+                f"parallel.zero_stage = {stage} with parallel.pp = {self.pp}: ZeRO-{stage} reduces the gradients of "
+                "every micro-batch at once, which multiplies a pipeline's traffic by its micro-batches; "
                 "use zero_stage=1 with pipelines, or pp=1"
             )
         if stage in GRADIENT_STAGES and self.data_size == 1:
