@@ -22,7 +22,10 @@ from megads.engine.zero_state import FlatPartitions, ParameterPartitions, ZeroSt
 from megads.parallel.grid import Axis, ParallelGrid
 
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients are reduced in buckets of at least this many elements, 200 MB in fp32, where the model has as many."""
+"""Gradients are reduced, and ZeRO-3's weights gathered ahead, by this many elements: 200 MB in fp32."""
+
+BUCKETS = 4
+"""A small model is cut into about so many buckets, for otherwise copies of a whole one are all that ZeRO saves."""
 
 
 class GridGroups:
@@ -65,6 +68,8 @@ def sharded_config(
     }
     if stage == 3:
         zero |= {
+            # Gradients wait for their reduction where autograd put them, not in a buffer that is there all the time.
+            "contiguous_gradients": False,
             # Each layer's weights are gathered for its forward pass and again for its backward pass, one bucket ahead.
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": bucket_elements,
@@ -87,9 +92,9 @@ def sharded_config(
 
 
 def bucket_elements(module: nn.Module) -> int:
-    """Elements of a bucket of gradients: at least the largest parameter, not more than there are."""
+    """Elements of a bucket of gradients: see BUCKET_ELEMENTS; at least the largest parameter, whatever its size."""
     sizes = [prod(local_shape(parameter)) for parameter in module.parameters()]
-    return max(*sizes, min(BUCKET_ELEMENTS, sum(sizes)))
+    return max(*sizes, min(BUCKET_ELEMENTS, sum(sizes) // BUCKETS))
 
 
 def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, config: dict[str, Any]) -> None:
