@@ -117,6 +117,7 @@ def parts(stage: StageMemory) -> dict[str, int]:
     """What makes up the peak of a rank, by name, in bytes."""
     return {
         "weights": stage.weights,
+        "gathered weights": stage.fullest.gathered,
         "working gradients": stage.fullest.gradients,
         "fp32 gradients": stage.fp32_gradients,
         "fp32 masters and moments": stage.masters + stage.adam_moments,

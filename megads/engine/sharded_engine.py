@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import deepspeed
@@ -18,14 +17,8 @@ from torch.optim import Optimizer
 
 from megads.batch import MicroBatch
 from megads.engine.whole_model import WholeModel
-from megads.engine.zero_state import FlatPartitions, ParameterPartitions, ZeroState, local_shape
+from megads.engine.zero_state import FlatPartitions, ParameterPartitions, ZeroState
 from megads.parallel.grid import Axis, ParallelGrid
-
-BUCKET_ELEMENTS = 50_000_000
-"""Gradients are reduced, and ZeRO-3's weights gathered ahead, by this many elements: 200 MB in fp32."""
-
-BUCKETS = 4
-"""A small model is cut into about so many buckets, for otherwise copies of a whole one are all that ZeRO saves."""
 
 
 class GridGroups:
@@ -89,12 +82,6 @@ def sharded_config(
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
     }
-
-
-def bucket_elements(module: nn.Module) -> int:
-    """Elements of a bucket of gradients: see BUCKET_ELEMENTS; at least the largest parameter, whatever its size."""
-    sizes = [prod(local_shape(parameter)) for parameter in module.parameters()]
-    return max(*sizes, min(BUCKET_ELEMENTS, sum(sizes) // BUCKETS))
 
 
 def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, config: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 
 import torch
 
@@ -13,7 +14,7 @@ from megads.engine.culprit import Symptoms, agree_on_culprit
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.partition_shards import parameter_shards
-from megads.engine.sharded_engine import BUCKET_ELEMENTS, ShardedEngine, bucket_elements, shard_weights, sharded_config
+from megads.engine.sharded_engine import ShardedEngine, shard_weights, sharded_config
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.engine.whole_model import WholeModel
@@ -24,6 +25,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
+from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
 
 
 class ShardedTrainEngine:
@@ -59,8 +61,9 @@ class ShardedTrainEngine:
         )
         beta1, beta2 = optim.betas
         adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+        bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])
         gc.freeze()  # see PipelineTrainEngine
-        self._engine = ShardedEngine(module, adamw, config(bucket_elements(module)), grid)
+        self._engine = ShardedEngine(module, adamw, config(bucket), grid)
         self._adam = AdamState(adamw, self._engine.state.masters)
 
     @property

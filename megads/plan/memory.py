@@ -18,7 +18,7 @@ from megads.model.config import ModelConfig
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, stage_specs
 from megads.optim.groups import Role, parameter_role
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
 from megads.parallel.grid import Place, rank_at
 from megads.parallel.partition import partition
 from megads.parallel.sharding import local_shape
@@ -36,6 +36,7 @@ from megads.plan.activations import (
     tie_gradients,
 )
 from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.sharded_memory import ShardedWeights, sharded_phases
 from megads.plan.tape import Moment, Op, kept_bytes, moments
 
 REDUCTION_BUCKET = 500_000_000
@@ -73,8 +74,8 @@ class StageMemory:
         first_rank: lowest global rank of the stage.
         parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
         rank_parameters: elements that one rank holds, padding of the vocabulary included.
-        weights: in the weights' dtype.
-        fp32_gradients: the accumulation buffer; ZeRO-1 does not shard it.
+        weights: in the weights' dtype; this rank's share under ZeRO-3.
+        fp32_gradients: the accumulation buffer, or this rank's share of it under ZeRO-2 and ZeRO-3.
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
         attention_bias: the cached additive mask.
@@ -164,7 +165,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     for stage in range(parallel.pp):
         layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
         stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
-    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.dp)
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.data_size)
 
 
 def _stage_memory(
@@ -182,12 +183,14 @@ def _stage_memory(
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
-    groups = _group_elements(local, model.tie_embeddings, parallel.dp)
+    members = _group_members(local, model.tie_embeddings)
+    groups = _group_elements(members, parallel.data_size)
     flat = sum(groups)
     ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
     low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
     bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
+    mask_transient = _bias_transient(one_pass, bias, bias_bytes)
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     phases = [
         _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
@@ -198,14 +201,14 @@ def _stage_memory(
             transient=FP32 * max(local.values()) if low < FP32 else 0,
         ),
         Moment("gradient reduction", gradients, transient=_flattened(groups)),
-        Moment("attention bias", transient=_bias_transient(one_pass, bias, bias_bytes)),
+        Moment("attention bias", transient=mask_transient),
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
         phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
-    if parallel.dp > 1 and not workload.cuda:
+    if parallel.data_size > 1 and not workload.cuda:
         phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
-    return StageMemory(
+    memory = StageMemory(
         stage=stage,
         layers=layers,
         first_rank=rank_at(Place(pp=stage), parallel),
@@ -213,12 +216,24 @@ def _stage_memory(
         rank_parameters=sum(local.values()),
         weights=low * flat,
         fp32_gradients=FP32 * flat,
-        masters=FP32 * flat // parallel.dp,
-        adam_moments=2 * FP32 * flat // parallel.dp,
+        masters=FP32 * flat // parallel.data_size,
+        adam_moments=2 * FP32 * flat // parallel.data_size,
         attention_bias=bias * bias_bytes,
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=waiting,
         phases=tuple(phases),
+    )
+    if parallel.zero_stage not in GRADIENT_STAGES:
+        return memory
+    sharded = ShardedWeights(parallel.zero_stage, parallel.shard_size, members, low)
+    owned = sum(sharded.partitions)
+    return replace(
+        memory,
+        weights=sharded.weights,
+        fp32_gradients=sharded.accumulated_gradients(workload.micro_batches),
+        masters=FP32 * owned,
+        adam_moments=2 * FP32 * owned,
+        phases=(*sharded_phases(ops, sharded, cuda=workload.cuda), Moment("attention bias", transient=mask_transient)),
     )
 
 
@@ -259,13 +274,18 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _group_elements(local: dict[str, int], tied: bool, dp: int) -> list[int]:
-    """Elements of the flat buffer of every parameter group, padded so that dp ranks share it 4-byte aligned."""
-    sizes = dict.fromkeys(Role, 0)
+def _group_members(local: dict[str, int], tied: bool) -> dict[Role, list[int]]:
+    """Elements of the parameters of every parameter group that is not empty."""
+    members: dict[Role, list[int]] = {role: [] for role in Role}
     for name, elements in local.items():
         is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
-        sizes[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)] += elements
-    return [-(-elements // (2 * dp)) * 2 * dp for elements in sizes.values() if elements]
+        members[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)].append(elements)
+    return {role: sizes for role, sizes in members.items() if sizes}
+
+
+def _group_elements(members: dict[Role, list[int]], ranks: int) -> list[int]:
+    """Elements of the flat buffer of every parameter group, padded so that the ranks share it 4-byte aligned."""
+    return [-(-sum(sizes) // (2 * ranks)) * 2 * ranks for sizes in members.values()]
 
 
 def _flattened(groups: Sequence[int]) -> int:

@@ -193,8 +193,8 @@ def _train_save_and_continue(layout: str) -> dict[str, Any]:
     [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],
 )
 def test_state_goes_out_of_one_layout_and_into_others(layout: str, others: tuple[str, ...]) -> None:
-    """Catches shards that overlap, leave holes, carry padding or are owned by every subgroup, moments or counters that are
-    not restored, and weights that are loaded into the masters only."""
+    """Catches shards that overlap, leave holes, carry padding or are owned by every subgroup, moments or counters that
+    are not restored, and weights that are loaded into the masters only."""
     trained = run_ranks(_train_save_and_continue, LAYOUTS[layout].world_size, layout)
     full, steps, result = everything(trained), trained[0]["steps"], trained[0]["result"]
     for kind in KINDS:
