@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
@@ -57,8 +58,16 @@ LAYOUTS = {
     "zero3dp2": ParallelConfig(dp=2, zero_stage=3),
     "zero3dp3": ParallelConfig(dp=3, zero_stage=3),
     "zero3tp2dp2": ParallelConfig(tp=2, dp=2, zero_stage=3),
+    "zero3dp4": ParallelConfig(dp=4, zero_stage=3),
     "hierarchical": ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2),
 }
+
+
+SLOW = ("zero2dp2", "zero2tp2dp2", "zero3dp2", "zero3dp3", "zero3dp4", "zero3tp2dp2", "hierarchical")
+"""ZeRO-3 gathers every layer twice a micro-batch: on two cores 50 steps take it 10 to 40 s. The fast tier has shorter
+runs of these layouts in tests/engine/test_sharded_training.py."""
+
+LAYOUT_CASES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def sharded_config(
         zero |= {
             # Gradients wait for their reduction where autograd put them, not in a buffer that is there all the time.
             "contiguous_gradients": False,
-            # Each layer's weights are gathered for its forward pass and again for its backward pass, one bucket ahead.
+            # Each layer's weights are gathered for its forward pass and again for its backward pass, one bucket ahead;
+            # those that the look-ahead meets again at the turn are kept.
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": bucket_elements,
             "stage3_param_persistence_threshold": 0,

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from tests import parity
-from tests.parity import LAYOUTS, Run, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUT_CASES, LAYOUTS, Run, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
 
@@ -20,7 +20,7 @@ def reference() -> Run:
     return train_reference(SCENARIO)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUT_CASES)
 def run(request: pytest.FixtureRequest) -> Run:
     return train_layout(SCENARIO, LAYOUTS[request.param])
 

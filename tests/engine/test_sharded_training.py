@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
+import deepspeed
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megads.engine.interface import Shard, StepResult
@@ -31,6 +34,67 @@ from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_ba
 pytestmark = pytest.mark.distributed
 
 SHARDED = ("zero2dp2", "zero3dp2")
+
+
+CHECKS = (
+    parity.check_initial_weights,
+    parity.check_first_step,
+    parity.check_curve,
+    parity.check_replicas,
+    parity.check_reduction_dtype,
+    parity.check_validation,
+)
+
+
+@pytest.mark.parametrize("layout", ["zero3tp2dp2", "hierarchical"])
+def test_three_steps_equal_the_reference(layout: str) -> None:
+    """Catches what the 50 steps of tests/engine/test_parity.py catch in the slow tier: wrong gradients, norms,
+    replicas, initial weights or validation where ZeRO-3 meets tensor parallelism or subgroups (N1, N3, N7 to N10)."""
+    scenario = scenario_with(steps=3, masked=True)
+    reference, run = parity.train_reference(scenario), parity.train_layout(scenario, LAYOUTS[layout])
+    assert {check.__name__: check(run, reference) for check in CHECKS} == {check.__name__: [] for check in CHECKS}
+
+
+def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
+    """Weights that this rank received in one step of two micro-batches, all of them and those from other subgroups, and
+    the bytes of all weights."""
+    parallel = LAYOUTS[layout]
+    scenario = parity.fitted(scenario, parallel)
+    engine = build_engine(scenario, parallel)
+    batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)[:2]
+    engine.step(batches, 0.0)  # the first step learns the order of the layers
+    comm, seen, crossing = deepspeed.comm.comm.cdb, 0, 0
+    mine = set(range(2)) if engine.grid.rank < 2 else {2, 3}
+    inner = comm.all_gather_function
+
+    def spy(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
+        nonlocal seen, crossing
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != engine.grid.rank]
+        seen += len(others) * input_tensor.numel() * input_tensor.element_size()
+        crossing += sum(rank not in mine for rank in others) * input_tensor.numel() * input_tensor.element_size()
+        return inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **kwargs)
+
+    comm.all_gather_function = spy
+    engine.step(batches, 0.0)
+    comm.all_gather_function = inner
+    weights = sum(prod(p.ds_shape) for p in engine._engine.module.parameters()) * scenario.dtype.itemsize
+    return seen, crossing, weights
+
+
+def test_hierarchical_sharding_gathers_inside_its_subgroup() -> None:
+    """Catches weights gathered more than twice a micro-batch (forward and backward), and gathers that leave a subgroup,
+    whose links are the slow ones."""
+    scenario = scenario_with(precision="bfloat16", global_batch_size=16)
+    found = {name: run_ranks(_gathered_bytes, 4, scenario, name) for name in ("zero3dp4", "hierarchical")}
+    for (seen, crossing, weights), (hier_seen, hier_crossing, _) in zip(*found.values(), strict=True):
+        passes = seen / (weights * 3 / 4) / 2
+        print(
+            f"{seen:,} bytes, {crossing:,} from the other half; in subgroups {hier_seen:,}; {passes:.2f} a micro-batch"
+        )
+        assert hier_crossing == 0 and crossing == pytest.approx(seen * 2 / 3)
+        # Layers near the end of the forward pass are kept for their backward pass; the rest is gathered twice.
+        assert 1.0 <= passes <= 2.0
+        assert hier_seen == pytest.approx(seen * (1 / 2) / (3 / 4), rel=0.02)
 
 
 def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
