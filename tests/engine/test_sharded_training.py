@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import megads.engine.stage_pipeline
 from megads.engine.interface import Shard, StepResult
 from megads.model.gpt import GPT
 from megads.model.loss import token_losses
@@ -53,6 +54,46 @@ def test_three_steps_equal_the_reference(layout: str) -> None:
     scenario = scenario_with(steps=3, masked=True)
     reference, run = parity.train_reference(scenario), parity.train_layout(scenario, LAYOUTS[layout])
     assert {check.__name__: check(run, reference) for check in CHECKS} == {check.__name__: [] for check in CHECKS}
+
+
+def _partial_gradients(layout: str) -> dict[str, float]:
+    """Norm of a replicated gradient, before and after it is declared a part that tensor parallelism must sum."""
+    parallel = LAYOUTS[layout]
+    norms = {}
+    for partial in (False, True):
+        materialise = megads.engine.stage_pipeline.materialise
+
+        def marked(*args: Any, partial: bool = partial, materialise: Callable[..., Any] = materialise) -> Any:
+            stage = materialise(*args)
+            for name, parameter in stage.named_parameters():
+                parameter.sequence_partial = partial and name.endswith("input_norm.weight")
+            return stage
+
+        megads.engine.stage_pipeline.materialise = marked
+        engine = build_engine(scenario_with(), parallel)
+        megads.engine.stage_pipeline.materialise = materialise
+        seen: list[Shard] = []
+        engine.watch_gradients(seen.extend)
+        engine.step(step_batches(scenario_with(), 0, engine.grid.dp.rank, parallel.dp), 0.0)
+        for shard in seen:
+            if shard.key.startswith("gradient/blocks.1.") and "norm.weight" in shard.key:
+                norms[f"{shard.key} {partial}"] = float(shard.tensor.norm())
+    return norms
+
+
+@pytest.mark.parametrize("layout", ["zero2tp2dp2", "zero3tp2dp2"])
+def test_partial_gradients_are_summed_over_tensor_parallelism(layout: str) -> None:
+    """Catches a sum over tensor parallelism that comes after ZeRO took the gradient, or reaches other parameters.
+    Without sequence parallelism both ranks have the whole gradient, so that the sum is twice as much."""
+    found = run_ranks(_partial_gradients, 4, layout)
+    assert sum(len(norms) for norms in found) >= 4, (
+        "tensor-parallel rank 0 owns both norms, in shards over its data axis"
+    )
+    for norms in found:
+        for name, factor in (("input_norm", 2.0), ("post_attention_norm", 1.0)):
+            key = f"gradient/blocks.1.{name}.weight"
+            if f"{key} True" in norms:
+                assert norms[f"{key} True"] == pytest.approx(factor * norms[f"{key} False"], rel=1e-5)
 
 
 def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
