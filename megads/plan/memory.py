@@ -43,6 +43,10 @@ REDUCTION_BUCKET = 500_000_000
 """Elements after which DeepSpeed closes a bucket of gradients (MEMORY_OPT_ALLREDUCE_SIZE)."""
 
 
+BIAS_PHASE = "attention bias"
+"""The moment at which the additive mask is built."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """What a step computes.
@@ -190,7 +194,6 @@ def _stage_memory(
     low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
     bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
-    mask_transient = _bias_transient(one_pass, bias, bias_bytes)
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     phases = [
         _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
@@ -201,7 +204,7 @@ def _stage_memory(
             transient=FP32 * max(local.values()) if low < FP32 else 0,
         ),
         Moment("gradient reduction", gradients, transient=_flattened(groups)),
-        Moment("attention bias", transient=mask_transient),
+        Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias, bias_bytes)),
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
@@ -225,15 +228,20 @@ def _stage_memory(
     )
     if parallel.zero_stage not in GRADIENT_STAGES:
         return memory
-    sharded = ShardedWeights(parallel.zero_stage, parallel.shard_size, members, low)
+    return _sharded(memory, ops, ShardedWeights(parallel.zero_stage, parallel.shard_size, members, low), workload)
+
+
+def _sharded(memory: StageMemory, ops: Sequence[Op], sharded: ShardedWeights, workload: Workload) -> StageMemory:
+    """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
     owned = sum(sharded.partitions)
+    mask = [moment for moment in memory.phases if moment.name == BIAS_PHASE]
     return replace(
         memory,
         weights=sharded.weights,
         fp32_gradients=sharded.accumulated_gradients(workload.micro_batches),
         masters=FP32 * owned,
         adam_moments=2 * FP32 * owned,
-        phases=(*sharded_phases(ops, sharded, cuda=workload.cuda), Moment("attention bias", transient=mask_transient)),
+        phases=(*sharded_phases(ops, sharded, cuda=workload.cuda), *mask),
     )
 
 
