@@ -165,7 +165,7 @@ def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_bf16_gradients_accumulate_and_reduce_in_fp32(layout: str) -> None:
-    """Catches micro-batches that are added up, or reduced, in bf16 (N7): that is off by 2e-3 and more."""
+    """Catches micro-batches that are added up in bf16, which is off by 3e-3 and more, or reduced in bf16 (N7)."""
     scenario = scenario_with(precision="bfloat16", global_batch_size=16)
     for found in run_ranks(_accumulated, 2, scenario, layout):
         assert found["off"] < 1e-6
