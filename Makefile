@@ -2,6 +2,9 @@ VENV ?= .venv
 PYTHON_BIN := $(VENV)/bin
 export VENV
 
+# Tests that start processes wait for half of their time. A file stays with one worker: its tests share what they start.
+TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help setup browser demo test test-fast test-slow check docs clean
 
@@ -18,13 +21,13 @@ demo: setup ## train a small model on text found on this machine, from raw text 
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
 
 test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
-	$(PYTHON_BIN)/python -m pytest -m "not slow"
+	$(PYTHON_BIN)/python -m pytest -m "not slow" $(TWO_AT_A_TIME)
 
 test-fast: setup ## tests in one process only, within two minutes
 	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed"
 
 test-slow: setup ## the slow tests only; finding none is no failure
-	$(PYTHON_BIN)/python -m pytest -m slow || [ $$? -eq 5 ]
+	$(PYTHON_BIN)/python -m pytest -m slow $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
 
 check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/ruff check .

@@ -11,21 +11,32 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchInfo:
     """What every pipeline stage must know of a micro-batch; made by the sampler, never sent through the pipeline.
+
+    Two of them are equal only if they are the same object: what layers share for a micro-batch is kept by it.
+
+    A place is an index into the whole sample. Where context parallelism cuts samples, s counts the tokens that this
+    rank holds.
 
     Attributes:
         sample_ids: int64 [b], the number of each sample in the run's global order. Unique over the run, so
             it seeds dropout identically in every layout.
-        position_ids_bs: int64 [b, s], position of each token, or None for 0..s-1 in every row.
-        document_starts: int64 [b, s], position at which each token's document starts, or None when attention
-            crosses document boundaries.
+        position_ids_bs: int64 [b, s], position of each token where positions restart with every document, or None
+            where positions are places.
+        document_starts: int64 [b, s], place at which each token's document starts (0 for one that started before the
+            sample), or None when attention crosses document boundaries. The token that ends a document belongs to it.
+        sequence_index: int64 [s], place of each token that this rank holds, the same in every row; None for 0..s-1.
+        seq_len: tokens of a whole sample. Must be given with sequence_index, and where a sample is to be cut on a
+            stage that has no tokens.
     """
 
     sample_ids: Tensor
     position_ids_bs: Tensor | None = None
     document_starts: Tensor | None = None
+    sequence_index: Tensor | None = None
+    seq_len: int | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
         """A copy on another device."""
@@ -33,7 +44,15 @@ class BatchInfo:
             self.sample_ids.to(device),
             None if self.position_ids_bs is None else self.position_ids_bs.to(device),
             None if self.document_starts is None else self.document_starts.to(device),
+            None if self.sequence_index is None else self.sequence_index.to(device),
+            self.seq_len,
         )
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Position of each of this rank's `count` tokens, int64 [b, s], or [s] where all rows have the same."""
+        if self.position_ids_bs is not None:
+            return self.position_ids_bs
+        return torch.arange(count, device=device) if self.sequence_index is None else self.sequence_index
 
 
 @dataclass(frozen=True)

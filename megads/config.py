@@ -33,6 +33,14 @@ class Precision(StrEnum):
     bf16 = "bf16"
     fp32 = "fp32"
 
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        reason = (
+            "fp16 is not supported: its gradients underflow without loss scaling, which megads does not have; use bf16"
+        )
+        return dict.fromkeys(("fp16", "float16", "half"), reason)
+
 
 @dataclass
 class BatchRampConfig:
@@ -150,7 +158,7 @@ def check_config(config: RootConfig) -> None:
 
 
 def check_shape(config: RootConfig) -> None:
-    """Checks what a plan needs: model, layout and batches; neither data nor a length.
+    """Checks what a plan needs: model, layout, batches and machine; neither data nor a length.
 
     Raises:
         ConfigError: the shape cannot be built.
@@ -158,13 +166,14 @@ def check_shape(config: RootConfig) -> None:
     config.model.check()
     config.parallel.check()
     config.train.check_sizes()
+    config.cluster.check()
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
 
 
 def _check_layout(config: RootConfig) -> None:
-    """The model must divide over tensor parallel ranks and pipeline stages."""
+    """The model must divide over tensor parallel ranks and pipeline stages, samples over context parallel ranks."""
     model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
     for name, value in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
         if value % tp:
@@ -177,6 +186,35 @@ def _check_layout(config: RootConfig) -> None:
         raise ConfigError(
             f"model.num_layers = {model.num_layers} is below parallel.pp = {pp}: every pipeline stage needs a block; "
             "lower parallel.pp"
+        )
+    _check_context_parallel(config)
+    _check_sequence_parallel(config)
+
+
+def _check_sequence_parallel(config: RootConfig) -> None:
+    """Every tensor parallel rank must get an equal share of the tokens."""
+    parallel, seq_len = config.parallel, config.train.seq_len
+    cuts = parallel.cp * parallel.tp
+    if not parallel.sequence_parallel or parallel.tp == 1 or seq_len % cuts == 0:
+        return
+    ranks = f"parallel.tp = {parallel.tp}"
+    if parallel.cp > 1:
+        ranks = f"parallel.cp * tp = {parallel.cp} * {parallel.tp}"
+    raise ConfigError(
+        f"train.seq_len = {seq_len} is not divisible by {ranks}: with parallel.sequence_parallel every rank takes an "
+        f"equal share of the tokens; use a train.seq_len that is a multiple of {cuts}, or "
+        "parallel.sequence_parallel=false"
+    )
+
+
+def _check_context_parallel(config: RootConfig) -> None:
+    """Every context parallel rank takes two equal chunks of a sample."""
+    chunks = 2 * config.parallel.cp
+    if config.parallel.cp > 1 and config.train.seq_len % chunks:
+        raise ConfigError(
+            f"train.seq_len = {config.train.seq_len} is not divisible by 2 * parallel.cp = {chunks}: every context "
+            "parallel rank takes two equal chunks of a sample; change train.seq_len to "
+            f"{-(-config.train.seq_len // chunks) * chunks}, or lower parallel.cp"
         )
 
 
@@ -191,7 +229,7 @@ def _check_positions(config: RootConfig) -> None:
     if model.position == Position.learned and train.seq_len > model.max_seq_len:
         raise ConfigError(
             f"train.seq_len = {train.seq_len} exceeds model.max_seq_len = {model.max_seq_len}, the number of learned "
-            "positions: lower train.seq_len, raise model.max_seq_len, or use model.position=alibi"
+            "positions: lower train.seq_len, raise model.max_seq_len, or use model.position=alibi or rope"
         )
 
 

@@ -16,7 +16,7 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import check_model, find_checkpoint, read_into
 from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, planned_steps
 from megads.data.datasets import open_datasets
-from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
@@ -211,7 +211,13 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, 
         start_sample=state.samples,
         needs_tokens=needs_tokens(grid),
         prefetch_steps=config.data.prefetch_steps,
+        packing=packing(config),
     )
+
+
+def packing(config: RootConfig) -> Packing:
+    """What training and validation batches say of document borders."""
+    return Packing(config.data.document_mask, config.data.reset_positions)
 
 
 def metrics_hook(
@@ -233,9 +239,10 @@ def checkpoint_hook(
     config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter
 ) -> CheckpointHook:
     """Saves."""
-    layout = {"tp": config.parallel.tp, "pp": config.parallel.pp, "dp": config.parallel.dp}
     model = asdict(config.model)
-    return CheckpointHook(engine, run_dir, config.checkpoint, config_digest(config), model, layout, state, events)
+    return CheckpointHook(
+        engine, run_dir, config.checkpoint, config_digest(config), model, config.parallel.sizes, state, events
+    )
 
 
 def validation_hook(
@@ -253,6 +260,7 @@ def validation_hook(
             config.model.vocabulary,
             needs_tokens(grid),
             VALIDATION_MICRO_BATCHES,
+            packing(config),
         )
 
     return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, planned_steps(config), metrics)
@@ -268,7 +276,7 @@ def announce(
         total_steps=planned_steps(config),
         parameters=parameter_count(config.model),
         precision=config.train.precision.value,
-        layout=f"tp{config.parallel.tp} pp{config.parallel.pp} dp{config.parallel.dp}",
+        layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
         stages=engine.bounds,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         threads_per_rank=torch.get_num_threads(),

@@ -1,7 +1,6 @@
-"""One small model on hot weights, trained unsharded and in any layout: what the parity tests compare.
+"""The layouts that the parity tests train with megads.verify, and what only tests look at: dropout, working weights.
 
-At BLOOM's init a wrong ALiBi slope hides below 1e-6, so weights here have std 0.2, gains and biases are random, six
-heads bring in the odd ALiBi slopes, and 509 tokens leave padding rows in every tensor-parallel layout.
+The comparison itself is the product's: `megads verify_layout` makes it for the user's own layout.
 """
 
 from __future__ import annotations
@@ -9,49 +8,85 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import deepspeed
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from megads.batch import BatchInfo, MicroBatch
-from megads.data.sampler import micro_batch_ids
-from megads.engine.build import build_train_engine
-from megads.engine.interface import Shard, TrainEngine
-from megads.engine.pipeline_engine import StageEngine
-from megads.engine.sharded_training import ShardedTrainEngine
-from megads.model.config import ModelConfig
+import megads.engine.bucket
+from megads.batch import BatchInfo
+from megads.engine.interface import TrainEngine
 from megads.model.dropout import Dropout
-from megads.model.gpt import GPT
-from megads.model.initialise import parameter_generator
-from megads.model.loss import token_losses
-from megads.model.stages import TIED_PARAMETER
-from megads.optim.config import OptimConfig
-from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import build_grid
+from megads.verify import checks
+from megads.verify import run as verified
+from megads.verify.checks import (
+    check_curve,
+    check_first_step,
+    check_initial_weights,
+    check_reduction_dtype,
+    check_validation,
+    relative,
+    without_key_bias,
+)
+from megads.verify.layout import build_engine, evaluate, train_rank
+from megads.verify.reference import train_reference
+from megads.verify.run import RankRun, assemble, pieces
+from megads.verify.scenario import MODEL, Scenario, hot_value, initial_weights, step_batches
 from tests.distributed import run_ranks
 
-# Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
-# buffer, and the two copies of the tied embedding lie at different places, as they do in large models.
-MODEL = ModelConfig(num_layers=3, hidden_size=48, num_heads=6, vocab_size=509, max_seq_len=64)
+__all__ = [
+    "LAYOUTS",
+    "LAYOUT_CASES",
+    "MODEL",
+    "Run",
+    "Scenario",
+    "assemble",
+    "build_engine",
+    "check_curve",
+    "check_dropout_streams",
+    "check_first_step",
+    "check_initial_weights",
+    "check_reduction_dtype",
+    "check_replicas",
+    "check_validation",
+    "evaluate",
+    "hot_value",
+    "initial_weights",
+    "pieces",
+    "relative",
+    "scenario_with",
+    "step_batches",
+    "train_layout",
+    "train_reference",
+    "without_key_bias",
+]
+
+# Several buckets a rank; with the default one bucket would hold all gradients of a role.
+SMALL_BUCKET = 8192
 LAYOUTS = {
     "single": ParallelConfig(),
     "tp2": ParallelConfig(tp=2),
     "pp2": ParallelConfig(pp=2),
-    "dp2": ParallelConfig(dp=2),
+    "dp2": ParallelConfig(dp=2, bucket_elements=SMALL_BUCKET),
     "tp3": ParallelConfig(tp=3),
     "tp2pp2": ParallelConfig(tp=2, pp=2),
-    "pp2dp2": ParallelConfig(pp=2, dp=2),
+    "pp2dp2": ParallelConfig(pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "tp2dp2": ParallelConfig(tp=2, dp=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
-    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
+    "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
+    "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
+    "cp2": ParallelConfig(cp=2),
+    "cp3": ParallelConfig(cp=3),
+    "tp2cp2": ParallelConfig(tp=2, cp=2),
+    "pp2cp2": ParallelConfig(pp=2, cp=2),
+    "cp2dp2": ParallelConfig(cp=2, dp=2),
     "zero2dp2": ParallelConfig(dp=2, zero_stage=2),
     "zero2dp3": ParallelConfig(dp=3, zero_stage=2),
     "zero2tp2dp2": ParallelConfig(tp=2, dp=2, zero_stage=2),
@@ -61,8 +96,6 @@ LAYOUTS = {
     "zero3dp4": ParallelConfig(dp=4, zero_stage=3),
     "hierarchical": ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2),
 }
-
-
 SLOW = ("zero2dp2", "zero2tp2dp2", "zero3dp2", "zero3dp3", "zero3dp4", "zero3tp2dp2", "hierarchical")
 """ZeRO-3 gathers every layer twice a micro-batch: on two cores 50 steps take it 10 to 40 s. The fast tier has shorter
 runs of these layouts in tests/engine/test_sharded_training.py."""
@@ -70,218 +103,85 @@ runs of these layouts in tests/engine/test_sharded_training.py."""
 LAYOUT_CASES = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """What is trained; the same for the reference and every layout."""
-
-    model: ModelConfig = field(default_factory=lambda: MODEL)
-    steps: int = 1
-    global_batch_size: int = 12
-    micro_batch_size: int = 2
-    seq_len: int = 16
-    precision: str = "float32"
-    clip_grad: float = 0.5
-    lr: float = 1e-3
-    seed: int = 7
-    masked: bool = False
-    hot: bool = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(torch, self.precision)
-
-    @property
-    def optim(self) -> OptimConfig:
-        return OptimConfig(lr=self.lr, clip_grad=self.clip_grad)
-
-
-def hot_value(seed: int) -> Callable[[str, tuple[int, ...]], Tensor]:
-    """Weights at which every part of the model matters."""
-
-    def value(name: str, shape: tuple[int, ...]) -> Tensor:
-        noise = torch.empty(shape).normal_(0.0, 0.2, generator=parameter_generator(seed, name))
-        return noise + 1.0 if name.endswith("norm.weight") else noise
-
-    return value
-
-
-def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens [s + 1] and mask [s] of one sample; with `masked`, 1 to s tokens count."""
-    generator = torch.Generator().manual_seed(1000 + sample_id)
-    tokens = torch.randint(0, scenario.model.vocab_size, (scenario.seq_len + 1,), generator=generator)
-    mask = torch.ones(scenario.seq_len)
-    if scenario.masked:
-        mask[1 + (sample_id * 5) % scenario.seq_len :] = 0.0
-    return tokens, mask
-
-
-def micro_batch(scenario: Scenario, ids: Any) -> MicroBatch:
-    rows = [sample(scenario, int(i)) for i in ids]
-    tokens, mask = torch.stack([t for t, _ in rows]), torch.stack([m for _, m in rows])
-    info = BatchInfo(sample_ids=torch.as_tensor(np.asarray(ids)))
-    return MicroBatch(info=info, tokens_bs=tokens[:, :-1], labels_bs=tokens[:, 1:], loss_mask_bs=mask)
-
-
-def step_batches(scenario: Scenario, step: int, dp_rank: int = 0, dp: int = 1) -> list[MicroBatch]:
-    first = step * scenario.global_batch_size
-    ids = micro_batch_ids(first, scenario.global_batch_size, scenario.micro_batch_size, dp_rank, dp)
-    return [micro_batch(scenario, row) for row in ids]
-
-
 @dataclass
-class Run:
-    """What a training run did.
+class Run(verified.Run):
+    """What a layout did.
 
     Attributes:
-        losses, norms: of every step.
-        initial, weights: full fp32 master weights before the first and after the last step.
-        gradients: full gradients of the first step, reduced, before clipping.
-        validation: loss sum and tokens over VALIDATION_SAMPLES samples on the initial weights.
-        replicas: for every tensor that several ranks hold, the digests of their copies after the last step.
-        reductions: dtype and number of elements of every gradient reduction.
+        working: digests of the copies of every working weight after the last step.
         dropout_masks: digest of one mask per dropout site and tensor-parallel rank.
     """
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    initial: dict[str, np.ndarray] = field(default_factory=dict)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    validation: tuple[float, int] = (0.0, 0)
-    replicas: dict[str, set[str]] = field(default_factory=dict)
-    reductions: set[tuple[str, int]] = field(default_factory=set)
+    working: dict[str, set[str]] = field(default_factory=dict)
     dropout_masks: dict[str, dict[int, str]] = field(default_factory=dict)
 
 
-def initial_weights(scenario: Scenario) -> Any:
-    return hot_value(scenario.seed) if scenario.hot else None
-
-
-def train_reference(scenario: Scenario) -> Run:
-    """Plain torch on one process: autograd, fp32 gradient sums over micro-batches, clip, AdamW on fp32 masters."""
-    model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).to(scenario.dtype)
-    working = model.parameters_by_name()
-    masters = {name: p.detach().float().clone() for name, p in working.items()}
-    groups = parameter_groups(masters.items(), tied_name=TIED_PARAMETER, weight_decay=scenario.optim.weight_decay)
-    adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=tuple(scenario.optim.betas), eps=scenario.optim.eps)
-    run = Run(validation=_reference_loss(model, scenario))
-    run.initial = {name: m.numpy().copy() for name, m in masters.items()}
-    for step in range(scenario.steps):
-        batches = step_batches(scenario, step)
-        total = sum(float(b.loss_mask_bs.sum()) for b in batches)
-        loss_sum = 0.0
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)
-        for batch in batches:
-            logits = model(batch.tokens_bs, batch.info)
-            loss = (token_losses(logits, batch.labels_bs) * batch.loss_mask_bs).sum() / total
-            for p in working.values():
-                p.grad = None
-            loss.backward()
-            loss_sum += loss.item()
-            for name, p in working.items():
-                masters[name].grad += p.grad.float()
-        if step == 0:
-            run.gradients = {name: m.grad.numpy().copy() for name, m in masters.items()}
-        limit = scenario.clip_grad or float("inf")
-        run.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit, foreach=False)))
-        run.losses.append(loss_sum)
-        adamw.step()
-        with torch.no_grad():
-            for name, p in working.items():
-                p.copy_(masters[name])
-    run.weights = {name: m.numpy() for name, m in masters.items()}
-    return run
-
-
-@torch.no_grad()
-def _reference_loss(model: GPT, scenario: Scenario) -> tuple[float, int]:
-    loss_sum, tokens = 0.0, 0
-    for sample_id in range(VALIDATION_SAMPLES):
-        batch = micro_batch(scenario, [sample_id])
-        losses = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs)
-        loss_sum += float((losses * batch.loss_mask_bs).sum())
-        tokens += int(batch.loss_mask_bs.sum())
-    return loss_sum, tokens
-
-
-def build_engine(scenario: Scenario, parallel: ParallelConfig) -> TrainEngine:
-    grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    return build_train_engine(
-        scenario.model,
-        parallel,
-        scenario.optim,
-        grid,
-        precision=scenario.dtype,
-        micro_batch_size=scenario.micro_batch_size,
-        seed=scenario.seed,
-        device=torch.device("cpu"),
-        value=initial_weights(scenario),
-    )
+def scenario_with(**changes: Any) -> Scenario:
+    return replace(Scenario(), **changes)
 
 
 def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-@contextmanager
-def recorded_reductions(engine: TrainEngine, seen: set[tuple[str, int]]) -> Iterator[None]:
-    """Notes dtype and size of every gradient reduction."""
-    collectives = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
-    places = [(dist, name) for name in collectives] + [(deepspeed.comm.comm.cdb, "reduce_scatter_function")]
-    originals = {(holder, name): getattr(holder, name) for holder, name in places}
-    groups = [axis.group for axis in (engine.grid.data, engine.grid.shard, engine.grid.replica) if axis.size > 1]
+@dataclass(frozen=True)
+class Collective:
+    """One collective that the optimizer issued: of what kind, on what, over how many ranks."""
 
-    def spy(original: Callable[..., Any], only: list[Any] | None) -> Callable[..., Any]:
+    name: str
+    dtype: str
+    numel: int
+    ranks: int
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes per rank of a bandwidth-optimal algorithm: n - 1 of n parts come in once; twice for an all-reduce."""
+        size = self.numel * getattr(torch, self.dtype.removeprefix("torch.")).itemsize
+        passes = 2 if self.name == "all_reduce" else 1
+        return passes * size * (self.ranks - 1) // self.ranks
+
+
+WHOLE_BUFFER = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 0}
+"""Collectives that are noted, and which argument is the buffer of all ranks' parts."""
+
+
+class CollectiveSpy:
+    """Stands in for a module's `dist`: notes every collective and its whole buffer, and runs it."""
+
+    def __init__(self, inner: Any, seen: list[Collective]) -> None:
+        self._inner, self._seen = inner, seen
+
+    def __getattr__(self, name: str) -> Any:
+        original = getattr(self._inner, name)
+        if name not in WHOLE_BUFFER:
+            return original
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[0] if args else kwargs.get("tensor", kwargs.get("output"))
-            group = kwargs.get("group")
-            if only is None or (group in only and tensor.numel() > LARGEST_SCALARS):
-                seen.add((str(tensor.dtype), tensor.numel()))
+            buffer, ranks = args[WHOLE_BUFFER[name]], dist.get_world_size(kwargs.get("group"))
+            self._seen.append(Collective(name, str(buffer.dtype), buffer.numel(), ranks))
             return original(*args, **kwargs)
 
         return call
 
-    @contextmanager
-    def spied(only: list[Any] | None) -> Iterator[None]:
-        for (holder, name), original in originals.items():
-            setattr(holder, name, spy(original, only))
-        try:
-            yield
-        finally:
-            for (holder, name), original in originals.items():
-                setattr(holder, name, original)
 
-    if isinstance(engine, ShardedTrainEngine):  # hooks of the backward pass reduce, among tensor-parallel sums
-        with spied(groups):
-            yield
-        return
-    inner = StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
-
-    def reduce(stage_engine: StageEngine) -> None:
-        with spied(None):
-            inner(stage_engine)
-
-    StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = reduce
+@contextmanager
+def recorded_collectives(seen: list[Collective], module: Any = megads.engine.bucket) -> Iterator[None]:
+    """Notes the collectives that a module issues through its name `dist`."""
+    inner = module.dist
+    module.dist = CollectiveSpy(inner, seen)
     try:
         yield
     finally:
-        StageEngine._INSTRUCTION_MAP[schedule.ReduceGrads] = inner
+        module.dist = inner
 
 
-LARGEST_SCALARS = 2
-"""Elements of the largest message on the data axis that carries counts and losses, no gradients."""
-
-
-def _replicas(engine: TrainEngine) -> dict[str, str]:
-    """Digest of every tensor of this rank that must be equal on the ranks that hold the same part of it."""
+def _working(engine: TrainEngine) -> dict[str, str]:
+    """Digest of every weight that the model computes with, by its name and tensor-parallel share."""
     tp, found = engine.grid.tp.rank, {}
     for p in engine._engine.module.parameters():
         place = p.placement
         if p.numel():  # ZeRO-3 holds no whole parameter
             found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
-    for shard in engine.named_shards(owned=False):
-        found[f"{shard.key}/{shard.offset}+{tuple(shard.tensor.shape)}"] = digest(shard.tensor)
     return found
 
 
@@ -291,7 +191,7 @@ def _dropout_masks(engine: TrainEngine) -> dict[str, str]:
     for module in engine._engine.module.modules():
         if isinstance(module, Dropout):
             mask = Dropout(0.5, module.seed, module.site)
-            mask.stream = module.stream
+            mask.stream, mask.shard = module.stream, module.shard
             found[module.site] = digest(mask(torch.ones(2, 8, 8), info))
     return found
 
@@ -300,71 +200,11 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     if mutate is not None:
         mutate()
     engine = build_engine(scenario, parallel)
-    losses, norms, gradients = [], [], []
-    reductions: set[tuple[str, int]] = set()
-
-    def watch(shards: list[Shard]) -> None:
-        gradients.extend(_copies(shards))
-        engine.watch_gradients(None)
-
-    engine.watch_gradients(watch)
-    initial = _shards(engine)
-    validation = evaluate(engine, scenario, parallel)
-    with recorded_reductions(engine, reductions):
-        for step in range(scenario.steps):
-            result = engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-    assert reductions or engine.grid.data.size == 1, "the spy saw no gradient"
+    run = train_rank(scenario, engine)
+    assert run.reductions or engine.grid.data.size == 1, "the spy saw no gradient"
     return {
-        "losses": losses, "norms": norms, "gradients": gradients, "initial": initial, "shards": _shards(engine),
-        "validation": validation, "replicas": _replicas(engine), "reductions": reductions,
-        "dropout_masks": _dropout_masks(engine), "tp": engine.grid.tp.rank,
+        "run": run, "working": _working(engine), "dropout_masks": _dropout_masks(engine), "tp": engine.grid.tp.rank,
     }  # fmt: skip
-
-
-def _shards(engine: TrainEngine) -> list[tuple[Any, ...]]:
-    return _copies(engine.named_shards())
-
-
-def _copies(shards: list[Shard]) -> list[tuple[Any, ...]]:
-    return [(s.key, s.global_shape, s.offset, s.tensor.numpy().copy()) for s in shards]
-
-
-VALIDATION_SAMPLES = 7
-
-
-def validation_ids(scenario: Scenario, dp_rank: int, dp: int) -> Any:
-    """Ids of this rank's validation micro-batches; those from VALIDATION_SAMPLES on are filling and fully masked."""
-    block = scenario.micro_batch_size * dp
-    return micro_batch_ids(0, -(-VALIDATION_SAMPLES // block) * block, scenario.micro_batch_size, dp_rank, dp)
-
-
-def evaluate(engine: TrainEngine, scenario: Scenario, parallel: ParallelConfig) -> tuple[float, int]:
-    batches = []
-    for ids in validation_ids(scenario, engine.grid.dp.rank, parallel.dp):
-        batch = micro_batch(scenario, ids)
-        filling = torch.as_tensor(np.asarray(ids)) >= VALIDATION_SAMPLES
-        batches.append(replace(batch, loss_mask_bs=batch.loss_mask_bs.masked_fill(filling[:, None], 0.0)))
-    result = engine.evaluate(batches)
-    return result.loss_sum, result.tokens
-
-
-def assemble(shards: list[tuple[Any, ...]], kind: str) -> dict[str, np.ndarray]:
-    """Full tensors of one kind from rectangles; every element must be covered once."""
-    full: dict[str, np.ndarray] = {}
-    covered: dict[str, np.ndarray] = {}
-    for key, shape, offset, values in shards:
-        prefix, _, name = key.partition("/")
-        if prefix != kind:
-            continue
-        full.setdefault(name, np.zeros(shape, np.float32))
-        covered.setdefault(name, np.zeros(shape, np.int32))
-        where = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-        full[name][where] = values
-        covered[name][where] += 1
-    assert all((c == 1).all() for c in covered.values()), "shards overlap or leave holes"
-    return full
 
 
 def fitted(scenario: Scenario, parallel: ParallelConfig) -> Scenario:
@@ -378,95 +218,21 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
     """Trains over gloo ranks and puts what the ranks hold together."""
     scenario = fitted(scenario, parallel)
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
-    run = Run(losses=results[0]["losses"], norms=results[0]["norms"], validation=results[0]["validation"])
+    ranks: list[RankRun] = [result["run"] for result in results]
+    joined = verified.join(ranks, scenario.model.num_heads)
+    run = Run(**{item.name: getattr(joined, item.name) for item in fields(joined)})
     for result in results:
-        for what in ("losses", "norms", "validation"):
-            assert result[what] == results[0][what], f"ranks report different {what}"
-        run.reductions |= result["reductions"]
-        for name, value in result["replicas"].items():
-            run.replicas.setdefault(name, set()).add(value)
+        for name, value in result["working"].items():
+            run.working.setdefault(name, set()).add(value)
         for site, value in result["dropout_masks"].items():
             run.dropout_masks.setdefault(site, {})[result["tp"]] = value
-    run.initial = assemble([s for r in results for s in r["initial"]], "weight")
-    run.weights = assemble([s for r in results for s in r["shards"]], "weight")
-    run.gradients = assemble([s for r in results for s in r["gradients"]], "gradient")
     return run
 
 
-def relative(value: np.ndarray, reference: np.ndarray) -> float:
-    """||value - reference|| / ||reference||, in fp64."""
-    reference = reference.astype(np.float64)
-    return float(np.linalg.norm(value.astype(np.float64) - reference) / max(np.linalg.norm(reference), 1e-30))
-
-
-def scenario_with(**changes: Any) -> Scenario:
-    return replace(Scenario(), **changes)
-
-
-# The checks: each returns what is wrong, so that a test can assert that nothing is and a mutant that something is.
-
-
-def check_initial_weights(run: Run, reference: Run) -> list[str]:
-    """N1: the same seed gives bitwise the same full weights."""
-    assert run.initial.keys() == reference.initial.keys()
-    return [name for name, values in reference.initial.items() if not np.array_equal(run.initial[name], values)]
-
-
-def check_first_step(run: Run, reference: Run) -> list[str]:
-    """N3: loss 1e-6, grad norm 1e-5, every gradient 1e-5 of its norm."""
-    faults = []
-    if abs(run.losses[0] / reference.losses[0] - 1) > 1e-6:
-        faults.append(f"loss {run.losses[0]} against {reference.losses[0]}")
-    if abs(run.norms[0] / reference.norms[0] - 1) > 1e-5:
-        faults.append(f"grad norm {run.norms[0]} against {reference.norms[0]}")
-    assert run.gradients.keys() == reference.gradients.keys()
-    for name, gradient in reference.gradients.items():
-        # Not `>`, so that a NaN, a gradient no rank held, is a fault.
-        if not relative(run.gradients[name], gradient) <= 1e-5:
-            faults.append(f"gradient of {name} off by {relative(run.gradients[name], gradient):.1e} of its norm")
-    return faults
-
-
-def check_curve(run: Run, reference: Run) -> list[str]:
-    """N3: over all steps loss 1e-5 and grad norm 1e-4; in the end every weight 1e-4. All relative."""
-    faults = []
-    for step, (loss, norm) in enumerate(zip(run.losses, run.norms, strict=True), start=1):
-        if not abs(loss / reference.losses[step - 1] - 1) <= 1e-5:
-            faults.append(f"loss of step {step}: {loss} against {reference.losses[step - 1]}")
-        if not abs(norm / reference.norms[step - 1] - 1) <= 1e-4:
-            faults.append(f"grad norm of step {step}: {norm} against {reference.norms[step - 1]}")
-    for name, weight in reference.weights.items():
-        ours, theirs = without_key_bias(name, run.weights[name]), without_key_bias(name, weight)
-        if not relative(ours, theirs) <= 1e-4:
-            faults.append(f"{name} off by {relative(ours, theirs):.1e} of its norm")
-    return faults
-
-
-def without_key_bias(name: str, values: np.ndarray) -> np.ndarray:
-    """Leaves out the key biases: softmax does not feel them, their gradient is rounding noise that Adam blows up."""
-    if not name.endswith("attention.qkv.bias"):
-        return values
-    return np.delete(values.reshape(MODEL.num_heads, 3, -1), 1, axis=1)
-
-
-def check_replicas(run: Run, reference: Run) -> list[str]:
-    """N8: copies of one tensor are bitwise equal on all ranks that hold it."""
-    del reference
-    return sorted(name for name, digests in run.replicas.items() if len(digests) > 1)
-
-
-def check_reduction_dtype(run: Run, reference: Run) -> list[str]:
-    """N7: every gradient collective carries fp32."""
-    del reference
-    return [f"{dtype} reduction of {numel}" for dtype, numel in sorted(run.reductions) if dtype != "torch.float32"]
-
-
-def check_validation(run: Run, reference: Run) -> list[str]:
-    """N10: the token mean over the whole validation set, its incomplete last batch included."""
-    (loss, tokens), (expected, expected_tokens) = run.validation, reference.validation
-    if tokens == expected_tokens and abs(loss / expected - 1) <= 1e-6:
-        return []
-    return [f"validation {loss} over {tokens} tokens against {expected} over {expected_tokens}"]
+def check_replicas(run: Run, reference: verified.Run) -> list[str]:
+    """N8: copies of one tensor, of the optimizer and of the model, are bitwise equal on all ranks that hold it."""
+    torn = sorted(name for name, digests in run.working.items() if len(digests) > 1)
+    return checks.check_replicas(run, reference) + torn
 
 
 def check_dropout_streams(run: Run, reference: Run) -> list[str]:

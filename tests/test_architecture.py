@@ -18,7 +18,7 @@ LAYERS = (
     ("train",),
     ("config",),
     ("report",),
-    ("evaluate", "resilience", "checkpoint", "plan"),
+    ("evaluate", "resilience", "checkpoint", "plan", "verify"),
     ("engine",),
     ("model", "optim", "data"),
     ("parallel", "ops"),

@@ -32,6 +32,7 @@ BAD_CONFIGS = {
     "wrong type": (["model.num_layers=many"], ["model.num_layers", "'many'", "an integer is wanted"]),
     "fraction for an integer": (["train.seq_len=16.5"], ["train.seq_len", "16.5", "an integer is wanted"]),
     "unknown precision": (["train.precision=fp8"], ["train.precision", "fp8", "bf16, fp32"]),
+    "fp16": (["train.precision=fp16"], ["train.precision", "fp16 is not supported", "loss scaling", "use bf16"]),
     "unknown group option": (["model=tinny"], ["model=tinny: there is no such option: did you mean tiny?"]),
     "unknown experiment": (["experiment=demos"], ["experiment=demos: there is no such option: did you mean demo?"]),
     "heads over tp": (["parallel.tp=4"], ["model.num_heads = 6", "parallel.tp = 4"]),

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import doctor, generate, plan, preprocess, report, tokenizer, train
+from megads.cli import doctor, generate, plan, preprocess, report, tokenizer, train, verify_layout
 from megads.cli.entry import config_dir
 from megads.cli.groups import summary
 from megads.cli.main import VERBS
@@ -19,7 +19,8 @@ from megads.plan.parameters import parameter_count
 from megads.report.config import ReportConfig
 
 CONF = config_dir()
-VERB_OBJECTS = {verb.VERB.name: verb.VERB for verb in (train, plan, generate, preprocess, tokenizer, doctor, report)}
+VERB_MODULES = (train, plan, verify_layout, generate, preprocess, tokenizer, doctor, report)
+VERB_OBJECTS = {verb.VERB.name: verb.VERB for verb in VERB_MODULES}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -88,12 +89,13 @@ def test_generate_composes() -> None:
     config.check()
 
 
+@pytest.mark.parametrize("verb", ["plan", "verify_layout"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_plan_takes_what_train_takes(experiment: str) -> None:
-    """Catches a plan.yaml whose groups or values drifted from those of train.yaml."""
-    config = compose_verb("plan", f"experiment={experiment}", "train.seed=7")
+def test_other_verbs_take_what_train_takes(experiment: str, verb: str) -> None:
+    """Catches a plan.yaml or verify_layout.yaml whose groups or values drifted from those of train.yaml."""
+    config = compose_verb(verb, f"experiment={experiment}", "train.seed=7")
     trained = compose_train(f"experiment={experiment}", "train.seed=7")
-    assert isinstance(config, plan.PlanConfig)
+    assert isinstance(config, VERB_OBJECTS[verb].schema)
     assert {name: getattr(config, name) for name in vars(trained)} == vars(trained)
 
 

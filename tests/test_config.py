@@ -48,10 +48,26 @@ def test_good_config_passes() -> None:
         ([change("train.seed", -1)], "train.seed = -1"),
         ([change("parallel.tp", 3)], "model.num_heads = 4"),
         ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
+        (
+            [change("parallel.tp", 4), change("parallel.sequence_parallel", True), change("train.seq_len", 126)],
+            "train.seq_len = 126 is not divisible by parallel.tp = 4",
+        ),
+        (
+            [
+                change("parallel.tp", 4),
+                change("parallel.cp", 2),
+                change("parallel.sequence_parallel", True),
+                change("train.seq_len", 132),
+            ],
+            "train.seq_len = 132 is not divisible by parallel.cp",
+        ),
         ([change("parallel.pp", 3)], "model.num_layers = 2"),
         ([change("parallel.dp", 3)], "8"),
         ([change("train.micro_batch_size", 3)], "8"),
         ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
+        ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
+        ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
+        ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
         ([change("schedule.warmup_samples", 80)], "schedule.warmup_samples = 80"),
         ([change("run.id", "../elsewhere")], "run.id"),
         ([change("logging.every_steps", 0)], "logging.every_steps = 0"),
@@ -65,6 +81,13 @@ def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConf
         apply(config)
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         check_config(config)
+
+
+def test_sequence_parallelism_on_one_rank_is_nothing() -> None:
+    """Catches a refusal of what has no effect."""
+    config = good_config()
+    config.parallel.sequence_parallel, config.train.seq_len = True, 127
+    check_config(config)
 
 
 def test_every_ramp_size_must_divide() -> None:

@@ -5,38 +5,49 @@ A parity test that lives through its mutant proves nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+import megads.engine.bucket
+import megads.engine.optimizer
 import megads.engine.sharded_training
 import megads.engine.stage_pipeline
 import megads.engine.token_mean
 import megads.engine.training
-import megads.optim.groups
-from megads.engine.optimizer import Fp32GradientOptimizer
+from megads.batch import BatchInfo, MicroBatch
+from megads.engine.bucket import Bucket
+from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.sharded_engine import ShardedEngine
 from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
+from megads.model.config import Position
+from megads.model.dropout import Dropout
+from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
-from megads.parallel import collectives, cross_entropy
+from megads.parallel import collectives, context, cross_entropy
 from megads.parallel.collectives import leave_region
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.grid import Axis
 from megads.parallel.table import Stream
-from megads.parallel.tensor import RowParallelLinear, padded_rows
+from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
 from tests import parity
-from tests.parity import LAYOUTS, Run, Scenario, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUTS as PARITY_LAYOUTS
+from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
+
+LAYOUTS = PARITY_LAYOUTS | {"pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full)}
 
 
 def local_alibi_slopes() -> None:
@@ -44,6 +55,50 @@ def local_alibi_slopes() -> None:
         self.heads = range(len(self.heads) // size)
 
     AttentionCore.narrow = narrow
+
+
+def replicated_parameters_count_on_every_rank() -> None:
+    inner = BucketAdamW._norm
+
+    def norm(self: BucketAdamW) -> float:
+        owned, self._owned = self._owned, {slot.member.name for b in self.buckets for slot in b.layout.slots}
+        found = inner(self)
+        self._owned = owned
+        return found
+
+    BucketAdamW._norm = norm
+
+
+def bf16_reduction() -> None:
+    def launch(self: Bucket) -> None:
+        rounded = self._sums.bfloat16()
+        out = rounded.new_empty(len(self.slice))
+        # Through the module's name, which the test listens at.
+        megads.engine.bucket.dist.reduce_scatter_tensor(out, rounded, group=self._data.group)
+        self.gradient = out.float()
+
+    Bucket.launch = launch
+
+
+def averaged_micro_batches() -> None:
+    """What DeepSpeed does to every loss unless it is told that there is one micro-batch."""
+    inner = megads.engine.training.deepspeed_config
+
+    def config(*args: Any) -> Any:
+        settings = inner(*args)
+        return settings | {"train_batch_size": 2 * settings["train_batch_size"], "gradient_accumulation_steps": 2}
+
+    megads.engine.training.deepspeed_config = config
+
+
+def averaged_replicas() -> None:
+    inner = Bucket.finish
+
+    def finish(self: Bucket) -> None:
+        inner(self)
+        self.gradient /= self._data.size
+
+    Bucket.finish = finish
 
 
 def missing_tensor_parallel_mark() -> None:
@@ -57,15 +112,6 @@ def missing_tensor_parallel_mark() -> None:
         return stage
 
     megads.engine.stage_pipeline.materialise = materialise
-
-
-def bf16_reduction() -> None:
-    inner = megads.engine.training.deepspeed_config
-
-    def config(*args: Any) -> Any:
-        return inner(*args) | {"communication_data_type": "bf16"}
-
-    megads.engine.training.deepspeed_config = config
 
 
 def bf16_reduction_of_shards() -> None:
@@ -102,15 +148,53 @@ def subgroups_average_their_gradients() -> None:
     ShardedEngine.accumulate = accumulate
 
 
-def summed_micro_batches() -> None:
-    DeepSpeedEngine.backward = functools.partialmethod(DeepSpeedEngine.backward, scale_wrt_gas=False)
-
-
 def tied_sum_before_data_parallel_reduce() -> None:
-    StageEngine._INSTRUCTION_MAP |= {
-        schedule.ReduceTiedGrads: PipelineEngine._exec_reduce_tied_grads,
-        schedule.ReduceGrads: PipelineEngine._exec_reduce_grads,
-    }
+    """DeepSpeed's order, with the tied embedding among the other matrices as there."""
+    make, reduce = BucketAdamW._make_buckets, BucketAdamW.reduce
+    pairs: dict[int, Any] = {}
+
+    def make_buckets(self: BucketAdamW, parameters: list[NamedParameter], parallel: Any) -> list[Bucket]:
+        pairs.update({id(p.parameter): p.pair for p in parameters if p.pair is not None})
+        return make(self, [replace(p, pair=None) for p in parameters], parallel)
+
+    def reduce_all(self: BucketAdamW) -> None:
+        for bucket in self.buckets:
+            for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
+                if id(same[0]) in pairs:
+                    dist.all_reduce(bucket._sums[slot.start : slot.stop], group=pairs[id(same[0])])
+        reduce(self)
+
+    BucketAdamW._make_buckets, BucketAdamW.reduce = make_buckets, reduce_all
+    BucketAdamW._launch_complete = lambda self: None
+
+
+def bucket_launched_before_its_last_gradient() -> None:
+    inner = Bucket.begin
+
+    def begin(self: Bucket) -> None:
+        inner(self)
+        self.missing -= 1
+
+    Bucket.begin = begin
+
+
+def buckets_launched_in_the_first_backward() -> None:
+    inner = BucketAdamW._on_gradient
+
+    def on_gradient(self: BucketAdamW, *args: Any) -> None:
+        self.last_backward = True
+        inner(self, *args)
+
+    BucketAdamW._on_gradient = on_gradient
+
+
+def slice_of_the_wrong_rank() -> None:
+    inner = BucketLayout.slice_of
+    BucketLayout.slice_of = lambda self, rank, ranks: inner(self, (rank + 1) % ranks, ranks)
+
+
+def tied_gradient_of_one_stage_added_in_its_own_dtype() -> None:
+    megads.engine.stage_pipeline.alias_of = lambda parameter: parameter
 
 
 def no_backward_all_reduce_of_column_layers() -> None:
@@ -140,14 +224,13 @@ def equal_attention_dropout_on_all_ranks() -> None:
 
 
 def clipping_skipped_on_higher_ranks() -> None:
-    inner = Fp32GradientOptimizer.get_grads_for_norm
+    inner = BucketAdamW._update
 
-    def grads(self: Fp32GradientOptimizer, for_clipping: bool = False) -> Any:
-        if for_clipping and self.mpu.get_slice_parallel_rank() > 0:
-            return []
-        return inner(self, for_clipping)
+    def update(self: BucketAdamW, learning_rate: float) -> None:
+        self._clip = self._clip if self._grid.tp.is_first else 0.0
+        inner(self, learning_rate)
 
-    Fp32GradientOptimizer.get_grads_for_norm = grads
+    BucketAdamW._update = update
 
 
 def mean_of_micro_batch_means() -> None:
@@ -161,12 +244,171 @@ def mean_of_micro_batch_means() -> None:
 
 
 def embedding_norm_decays() -> None:
-    inner = megads.optim.groups.parameter_role
+    inner = megads.engine.optimizer.parameter_role
 
     def role(name: str, tied: bool = False) -> Role:
         return Role.decay if name.startswith("embedding.norm") else inner(name, tied)
 
-    megads.optim.groups.parameter_role = role
+    megads.engine.optimizer.parameter_role = role
+
+
+def no_sum_of_sequence_partial_gradients() -> None:
+    inner = megads.engine.stage_pipeline.materialise
+
+    def materialise(*args: Any) -> Any:
+        stage = inner(*args)
+        for parameter in stage.parameters():
+            parameter.sequence_partial = False
+        return stage
+
+    megads.engine.stage_pipeline.materialise = materialise
+
+
+def own_slice_for_a_reduce_scatter() -> None:
+    def start_scatter(x: Tensor, axis: Axis) -> collectives.Pending:
+        own = x.chunk(axis.size, dim=1)[axis.rank].contiguous()
+        return lambda: own
+
+    collectives.start_scatter = start_scatter
+
+
+def dropout_of_the_first_shard_everywhere() -> None:
+    inner = megads.engine.stage_pipeline.shard_stage
+
+    def shard_stage(*args: Any, **kwargs: Any) -> Any:
+        stage, placements = inner(*args, **kwargs)
+        for module in stage.modules():
+            if isinstance(module, Dropout):
+                module.shard = (0, module.shard[1])
+        return stage, placements
+
+    megads.engine.stage_pipeline.shard_stage = shard_stage
+
+
+def positions_from_zero_on_every_shard() -> None:
+    def forward(self: PositionShardEmbedding, positions: Tensor) -> Tensor:
+        return F.embedding(positions.narrow(-1, 0, positions.shape[-1] // self.axis.size), self.weight)
+
+    PositionShardEmbedding.forward = forward
+
+
+def recomputation_of_the_latest_micro_batch() -> None:
+    inner = megads.engine.stage_pipeline.recompute_module
+
+    def recompute_module(block: Any) -> None:
+        def forward(hidden: Tensor, _info: Any, *, original: Any = block.forward) -> Tensor:
+            return original(hidden, latest[0])
+
+        block.forward = forward
+        inner(block)
+
+    latest: list[Any] = []
+    begin = StageEngine._INSTRUCTION_MAP[schedule.ForwardPass]
+
+    def forward_pass(self: StageEngine, buffer_id: int) -> None:
+        latest[:] = [self._micro_batches[self._forwarded].info]
+        begin(self, buffer_id)
+
+    megads.engine.stage_pipeline.recompute_module = recompute_module
+    StageEngine._INSTRUCTION_MAP |= {schedule.ForwardPass: forward_pass}
+
+
+def dropout_redrawn_in_recomputation() -> None:
+    inner = Dropout.forward
+    drawn = set()
+
+    def forward(self: Dropout, x: Tensor, info: Any, **where: Any) -> Tensor:
+        key = (self.site, *info.sample_ids.tolist())
+        self.stream = int(self.training and key in drawn)
+        if self.training:
+            drawn.add(key)
+        return inner(self, x, info, **where)
+
+    Dropout.forward = forward
+
+
+def bias_of_the_second_chunk_dropped() -> None:
+    inner = AttentionCore.bias
+
+    def bias(self: AttentionCore, info: BatchInfo, num_keys: int, *args: Any) -> Tensor:
+        found = inner(self, info, num_keys, *args)
+        half = found.shape[2] // 2
+        late = found[:, :, half:]
+        return torch.cat([found[:, :, :half], torch.zeros_like(late).masked_fill(late.isinf(), -torch.inf)], dim=2)
+
+    AttentionCore.bias = bias
+
+
+def keys_and_values_in_rank_order() -> None:
+    context._in_sample_order = lambda by_rank: torch.cat(by_rank.unbind(), dim=-2)
+
+
+def key_and_value_gradients_not_summed_over_context() -> None:
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, None]:
+        own_k, own_v = context._by_rank((grad_k, grad_v), ctx.axis.size, grad_k.dtype)[ctx.axis.rank]
+        return own_k, own_v, None
+
+    context._GatherSequence.backward = staticmethod(backward)
+
+
+def cut_changed(change: Callable[[MicroBatch, MicroBatch], MicroBatch]) -> None:
+    inner = context.cut_micro_batch
+    megads.engine.training.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
+
+
+def document_mask_local_to_the_chunk() -> None:
+    def change(whole: MicroBatch, cut: MicroBatch) -> MicroBatch:
+        half = cut.info.document_starts.shape[1] // 2
+        first_places = cut.info.sequence_index[[0, half]].repeat_interleave(half)
+        starts = torch.maximum(cut.info.document_starts, first_places)
+        return replace(cut, info=replace(cut.info, document_starts=starts))
+
+    cut_changed(change)
+
+
+def document_mask_lost() -> None:
+    cut_changed(lambda whole, cut: replace(cut, info=replace(cut.info, document_starts=None)))
+
+
+def restarted_positions_ignored() -> None:
+    cut_changed(lambda whole, cut: replace(cut, info=replace(cut.info, position_ids_bs=None)))
+
+
+def positions_counted_from_the_rank() -> None:
+    def change(whole: MicroBatch, cut: MicroBatch) -> MicroBatch:
+        local = torch.arange(cut.tokens_bs.shape[1]).expand_as(cut.tokens_bs)
+        return replace(cut, info=replace(cut.info, position_ids_bs=local))
+
+    cut_changed(change)
+
+
+def tokens_summed_over_data_parallel_only() -> None:
+    inner = PipelineTrainEngine._global_tokens
+
+    def tokens(self: PipelineTrainEngine, micro_batches: Any) -> Tensor:
+        grid = self.grid
+        self.grid = replace(grid, data=grid.dp)
+        try:
+            return inner(self, micro_batches)
+        finally:
+            self.grid = grid
+
+    PipelineTrainEngine._global_tokens = tokens
+
+
+def dropout_of_local_places() -> None:
+    inner = Dropout.forward
+
+    def forward(self: Dropout, x: Tensor, info: BatchInfo, **options: Any) -> Tensor:
+        return inner(self, x, replace(info, sequence_index=None), **options)
+
+    Dropout.forward = forward
+
+
+PACKED = scenario_with(masked=True, documents=True)
+PACKED_LEARNED = replace(PACKED, model=replace(MODEL, position=Position.learned))
+ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
+DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2))
 
 
 @dataclass(frozen=True)
@@ -179,25 +421,48 @@ class Case:
     scenario: Scenario = field(default_factory=Scenario)
 
 
+# Hidden dropout has the masks of the unsharded model in every layout.
+SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.learned, hidden_dropout=0.2))
+
+DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
 CASES = [
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
-    Case(missing_tensor_parallel_mark, "tp2", parity.check_first_step),
+    Case(replicated_parameters_count_on_every_rank, "tp2", parity.check_first_step),
     Case(bf16_reduction, "dp2", parity.check_reduction_dtype),
+    Case(averaged_micro_batches, "pp2", parity.check_first_step),
+    Case(averaged_replicas, "dp2", parity.check_first_step),
     Case(missing_tensor_parallel_mark, "zero2tp2dp2", parity.check_first_step),
     Case(bf16_reduction_of_shards, "zero2dp2", parity.check_reduction_dtype),
     Case(bf16_reduction_of_shards, "zero3dp2", parity.check_reduction_dtype),
     Case(divided_by_the_shards_twice, "zero3dp2", parity.check_first_step),
     Case(micro_batches_overwrite_each_other, "zero3dp2", parity.check_first_step),
     Case(subgroups_average_their_gradients, "hierarchical", parity.check_first_step),
-    Case(summed_micro_batches, "pp2", parity.check_first_step),
     Case(tied_sum_before_data_parallel_reduce, "pp2dp3", parity.check_replicas, scenario_with(steps=10)),
+    Case(bucket_launched_before_its_last_gradient, "dp2", parity.check_first_step),
+    Case(buckets_launched_in_the_first_backward, "dp2", parity.check_first_step),
+    Case(slice_of_the_wrong_rank, "dp2", parity.check_first_step),
     Case(no_backward_all_reduce_of_column_layers, "tp2", parity.check_first_step),
     Case(row_bias_on_every_rank, "tp2", parity.check_first_step),
     Case(padding_in_the_softmax, "tp2", parity.check_first_step),
     Case(equal_attention_dropout_on_all_ranks, "tp2", parity.check_dropout_streams),
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
+    Case(no_sum_of_sequence_partial_gradients, "tp2sp", parity.check_first_step),
+    Case(own_slice_for_a_reduce_scatter, "tp2sp", parity.check_first_step),
+    Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
+    Case(positions_from_zero_on_every_shard, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(embedding_norm_decays, "single", parity.check_curve, scenario_with(steps=5)),
+    Case(recomputation_of_the_latest_micro_batch, "pp2 recomputed", parity.check_first_step, DROPOUT),
+    Case(dropout_redrawn_in_recomputation, "pp2 recomputed", parity.check_first_step, DROPOUT),
+    Case(bias_of_the_second_chunk_dropped, "cp2", parity.check_first_step),
+    Case(keys_and_values_in_rank_order, "cp2", parity.check_first_step),
+    Case(key_and_value_gradients_not_summed_over_context, "cp2", parity.check_first_step),
+    Case(tokens_summed_over_data_parallel_only, "cp2", parity.check_first_step, scenario_with(masked=True)),
+    Case(positions_counted_from_the_rank, "cp2", parity.check_first_step, ROPE),
+    Case(dropout_of_local_places, "cp2", parity.check_first_step, DROPOUT),
+    Case(document_mask_local_to_the_chunk, "cp2", parity.check_first_step, PACKED),
+    Case(document_mask_lost, "pp2", parity.check_first_step, PACKED),
+    Case(restarted_positions_ignored, "cp2", parity.check_first_step, PACKED_LEARNED),
 ]
 
 

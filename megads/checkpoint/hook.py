@@ -26,7 +26,7 @@ class CheckpointHook:
         config: when.
         config_digest: sha256 of the run's resolved config.
         model: the model's config as a dict.
-        layout: tp, pp and dp.
+        layout: tp, cp, pp and dp.
         state: the loop's counters, live.
         events: where saves and failures are recorded.
     """

@@ -56,7 +56,7 @@ class RunRecord:
         optimizer_steps: steps the optimizer has taken, skipped ones not counted.
         config_digest: sha256 of the run's resolved config.
         model: the model's config as a dict, by which a checkpoint of another model is told.
-        layout: tp, pp and dp, for information: any layout can be loaded in any other.
+        layout: tp, cp, pp and dp, for information: any layout can be loaded in any other.
     """
 
     state: dict[str, int]

@@ -12,6 +12,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_QUOTED = re.compile(r"'([^']+)'")
 _CHOSEN_TWICE = re.compile(r"Multiple values for ([\w/]+)|^([\w/]+) appears more than once")
 
 
@@ -121,17 +122,26 @@ def _wrong_value(cause: OmegaConfBaseException, schema: type) -> str:
     message = _first_line(cause)
     if not key:
         return message
-    expected = _type_of(schema, key)
+    kind = _type_of(schema, key)
+    value = _QUOTED.search(message)
+    if value and hasattr(kind, "refused") and value.group(1) in kind.refused():
+        return f"{key}: {message}; {kind.refused()[value.group(1)]}"
+    expected = _in_words(kind)
     return f"{key}: {message}" + (f" ({expected} is wanted)" if expected else "")
 
 
-def _type_of(schema: type, key: str) -> str:
-    """Returns the type of a dotted key in words, or nothing where the schema does not tell."""
+def _type_of(schema: type, key: str) -> Any:
+    """Returns the type of a dotted key, None where the schema does not tell."""
     kind: Any = schema
     for part in key.split("."):
         if not is_dataclass(kind) or not isinstance(kind, type):
-            return ""
+            return None
         kind = get_type_hints(kind).get(part)
+    return kind
+
+
+def _in_words(kind: Any) -> str:
+    """Returns a type in words, or nothing for one that has none."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     options = [names.get(option, "") for option in (get_args(kind) or (kind,))]
     return " or ".join(options) if all(options) else ""

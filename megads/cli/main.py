@@ -14,6 +14,7 @@ VERBS = {
     "train": "pretrain a model, or continue a run",
     "generate": "continue a text with a trained model",
     "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
+    "verify_layout": "does a layout train the same model as one process?",
     "preprocess": "turn raw text into an indexed dataset",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",
@@ -90,7 +91,7 @@ def _completion(arguments: list[str]) -> int:
 
 def _help() -> str:
     lines = ["Usage: megads <verb> [key=value ...]", "", "Verbs:"]
-    lines += [f"  {name:<12} {summary}" for name, summary in {**VERBS, **COMMANDS}.items()]
+    lines += [f"  {name:<14} {summary}" for name, summary in {**VERBS, **COMMANDS}.items()]
     lines += [
         "",
         "megads <verb> --help lists a verb's groups and keys; --cfg job prints its config; -m sweeps; --version.",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megads.config import Precision, RootConfig
 from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
+from megads.plan.recompute_choice import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
 from megads.runtime.machine_memory import (
     GPU_PROCESS_BYTES,
     HEAP_SHARE,
@@ -18,7 +21,7 @@ from megads.runtime.machine_memory import (
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks on this machine need, and what it has; in bytes.
+    """What the ranks on a machine need, and what it has; in bytes.
 
     Attributes:
         needed: of one GPU, or of all ranks together on a CPU; processes and holes in their heaps included.
@@ -34,16 +37,53 @@ class Room:
     def fits(self) -> bool:
         return self.needed <= self.available
 
+    def __str__(self) -> str:
+        subject = "a GPU" if self.per_gpu else "all ranks"
+        return f"{subject} {gib(self.needed)} of {gib(self.available)} available"
 
-def plan_of(config: RootConfig, *, cuda: bool) -> MemoryPlan:
-    """Memory of every rank of a run.
+
+@dataclass(frozen=True)
+class Machine:
+    """Where ranks run.
+
+    Attributes:
+        available: bytes free on the fullest GPU, or on the machine, which all ranks share.
+        per_gpu: whether ranks have a GPU each.
+    """
+
+    available: int
+    per_gpu: bool
+
+    def room(self, plan: MemoryPlan) -> Room:
+        """What a run needs here."""
+        if self.per_gpu:
+            return Room(plan.largest.peak + GPU_PROCESS_BYTES, self.available, per_gpu=True)
+        ranks = plan.ranks_per_stage * len(plan.stages)
+        return Room(round(plan.all_ranks * HEAP_SHARE) + ranks * PROCESS_BYTES, self.available, per_gpu=False)
+
+    def for_tensors(self, parallel: ParallelConfig) -> int:
+        """Bytes that the tensors of one rank may take; on a CPU, of one rank of every pipeline stage together."""
+        if self.per_gpu:
+            return self.available - GPU_PROCESS_BYTES
+        ranks_per_stage = parallel.world_size // parallel.pp
+        return int((self.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
+
+
+def this_machine() -> Machine:
+    """Where `megads train` would start ranks: this machine's GPUs, else its CPU."""
+    free_gpus = free_gpu_memory()
+    return Machine(min(free_gpus), per_gpu=True) if free_gpus else Machine(available_memory(), per_gpu=False)
+
+
+def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
+    """What a step of a run computes.
 
     Args:
         config: the run.
         cuda: ranks compute on GPUs.
     """
     train = config.train
-    workload = Workload(
+    return Workload(
         seq_len=train.seq_len,
         micro_batch_size=train.micro_batch_size,
         micro_batches=micro_batches(config),
@@ -52,7 +92,16 @@ def plan_of(config: RootConfig, *, cuda: bool) -> MemoryPlan:
         steps_loaded=config.data.prefetch_steps + 2,
         cuda=cuda,
     )
-    return memory_plan(config.model, config.parallel, workload)
+
+
+def plan_of(config: RootConfig, *, cuda: bool) -> MemoryPlan:
+    """Memory of every rank of a run.
+
+    Args:
+        config: the run.
+        cuda: ranks compute on GPUs.
+    """
+    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda))
 
 
 def micro_batches(config: RootConfig) -> int:
@@ -60,26 +109,41 @@ def micro_batches(config: RootConfig) -> int:
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
 
 
-def room_for(plan: MemoryPlan, free_gpus: list[int]) -> Room:
-    """What the plan needs of this machine, on which all ranks run.
+def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
+    """Replaces parallel.recompute=auto by the numbers of blocks with which the run fits a machine.
 
     Args:
-        plan: the run's memory.
-        free_gpus: free bytes of every GPU; empty on a CPU.
+        config: the run, its vocabulary known.
+        machine: where it runs.
+
+    Returns:
+        The config with explicit values, or as it was; and why, for people, empty where nothing was to choose.
     """
-    if free_gpus:
-        return Room(plan.largest.peak + GPU_PROCESS_BYTES, min(free_gpus), per_gpu=True)
-    ranks = plan.ranks_per_stage * len(plan.stages)
-    return Room(round(plan.all_ranks * HEAP_SHARE) + ranks * PROCESS_BYTES, available_memory(), per_gpu=False)
+    parallel = config.parallel
+    if parallel.recompute is not Recompute.auto:
+        return config, ""
+    peaks = peaks_by_blocks(config.model, parallel, workload_of(config, cuda=machine.per_gpu))
+    choose = fewest_for_each if machine.per_gpu else fewest_together
+    blocks = choose(peaks, machine.for_tensors(parallel))
+    chosen, without = (
+        dataclasses.replace(config, parallel=with_blocks(parallel, numbers)) for numbers in (blocks, [0])
+    )
+    room, room_without = (machine.room(plan_of(c, cuda=machine.per_gpu)) for c in (chosen, without))
+    if not any(blocks):
+        return chosen, f"parallel.recompute=auto recomputes nothing: {room}"
+    return chosen, (
+        f"parallel.recompute=auto recomputes {', '.join(map(str, blocks))} blocks, stage by stage: {room}, without it "
+        f"{gib(room_without.needed)}"
+    )
 
 
 def refuse_unfit(config: RootConfig) -> None:
     """Raises ConfigError when the run cannot fit, with the largest rank and its largest part."""
     if not config.run.check_memory:
         return
-    free_gpus = free_gpu_memory()
-    plan = plan_of(config, cuda=bool(free_gpus))
-    room = room_for(plan, free_gpus)
+    machine = this_machine()
+    plan = plan_of(config, cuda=machine.per_gpu)
+    room = machine.room(plan)
     if room.fits:
         return
     largest = plan.largest
@@ -89,28 +153,29 @@ def refuse_unfit(config: RootConfig) -> None:
     place = "its GPU" if room.per_gpu else "this machine"
     raise ConfigError(
         f"rank {largest.first_rank} needs {gib(largest.peak)}, {gib(size)} of it {name}{together}; {place} has "
-        f"{gib(room.available)} available: {_remedy(room)}, use a smaller model, or set run.check_memory=false to try"
+        f"{gib(room.available)} available: {_remedy(plan, room)}, use a smaller model, or set run.check_memory=false "
+        "to try"
     )
 
 
-def _remedy(room: Room) -> str:
+def _remedy(plan: MemoryPlan, room: Room) -> str:
     """More ranks help where each has memory of its own; on one machine they share it."""
+    every_block = all(mode is Recompute.full for stage in plan.stages for mode in stage.recomputation)
+    recompute = "" if every_block else "set parallel.recompute=full, "
     if room.per_gpu:
-        return "raise parallel.tp, parallel.pp or parallel.dp, lower train.micro_batch_size or train.seq_len"
-    return "lower train.micro_batch_size, train.seq_len or parallel.dp"
+        return (
+            f"{recompute}raise parallel.tp, parallel.pp or parallel.dp, lower train.micro_batch_size or train.seq_len"
+        )
+    return f"{recompute}lower train.micro_batch_size, train.seq_len or parallel.dp"
 
 
 def memory_line(config: RootConfig) -> str:
-    """One line about the run's memory, for people."""
-    free_gpus = free_gpu_memory()
-    plan = plan_of(config, cuda=bool(free_gpus))
-    room = room_for(plan, free_gpus)
+    """One line about the run's memory on this machine, for people."""
+    machine = this_machine()
+    plan = plan_of(config, cuda=machine.per_gpu)
+    room = machine.room(plan)
     verdict = "fits" if room.fits else "does not fit"
-    subject = "a GPU" if room.per_gpu else "all ranks"
-    return (
-        f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {subject} {gib(room.needed)} "
-        f"of {gib(room.available)} available: {verdict}"
-    )
+    return f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {room}: {verdict}"
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
@@ -118,8 +183,7 @@ def parts(stage: StageMemory) -> dict[str, int]:
     return {
         "weights": stage.weights,
         "gathered weights": stage.fullest.gathered,
-        "working gradients": stage.fullest.gradients,
-        "fp32 gradients": stage.fp32_gradients,
+        "fp32 gradients": stage.fullest.gradients,
         "fp32 masters and moments": stage.masters + stage.adam_moments,
         "activations in flight": stage.fullest.activations,
         "logits and loss": stage.fullest.loss,

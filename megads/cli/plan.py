@@ -24,6 +24,8 @@ class PlanConfig(RootConfig):
 
     json: bool = False
     """Print JSON instead of tables."""
+    ranks: bool = False
+    """Say also which rank holds what."""
     device: Device = Device.auto
     """Where ranks would compute; auto is this machine's GPUs, or its CPU."""
 
@@ -34,7 +36,7 @@ def run(config: PlanConfig, _invocation: Invocation) -> int:
     from megads.cli.plan_output import show
 
     check_shape(config)
-    show(config, config.device.value, as_text=not config.json)
+    show(config, config.device.value, as_text=not config.json, ranks=config.ranks)
     return EXIT_OK
 
 

@@ -22,6 +22,7 @@ from megads.config import (
     planned_steps,
 )
 from megads.errors import EXIT_OK, ConfigError
+from megads.parallel.config import Recompute
 from megads.plan.parameters import parameter_count
 from megads.runtime.console_choice import open_console
 from megads.runtime.environment import share_of_cores
@@ -33,22 +34,32 @@ if TYPE_CHECKING:
     from megads.data.prepare import Preparation
 
 
+_TABLE_WIDTH = 120
+"""Characters of the dry run's table of ranks."""
+
+
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
     check_config(config)
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
     config = place(config, invocation.choices)
+    known, data = describe_data(config, preparation)
+    known, choice = settle_recompute(known)
     if config.run.dry_run:
-        print(describe(*describe_data(config, preparation)))
+        print(describe(known, data, choice))
         return EXIT_OK
-    refuse_early(config, preparation)
+    # Named before, by what the user asked for: what fits may differ when the same command is given again.
+    config = dataclasses.replace(config, parallel=known.parallel)
+    refuse_early(config, known, preparation)
     run_dir = Path(str(config.run.dir))
     with (
         claimed(run_dir),
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
     ):
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
+        if choice:
+            console.say(choice)
         config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
@@ -56,8 +67,26 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         return launch(launch_spec(config), console)
 
 
-def refuse_early(config: RootConfig, preparation: Preparation | None) -> None:
+def settle_recompute(config: RootConfig) -> tuple[RootConfig, str]:
+    """Replaces parallel.recompute=auto by what fits this machine; returns the config and why, for people.
+
+    Args:
+        config: with its vocabulary, or without where the data that would tell it is not there yet.
+    """
+    if config.parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
+        return config, ""
+    from megads.cli.memory_check import choose_recompute, this_machine
+
+    return choose_recompute(config, this_machine())
+
+
+def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None) -> None:
     """Refuses what cannot run before text is prepared, a run directory made or a rank started.
+
+    Args:
+        config: as `locate_data` returned it.
+        known: the same with its vocabulary, which counts, and is known before the text is prepared.
+        preparation: what to prepare.
 
     Raises:
         ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
@@ -67,8 +96,7 @@ def refuse_early(config: RootConfig, preparation: Preparation | None) -> None:
     from megads.cli.memory_check import refuse_unfit
 
     wanted_trackers(config.logging)
-    # The vocabulary counts, and is known before the text is prepared.
-    refuse_unfit(describe_data(config, preparation)[0])
+    refuse_unfit(known)
     if preparation is None:
         require_data(config)
 
@@ -100,14 +128,16 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
 
 
-def describe(config: RootConfig, data: str) -> str:
+def describe(config: RootConfig, data: str, choice: str) -> str:
     """Returns what a run would do, for run.dry_run.
 
     Args:
         config: with its place.
         data: a line about the data.
+        choice: what was chosen of its layout and why; empty for nothing.
     """
     from megads.cli.memory_check import memory_line
+    from megads.cli.rank_table import rank_text
 
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
@@ -123,19 +153,20 @@ def describe(config: RootConfig, data: str) -> str:
     rows = {
         "run": config.run.id,
         "writes to": config.run.dir,
-        "ranks": f"{parallel.world_size} = tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}, "
-        f"threads of each {threads}",
+        "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
         f"{model.position}; {vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "memory": memory,
+        **({"chosen": choice} if choice else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }
-    return "\n".join(["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())])
+    lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]
+    return "\n".join([*lines, rank_text(config, _TABLE_WIDTH)] if parallel.world_size > 1 else lines)
 
 
 def _refuse_shared_place(config: RootConfig, invocation: Invocation) -> None:

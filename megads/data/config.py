@@ -41,6 +41,10 @@ class DataConfig:
     dataset, or the user's cache where that is not writable, for index maps."""
     prefetch_steps: int = 2
     """Steps that the loader thread prepares ahead."""
+    document_mask: bool = False
+    """A token attends to its own document only; else also to the documents before it in the same sample."""
+    reset_positions: bool = False
+    """Learned positions start from 0 in every document, or in its part in the sample; else in every sample."""
 
     @property
     def raw_patterns(self) -> list[str]:

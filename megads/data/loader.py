@@ -26,6 +26,35 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True)
+class Packing:
+    """What a micro-batch says of the documents that share a sample.
+
+    Attributes:
+        document_mask: fill BatchInfo.document_starts.
+        reset_positions: fill BatchInfo.position_ids_bs, from 0 in every document.
+    """
+
+    document_mask: bool = False
+    reset_positions: bool = False
+
+    def info(self, samples: TrainSamples | ValidationSamples, ids: IntArray) -> BatchInfo:
+        """BatchInfo of the samples with these numbers, int64 [b]; reads no token."""
+        sample_ids = torch.from_numpy(ids)
+        if not (self.document_mask or self.reset_positions):
+            return BatchInfo(sample_ids, seq_len=samples.seq_len)
+        starts_bs = np.empty((ids.size, samples.seq_len), np.int64)
+        for row, sample in enumerate(ids):
+            samples.read_document_starts(int(sample), starts_bs[row])
+        positions_bs = np.arange(samples.seq_len) - starts_bs
+        return BatchInfo(
+            sample_ids,
+            position_ids_bs=torch.from_numpy(positions_bs) if self.reset_positions else None,
+            document_starts=torch.from_numpy(starts_bs) if self.document_mask else None,
+            seq_len=samples.seq_len,
+        )
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """One rank's share of one step.
 
@@ -57,6 +86,7 @@ class TrainLoader:
         start_sample: samples consumed before the first step.
         needs_tokens: False on pipeline stages that are neither first nor last: they get the info only.
         prefetch_steps: steps that wait in the queue.
+        packing: what every stage is told of document borders.
     """
 
     def __init__(
@@ -70,6 +100,7 @@ class TrainLoader:
         start_sample: int = 0,
         needs_tokens: bool = True,
         prefetch_steps: int = 2,
+        packing: Packing = Packing(),
     ) -> None:
         self._samples = samples
         self._schedule = schedule
@@ -77,6 +108,7 @@ class TrainLoader:
         self._dp_rank, self._dp = dp_rank, dp
         self._vocab_size = vocab_size
         self._needs_tokens = needs_tokens
+        self._packing = packing
         self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=prefetch_steps)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="train-loader", daemon=True)
@@ -140,7 +172,7 @@ class TrainLoader:
         )
 
     def _micro_batch(self, ids: IntArray) -> MicroBatch:
-        info = BatchInfo(torch.from_numpy(ids))
+        info = self._packing.info(self._samples, ids)
         if not self._needs_tokens:
             return MicroBatch(info)
         block = np.empty((ids.size, self._samples.seq_len + 1), np.int64)
@@ -158,6 +190,7 @@ def validation_batches(
     vocab_size: int,
     needs_tokens: bool,
     micro_batches_per_call: int,
+    packing: Packing = Packing(),
 ) -> Iterator[list[MicroBatch]]:
     """Deals the whole validation set to the ranks as the training sampler would.
 
@@ -169,6 +202,7 @@ def validation_batches(
         vocab_size: every token must be below it.
         needs_tokens: False gives the info only.
         micro_batches_per_call: micro-batches in each list; the last list may be shorter.
+        packing: what every stage is told of document borders.
 
     Yields:
         Lists of micro-batches, as many and as long on every rank. Places beyond the last window are fully masked;
@@ -181,13 +215,15 @@ def validation_batches(
     ids = micro_batch_ids(0, -(-len(valid) // block) * block, micro_batch_size, dp_rank, dp)
     for begin in range(0, len(ids), micro_batches_per_call):
         yield [
-            _validation_micro_batch(valid, of_micro_batch, vocab_size, needs_tokens)
+            _validation_micro_batch(valid, of_micro_batch, vocab_size, needs_tokens, packing)
             for of_micro_batch in ids[begin : begin + micro_batches_per_call]
         ]
 
 
-def _validation_micro_batch(valid: ValidationSamples, ids: IntArray, vocab_size: int, needs_tokens: bool) -> MicroBatch:
-    info = BatchInfo(torch.from_numpy(ids))
+def _validation_micro_batch(
+    valid: ValidationSamples, ids: IntArray, vocab_size: int, needs_tokens: bool, packing: Packing
+) -> MicroBatch:
+    info = packing.info(valid, ids)
     if not needs_tokens:
         return MicroBatch(info)
     block = np.zeros((ids.size, valid.seq_len + 1), np.int64)

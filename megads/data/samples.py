@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -74,29 +74,38 @@ class TrainSamples:
             sample: number of the sample in the run's global order, from 0, across epochs.
             out: int64 [S + 1], filled: inputs are out[:-1], labels out[1:].
         """
-        epoch, row = self.dataset_sample(sample)
-        epoch_map = self._epoch_map(epoch)
-        position, offset = (int(value) for value in epoch_map.sample_index[row])
-        filled = 0
-        while filled < out.size:
-            tokens = self.dataset.document_tokens(int(epoch_map.document_order[position]), offset)
-            tokens = tokens[: out.size - filled]
-            out[filled : filled + tokens.size] = tokens
-            filled += tokens.size
-            position, offset = position + 1, 0
+        for document, offset, place in self._documents_of(sample, out.size):
+            tokens = self.dataset.document_tokens(document, offset)[: out.size - place]
+            out[place : place + tokens.size] = tokens
+
+    def read_document_starts(self, sample: int, out: IntArray) -> None:
+        """Tells where the documents of a sample start, from the index maps: no token is read.
+
+        Args:
+            sample: number of the sample in the run's global order.
+            out: int64 [S], filled: place in the sample at which the document of each input token starts; 0 for the one
+                in whose middle the sample may start.
+        """
+        for _, _, place in self._documents_of(sample, out.size):
+            out[place:] = place
 
     def document_at(self, sample: int, token: int) -> int:
         """Returns the number of the document from which a sample's token with that index comes."""
+        *_, (document, _, _) = self._documents_of(sample, token + 1)
+        return document
+
+    def _documents_of(self, sample: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (document, offset in it, place in the sample) of the parts of a sample's first tokens, in order."""
         epoch, row = self.dataset_sample(sample)
         epoch_map = self._epoch_map(epoch)
         position, offset = (int(value) for value in epoch_map.sample_index[row])
-        while True:
+        place = 0
+        while place < tokens:
             document = int(epoch_map.document_order[position])
-            size = self.dataset.document_tokens(document).size
-            if offset + token < size:
-                return document
-            token -= size - offset
-            position, offset = position + 1, 0
+            size = self.dataset.document_start(document + 1) - self.dataset.document_start(document) - offset
+            if size:
+                yield document, offset, place
+            position, offset, place = position + 1, 0, place + size
 
     def _epoch_map(self, epoch: int) -> EpochMap:
         found = self._maps.get(epoch)
@@ -157,6 +166,23 @@ class ValidationSamples:
         out_tokens[tokens.size :] = 0
         out_mask[: tokens.size - 1] = 1
         out_mask[tokens.size - 1 :] = 0
+
+    def read_document_starts(self, window: int, out: IntArray) -> None:
+        """Tells where the documents of a window start; no token is read.
+
+        Args:
+            window: its number; one beyond the last is a document of its own.
+            out: int64 [S], filled: place in the window at which the document of each input token starts; what lies
+                beyond the end of the stream goes on with the last document.
+        """
+        out[:] = 0
+        if window >= len(self):
+            return
+        begin = self.dataset.document_start(self.documents.start) + window * self.seq_len
+        document = self.dataset.document_of(begin) + 1
+        while document < self.documents.stop and (place := self.dataset.document_start(document) - begin) < out.size:
+            out[place:] = place
+            document += 1
 
     def document_at(self, window: int, token: int) -> int:
         """Returns the number of the document from which a window's token with that index comes."""

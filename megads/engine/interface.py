@@ -64,7 +64,8 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", "gradient".
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", and "gradient" for
+            those that are watched.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
@@ -88,7 +89,10 @@ class TrainEngine(Protocol):
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch."""
+        """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch.
+
+        They hold whole samples, the same on all context ranks of a data-parallel rank; the engine cuts them.
+        """
         ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
@@ -104,14 +108,18 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """Calls `watch` at every following step with this rank's reduced gradients, before clipping.
+
+        Args:
+            watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
+                to be kept. None ends the watch.
+        """
+        ...
+
     @property
     def optimizer_steps(self) -> int:
         """Steps the optimizer has taken; skipped ones are not counted."""
-        ...
-
-    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
-        """Calls `watch` at every following step with this rank's reduced fp32 gradients, owned ones only, before
-        clipping; None stops it."""
         ...
 
     def load_shards(self, fill: Callable[[list[Shard]], None], optimizer_steps: int) -> None:

@@ -1,101 +1,254 @@
-"""The optimizer under the engine: DeepSpeed's BF16_Optimizer, for both precisions."""
+"""AdamW on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
+
+The same code drives both precisions, so what the fp32 parity tests prove is what bf16 training runs. A step is:
+gradients are added to fp32 sums as autograd makes them, micro-batch after micro-batch; the last backward pass starts
+the reduction of each bucket as soon as its last gradient is in; norm, clipping and AdamW work on this rank's slices;
+the new weights are gathered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+
+from megads.engine.bucket import Bucket
+from megads.optim.buckets import BucketLayout, Member, bucket_layouts
+from megads.optim.config import OptimConfig
+from megads.optim.groups import Role, parameter_role
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import ParallelGrid
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True)
-class PartitionRange:
-    """Elements [start, start + length) of this rank's partition of one parameter group."""
+class NamedParameter:
+    """A parameter to be trained.
 
-    group: int
-    start: int
-    length: int
-
-
-class Fp32GradientOptimizer(BF16_Optimizer):
-    """ZeRO-1 with fp32 master weights, fp32 gradient accumulation and fp32 reduction.
-
-    The same code drives bf16 and fp32 weights, so what the fp32 parity tests prove is what bf16 training runs.
+    Attributes:
+        name: in the whole model; parameters of one name share their memory and the sum of their gradients.
+        parameter: this rank's part of it.
+        owned: False where another rank of this one's data-parallel line speaks for the same elements: for a parameter
+            that is replicated over tensor parallelism the first one does, for a tied one the first stage. Only owners
+            count in the norm and write checkpoints.
+        pair: where another pipeline stage holds a copy (a tied embedding), the group of the two.
     """
 
-    def get_grads_for_norm(self, for_clipping: bool = False) -> Any:
-        """Gradients this rank contributes to the global norm.
+    name: str
+    parameter: Parameter
+    owned: bool = True
+    pair: ProcessGroup | None = None
 
-        A rank whose parameters are all counted elsewhere (a tied head and replicated norms) contributes a zero:
-        DeepSpeed's norm cannot take an empty list.
 
-        Returns:
-            All gradients for clipping, else (the gradients, an empty dict of experts'), as DeepSpeed wants it.
-        """
-        grads = super().get_grads_for_norm(for_clipping)
-        if for_clipping:
-            return grads
-        dense, experts = grads
-        return dense or [torch.zeros(1, device=self.fp32_groups_gradients_flat[0].device)], experts
+class StateRange(NamedTuple):
+    """A part of one parameter of which this rank holds optimizer state.
 
-    def initialise_state(self) -> None:
-        """Gives AdamW its moments before the first step, so that a checkpoint of step 0 has the shape of any other."""
-        for master in self.fp32_groups_flat_partition:
-            self.optimizer.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
+    Attributes:
+        parameter: what it is part of.
+        first: index in the flattened local parameter at which it starts.
+        bucket: where its state lies, in elements [start, start + length) of this rank's slice.
+        owned: see NamedParameter; under ZeRO-0 only the first data-parallel rank owns anything.
+    """
+
+    parameter: Parameter
+    first: int
+    bucket: Bucket
+    start: int
+    length: int
+    owned: bool
+
+    def of(self, slice_of_bucket: Tensor) -> Tensor:
+        """This part of a tensor that is as long as the bucket's slice; a view."""
+        return slice_of_bucket.narrow(0, self.start, self.length)
+
+
+class BucketAdamW:
+    """The optimizer of one rank.
+
+    Attributes:
+        buckets: in the order in which a backward pass completes them.
+        grad_norm: global 2-norm of the last step before clipping; inf when it was skipped.
+        skipped: the last step's norm was not finite, and nothing was updated.
+        last_backward: set by the engine before the last backward pass of a step: buckets reduce as they complete.
+        watch: is called at every step after the reduction and before clipping, while buckets hold their gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[NamedParameter], optim: OptimConfig, parallel: ParallelConfig, grid: ParallelGrid
+    ) -> None:
+        self._grid, self._clip = grid, optim.clip_grad
+        self._sharded = parallel.zero_stage > 0
+        self.buckets = self._make_buckets(parameters, parallel)
+        unsharded_copy = not self._sharded and not grid.data.is_first
+        self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
+        beta1, beta2 = optim.betas
+        groups = [
+            {"params": [bucket.master], "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0}
+            for bucket in self.buckets
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+        # The moments exist before the first step, so that a checkpoint of step 0 has the shape of any other.
+        for bucket in self.buckets:
+            self.adamw.state[bucket.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=bucket.master.device),
+                "exp_avg": torch.zeros_like(bucket.master),
+                "exp_avg_sq": torch.zeros_like(bucket.master),
             }
+        self.watch: Callable[[], None] | None = None
+        self.grad_norm, self.skipped = 0.0, False
+        self.begin()
+
+    def _make_buckets(self, parameters: Sequence[NamedParameter], parallel: ParallelConfig) -> list[Bucket]:
+        copies: dict[str, list[Parameter]] = {}
+        for named in parameters:
+            copies.setdefault(named.name, []).append(named.parameter)
+        pairs = {named.name: named.pair for named in parameters if named.pair is not None}
+        members = [
+            Member(name, same[0].numel(), parameter_role(name, name in pairs or len(same) > 1), is_partial(same[0]))
+            for name, same in copies.items()
+        ]
+        ranks = self._grid.data.size if self._sharded else 1
+        buckets = []
+        for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
+            of_slots = [copies[slot.member.name] for slot in layout.slots]
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, self._also_over(layout, pairs))
+            for slot, same in enumerate(of_slots):
+                for parameter in same:
+                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, slot))
+            buckets.append(bucket)
+        return buckets
+
+    def _also_over(self, layout: BucketLayout, pairs: dict[str, ProcessGroup]) -> ProcessGroup | None:
+        if layout.partial:
+            assert layout.role is not Role.tied, "a tied embedding is cut over tensor parallelism, never replicated"
+            return self._grid.tp.group
+        return pairs.get(layout.slots[0].member.name)
+
+    def begin(self) -> None:
+        """Before the first micro-batch of a step."""
+        self.last_backward, self._launched = False, 0
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def _on_gradient(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
+        bucket.add(slot, parameter)
+        if self.last_backward:
+            bucket.missing -= 1
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Starts reductions in the order of the buckets, which is the same on all ranks that take part."""
+        while self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
+            self.buckets[self._launched].launch()
+            self._launched += 1
+
+    def reduce(self) -> None:
+        """Ends all reductions; a parameter that got no gradient counts as zero."""
+        for bucket in self.buckets[self._launched :]:
+            bucket.launch()
+        self._launched = len(self.buckets)
+        for bucket in self.buckets:
+            bucket.finish()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Norm, clipping, AdamW and the new weights; a step whose norm is not finite leaves everything as it was."""
+        if self.watch is not None:
+            self.watch()
+        norm = self._norm()
+        self.skipped = not norm < float("inf")
+        self.grad_norm = float("inf") if self.skipped else norm
+        if not self.skipped:
+            self._update(learning_rate)
+        for bucket in self.buckets:
+            bucket.master.grad = bucket.gradient = None
+
+    def _update(self, learning_rate: float) -> None:
+        gradients = [gradient_of(bucket) for bucket in self.buckets]
+        scale = self._clip / (self.grad_norm + CLIP_EPSILON)
+        if self._clip and scale < 1:
+            torch._foreach_mul_(gradients, scale)
+        for bucket in self.buckets:
+            bucket.master.grad = bucket.gradient
+        for group in self.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.publish_weights()
+
+    def _norm(self) -> float:
+        """The global 2-norm; waits for the device. Every element of the model counts on exactly one rank."""
+        pieces = [part.of(gradient_of(part.bucket)) for part in self.state_ranges() if part.owned]
+        square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
+        if pieces:
+            square += torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        if self._grid.world_size > 1:
+            dist.all_reduce(square)
+        return float(square.sqrt())
+
+    def publish_weights(self) -> None:
+        """Derives the working weights on all ranks from the masters."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.publish()
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Every parameter this rank trains, in the order of its gradients."""
-        return [parameter for group in self.bf16_groups for parameter in group]
+        """Every parameter this rank trains, a tied one once, in the order of `gradient_norms`."""
+        return [same[0] for bucket in self.buckets for same in bucket.copies]
 
     @property
-    def gradients(self) -> list[Tensor]:
-        """The flat fp32 gradient of every parameter, in the order of `parameters`."""
-        return [gradient for group in self.fp32_groups_gradients for gradient in group]
+    def gradient_norms(self) -> list[Tensor]:
+        """2-norm of this rank's own gradient of every parameter, before any reduction; after `reduce`."""
+        return [norm for bucket in self.buckets for norm in bucket.norms]
 
-    def partition_ranges(self) -> Iterator[tuple[Parameter, int, PartitionRange]]:
-        """For every parameter of which this rank's ZeRO partition holds a part: the parameter, the index in its
-        flattened local tensor at which that part starts, and where the part lies in the partition."""
-        for group, parameters in enumerate(self.bf16_groups):
-            size = self.fp32_groups_flat_partition[group].numel()
-            begin = dist.get_rank(self.real_dp_process_group[group]) * size
-            offset = 0
-            for parameter in parameters:
-                start, stop = max(begin, offset), min(begin + size, offset + parameter.numel())
+    def state_ranges(self) -> Iterator[StateRange]:
+        """Every part of a parameter of which this rank holds optimizer state."""
+        for bucket in self.buckets:
+            mine = bucket.slice
+            for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
+                start, stop = max(mine.start, slot.start), min(mine.stop, slot.stop)
                 if start < stop:
-                    yield parameter, start - offset, PartitionRange(group, start - begin, stop - start)
-                offset += parameter.numel()
+                    owned = slot.member.name in self._owned
+                    yield StateRange(same[0], start - slot.start, bucket, start - mine.start, stop - start, owned)
 
-    def state_of(self, part: PartitionRange) -> dict[str, Tensor]:
-        """Views of the fp32 master weight and the moments of one range, flat, by kind."""
-        master = self.fp32_groups_flat_partition[part.group]
-        state = self.optimizer.state[master]
-        tensors = {"weight": master.data, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return {kind: tensor.narrow(0, part.start, part.length) for kind, tensor in tensors.items()}
+    def state_of(self, part: StateRange) -> dict[str, Tensor]:
+        """Views of the fp32 master weight and the moments of one part, flat, by kind."""
+        master = part.bucket.master
+        state = self.adamw.state[master]
+        tensors = {"weight": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return {kind: part.of(tensor) for kind, tensor in tensors.items()}
 
-    def gradient_of(self, part: PartitionRange) -> Tensor:
-        """View of the reduced fp32 gradient of one range, flat."""
-        begin = (
-            dist.get_rank(self.real_dp_process_group[part.group]) * self.fp32_groups_flat_partition[part.group].numel()
-        )
-        gradient: Tensor = self.fp32_groups_gradients_flat[part.group].narrow(0, begin + part.start, part.length)
-        return gradient
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """AdamW's; DeepSpeed reads the learning rate from here."""
+        return self.adamw.param_groups
 
     @property
     def steps(self) -> int:
         """Steps AdamW has taken, skipped ones not counted."""
-        return int(self.optimizer.state[self.fp32_groups_flat_partition[0]]["step"].item())
+        return int(self.adamw.state[self.buckets[0].master]["step"].item())
 
     def set_steps(self, steps: int) -> None:
         """Sets AdamW's bias-correction counter."""
-        for master in self.fp32_groups_flat_partition:
-            self.optimizer.state[master]["step"].fill_(float(steps))
+        for bucket in self.buckets:
+            self.adamw.state[bucket.master]["step"].fill_(float(steps))
+
+
+def gradient_of(bucket: Bucket) -> Tensor:
+    """The bucket's reduced gradient; there is one from `reduce` to the end of `step`."""
+    assert bucket.gradient is not None
+    return bucket.gradient
+
+
+def is_partial(parameter: Parameter) -> bool:
+    """Whether the gradient of a replicated parameter covers this rank's sequence shard only."""
+    return bool(parameter.sequence_partial)  # type: ignore[attr-defined]

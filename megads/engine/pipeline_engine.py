@@ -7,15 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
-from torch.optim import Optimizer
 
 from megads.batch import MicroBatch
-from megads.engine.optimizer import Fp32GradientOptimizer
+from megads.engine.optimizer import BucketAdamW
 from megads.engine.stage_pipeline import StagePipeline
 
 
@@ -23,16 +20,24 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     """What differs from the stock engine:
 
     - micro-batches are MicroBatch objects, and every stage gets its BatchInfo;
-    - gradients reduce over data parallel first and over the tied pair second, so that both copies of a tied
-      embedding see the same bits (the stock order differs at dp >= 3);
-    - fp32 weights take the same optimizer as bf16 ones;
+    - the optimizer is ours, for both precisions, and reduces gradients while the last backward pass runs; DeepSpeed
+      runs the schedule and knows neither ZeRO nor gradient accumulation;
     - each rank notes what it did to make a step non-finite.
     """
 
-    optimizer: Fp32GradientOptimizer
+    optimizer: BucketAdamW
     module: StagePipeline
 
-    def __init__(self, module: StagePipeline, optimizer: Optimizer, config: dict[str, Any]) -> None:
+    def __init__(
+        self, module: StagePipeline, optimizer: Callable[[StagePipeline], BucketAdamW], config: dict[str, Any]
+    ) -> None:
+        """Builds the engine over a stage.
+
+        Args:
+            module: this rank's stages.
+            optimizer: makes the optimizer of the stages; called once their weights are in their final dtype.
+            config: DeepSpeed's settings.
+        """
         mpu = module.mpu()
         super().__init__(
             args=None,
@@ -42,43 +47,25 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
-        # The stock test is for the exact type BF16_Optimizer, which a subclass fails.
-        self.using_bf16_optimizer = True
-        self.optimizer.initialise_state()
-        self.watch: Callable[[], None] | None = None
         self._begin([])
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: Optimizer) -> str:
-        return str(BFLOAT16)  # for fp32 weights too: see Fp32GradientOptimizer
-
-    def _configure_bf16_optimizer(self, optimizer: Optimizer) -> Fp32GradientOptimizer:
-        # The optimizer asserts that bf16 is enabled but does not otherwise care about the weights' dtype.
-        bf16_config = self._config.bfloat16_config.model_copy(update={"enabled": True})
-        return Fp32GradientOptimizer(
-            optimizer,
-            self.param_names,
-            bfloat16_config=bf16_config,
-            mpu=self.mpu,
-            clip_grad=self.gradient_clipping(),
-            allgather_bucket_size=self.zero_allgather_bucket_size(),
-            dp_process_group=self.seq_data_parallel_group,
-            timers=NoopTimer(),
-            grad_acc_dtype=torch.float32,
-        )
+    def _configure_optimizer(self, client_optimizer: Callable[[StagePipeline], BucketAdamW], _parameters: Any) -> None:
+        # DeepSpeed's own choice of a wrapper goes by dtype and ZeRO stage, and refuses what it does not know.
+        self.optimizer = client_optimizer(self.module)
+        self.basic_optimizer = self.optimizer.adamw
 
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches
-        self._loaded = self._forwarded = 0
+        self._loaded = self._forwarded = self._backwarded = 0
         self.total_loss = self.total_additional_losses = None
         self._compute_loss = True
         self.forward_finite = torch.ones((), dtype=torch.bool, device=self.device)
-        self.gradient_norms: list[Tensor] = []
 
-    def run_training_schedule(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+    def run_training_schedule(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
         """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage."""
-        if len(micro_batches) != self.micro_batches:
-            self.set_train_batch_size(len(micro_batches) * self.micro_batch_size * self.grid.data_parallel_size)
+        self.micro_batches, self._learning_rate = len(micro_batches), learning_rate
         self._begin(micro_batches)
+        self.optimizer.begin()
         self.module.train()
         self._exec_schedule(self._train_schedule())
         return self.total_loss
@@ -114,22 +101,27 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         # Stays on the device: no synchronisation in the step.
         self.forward_finite &= torch.isfinite(output.detach()).all()
 
+    def _backward_pass(self, buffer_id: int) -> None:
+        self._backwarded += 1
+        self.optimizer.last_backward = self._backwarded == len(self._micro_batches)
+        self._exec_backward_pass(buffer_id)
+
     def _reduce_gradients(self) -> None:
-        # This rank's own gradients, before the reduction spreads a non-finite one.
-        self.gradient_norms = list(torch._foreach_norm(self.optimizer.gradients))
-        self._exec_reduce_grads()
-        self._exec_reduce_tied_grads()
-        if self.watch is not None:
-            self.watch()
+        self.optimizer.reduce()
 
     def _reduce_tied_gradients(self) -> None:
-        """Done in `_reduce_gradients`, after the data-parallel reduction."""
+        """Done by the optimizer, after the reduction over data parallel."""
+
+    def _optimizer_step(self) -> None:
+        self.optimizer.step(self._learning_rate)
 
     # The stock map holds function objects, so overriding methods alone would change nothing.
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         schedule.LoadMicroBatch: _load_micro_batch,
         schedule.ForwardPass: _forward_pass,
+        schedule.BackwardPass: _backward_pass,
         schedule.ReduceGrads: _reduce_gradients,
         schedule.ReduceTiedGrads: _reduce_tied_gradients,
+        schedule.OptimizerStep: _optimizer_step,
     }

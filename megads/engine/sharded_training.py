@@ -24,6 +24,7 @@ from megads.model.initialise import InitialValue, initial_value
 from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
+from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
 
@@ -52,7 +53,15 @@ class ShardedTrainEngine:
         config = partial(sharded_config, parallel.zero_stage, precision, micro_batch_size, optim.clip_grad)
         shard = partial(shard_weights, grid=grid, precision=precision, config=config(BUCKET_ELEMENTS))
         module = WholeModel(
-            model, grid, seed, value, device, precision, self._loss, shard if parallel.zero_stage == 3 else None
+            model,
+            parallel,
+            grid,
+            seed,
+            value,
+            device,
+            precision,
+            self._loss,
+            shard if parallel.zero_stage == 3 else None,
         )
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
@@ -74,6 +83,7 @@ class ShardedTrainEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
         engine = self._engine
+        micro_batches = self._own_tokens(micro_batches)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
         tokens = global_tokens(micro_batches, self.grid, self.device)
@@ -94,9 +104,14 @@ class ShardedTrainEngine:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
+        micro_batches = self._own_tokens(micro_batches)
         tokens = global_tokens(micro_batches, self.grid, self.device)
         self._loss.scale = torch.ones_like(tokens)
         return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid))
+
+    def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This context rank's share of whole samples."""
+        return [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
 
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import deepspeed.comm as ds_dist
@@ -12,24 +13,35 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
+from megads.engine.optimizer import NamedParameter
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
-from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, stage_specs
-from megads.parallel.config import ParallelConfig
+from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, is_block, stage_specs
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
-from megads.parallel.sharding import Placement, materialise, shard_stage
+from megads.parallel.recompute import block_modes, recompute_module
+from megads.parallel.sharding import Placement, attention_cores, materialise, shard_stage
 
 
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
     """A stage that DeepSpeed builds on the ranks that hold it: made on the meta device, cut, then filled."""
 
     def __init__(
-        self, spec: StageSpec, grid: ParallelGrid, value: InitialValue, device: torch.device, tied: bool
+        self,
+        spec: StageSpec,
+        grid: ParallelGrid,
+        value: InitialValue,
+        device: torch.device,
+        *,
+        tied: bool,
+        sequence_parallel: bool,
     ) -> None:
         super().__init__(nn.Module)
-        self.spec, self.grid, self.value, self.device, self.tied = spec, grid, value, device, tied
+        self.spec, self.grid, self.value, self.device = spec, grid, value, device
+        self.tied, self.sequence_parallel = tied, sequence_parallel
 
     def __repr__(self) -> str:
         return self.spec.name
@@ -38,7 +50,10 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         """This rank's share of the stage, its parameters' `placement` attribute set."""
         with torch.device("meta"):
             stage = self.spec.build()
-        stage, placements = shard_stage(stage, self.spec.name, SHARDING, self.grid.tp)
+        stage, placements = shard_stage(
+            stage, self.spec.name, SHARDING, self.grid.tp, sequence_parallel=self.sequence_parallel
+        )
+        gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
         stage = materialise(stage, placements, self.value, self.device)
@@ -49,7 +64,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
     @staticmethod
     def _tied(place: Placement) -> Placement:
         assert place.key == TIED_COPY
-        return Placement(TIED_PARAMETER, place.global_shape, place.dim, place.start, place.length)
+        return replace(place, key=TIED_PARAMETER)
 
 
 def placement_of(parameter: nn.Parameter) -> Placement:
@@ -59,10 +74,41 @@ def placement_of(parameter: nn.Parameter) -> Placement:
 
 
 def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
-    """Calls stages one after the other on the output of the last."""
+    """Calls stages one after the other on the output of the last.
+
+    BatchInfo is an argument: a stage that is recomputed in backward, when `info` is a later micro-batch's, has its own.
+    """
     for stage in stages:
         hidden = stage(hidden, info)
     return hidden
+
+
+def recompute_stages(stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_stage: int) -> None:
+    """Makes the blocks among stages recompute what the config says.
+
+    Args:
+        stages: by their names in the whole model, cut already.
+        parallel: the layout.
+        pipeline_stage: the one that holds them.
+    """
+    blocks = {name: stage for name, stage in stages.items() if is_block(name)}
+    for (name, block), mode in zip(blocks.items(), block_modes(parallel, pipeline_stage, len(blocks)), strict=True):
+        if mode is Recompute.full:
+            recompute_module(block)
+        elif mode is Recompute.selective:
+            for core in attention_cores(block, name, SHARDING):
+                recompute_module(core)
+
+
+def alias_of(parameter: nn.Parameter) -> nn.Parameter:
+    """A second parameter over the same memory, with a gradient of its own.
+
+    Where embedding and head share a weight, autograd would add their two gradients in the weight's dtype; as two
+    parameters they reach the optimizer apart and are added in fp32, as they are when two stages hold them.
+    """
+    alias = nn.Parameter(parameter.detach())
+    alias.__dict__.update(parameter.__dict__)  # placement and marks
+    return alias
 
 
 class GridTopology(ProcessTopology):  # type: ignore[misc]
@@ -105,9 +151,10 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         specs = stage_specs(model, seed)
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
         self.bounds = partition([spec.weight for spec in specs], parallel.pp)
-        self.tied = model.tie_embeddings
+        self.tied, self.grid, self.parallel = model.tie_embeddings, grid, parallel
+        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel}
         super().__init__(
-            [StageLayerSpec(spec, grid, value, device, model.tie_embeddings) for spec in specs],
+            [StageLayerSpec(spec, grid, value, device, **options) for spec in specs],
             topology=GridTopology(parallel),
             loss_fn=loss,
         )
@@ -121,7 +168,8 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         names = [spec.spec.name for spec in self._layer_specs[self._local_start : self._local_stop]]
         stages = dict(zip(names, self.forward_funcs, strict=True))
         if self.tied and EMBEDDING in stages and HEAD in stages:
-            stages[HEAD].weight = stages[EMBEDDING].word.weight
+            stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
+        recompute_stages(stages, self.parallel, self.stage_id)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""
@@ -133,23 +181,21 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
                 ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in (0, self.num_stages - 1)]
                 group = ds_dist.new_group(ranks=ranks)
                 if self.global_rank in ranks:
-                    weight = self._tied_weight()
-                    weight.ds_pipe_replicated = self.global_rank != ranks[0]  # counted once in the norm
+                    weight = next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
                     holder = nn.ParameterList([weight])
                     comms["embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["0"], "module": holder}
         return comms
 
-    @property
-    def tied_key(self) -> str | None:
-        """Name of the tied parameter, None when nothing is tied."""
-        return TIED_PARAMETER if self.tied else None
-
-    def _tied_weight(self) -> Any:
-        return next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
-
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """This rank's copy of the tied embedding and the group of both copies; empty where there is one or none."""
-        return [(self._tied_weight(), comm["group"]) for comm in self.tied_comms.values()]
+    def trained_parameters(self) -> list[NamedParameter]:
+        """What the optimizer trains, in forward order; a tied weight twice where one stage holds both copies."""
+        pair = next((comm["group"] for comm in self.tied_comms.values()), None)
+        trained = []
+        for parameter in self.parameters():
+            place = placement_of(parameter)
+            tied = place.key == TIED_PARAMETER and pair is not None
+            owned = (place.dim is not None or self.grid.tp.is_first) and (not tied or self.grid.pp.is_first)
+            trained.append(NamedParameter(place.key, parameter, owned, pair if tied else None))
+        return trained
 
     def _synchronize_tied_weights(self) -> None:
         """Nothing to send: both copies are drawn from the same random stream."""

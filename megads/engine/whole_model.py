@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import MicroBatch
-from megads.engine.stage_pipeline import StageLayerSpec, run_stages
+from megads.engine.stage_pipeline import StageLayerSpec, recompute_stages, run_stages
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 
 
@@ -21,6 +22,7 @@ class WholeModel(nn.Module):
 
     Args:
         model: the model's shape.
+        parallel: the layout.
         grid: the ranks.
         seed: of dropout.
         value: initial weights.
@@ -34,6 +36,7 @@ class WholeModel(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
+        parallel: ParallelConfig,
         grid: ParallelGrid,
         seed: int,
         value: InitialValue,
@@ -47,13 +50,20 @@ class WholeModel(nn.Module):
         self.tied_key = TIED_PARAMETER if model.tie_embeddings else None
         stages: dict[str, nn.Module] = {}
         for spec in stage_specs(model, seed):
-            stage = StageLayerSpec(spec, grid, value, device, model.tie_embeddings).build().to(precision)
+            stage = (
+                StageLayerSpec(
+                    spec, grid, value, device, tied=model.tie_embeddings, sequence_parallel=parallel.sequence_parallel
+                )
+                .build()
+                .to(precision)
+            )
             if model.tie_embeddings and spec.name == HEAD:
                 stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
             if shard is not None:
                 shard(stage)
             stages[spec.name] = stage
         self.stages = nn.ModuleList(stages.values())
+        recompute_stages(stages, parallel, 0)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""

@@ -23,15 +23,34 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def causal_bias(
-    num_heads: int, first_head: int, last_head: int, seq_len: int, alibi: bool, device: torch.device, dtype: torch.dtype
+    num_heads: int,
+    first_head: int,
+    last_head: int,
+    seq_len: int,
+    alibi: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    places_s: Tensor | None = None,
 ) -> Tensor:
-    """Additive attention mask of a contiguous range of heads, [1, heads, seq_len, seq_len] ([1, 1, ...] without ALiBi).
+    """Additive attention mask of a contiguous range of heads, [1, heads, s, seq_len] ([1, 1, ...] without ALiBi).
 
-    Holds slope * (key - query) up to the diagonal and -inf above it. The relative form is used, not slope * key,
-    because its values near the diagonal, where most of the probability lies, stay exact in low precision.
+    Holds slope * (key - query) up to the query's own place and -inf beyond it. The relative form is used, not
+    slope * key, because its values near the query, where most of the probability lies, stay exact in low precision.
+
+    The result is cached, by the identity of `places_s`: give the same tensor every time.
+
+    Args:
+        num_heads: heads of the whole model.
+        first_head: first head of the range.
+        last_head: the one after the last.
+        seq_len: keys, at places 0..seq_len-1.
+        alibi: False leaves the causal mask alone.
+        device: of the result.
+        dtype: of the result.
+        places_s: integer place of every query; None: all places.
     """
-    positions = torch.arange(seq_len, device=device)[None]
-    return causal_bias_at(num_heads, first_head, last_head, positions, seq_len, alibi, dtype)
+    queries_s = torch.arange(seq_len, device=device) if places_s is None else places_s
+    return causal_bias_at(num_heads, first_head, last_head, queries_s[None], seq_len, alibi, dtype)
 
 
 def causal_bias_at(
@@ -62,3 +81,16 @@ def causal_bias_at(
     slopes = alibi_slopes(num_heads)[first_head:last_head].to(positions_bs.device)
     bias_bnst = slopes[:, None, None] * distance_bst[:, None]
     return bias_bnst.masked_fill_(future_bst[:, None], -math.inf).to(dtype)
+
+
+def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
+    """The mask with -inf at every key before the query's document, [b, n, s, t].
+
+    Args:
+        bias_bnst: a causal mask [b or 1, n or 1, s, t] of keys at places 0..t-1. It must hide later keys: a key up to
+            the query's own place that is not before the document is in it, so nothing need be known of the keys.
+        document_starts_bs: place at which the document of every query starts.
+    """
+    keys_t = torch.arange(bias_bnst.shape[-1], device=bias_bnst.device)
+    before_bst = keys_t < document_starts_bs[:, :, None]
+    return bias_bnst.masked_fill(before_bst[:, None], -math.inf)

@@ -10,9 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.alibi import causal_bias
+from megads.model.alibi import causal_bias, hide_other_documents
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
+from megads.model.per_batch import PerBatch
+from megads.model.rotary import Rotary
+
+_DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 
 
 def bias_dtype(queries: Tensor) -> torch.dtype:
@@ -29,6 +33,8 @@ class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d) + bias) v over a contiguous range of the model's heads.
 
     The bias of a head depends on its GLOBAL index, so the core knows which heads it holds; `narrow` keeps a share.
+    Keys and values are those of the whole sample in the order of their places, queries those of the tokens that this
+    rank holds.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
@@ -43,25 +49,30 @@ class AttentionCore(nn.Module):
         share = len(self.heads) // size
         self.heads = self.heads[rank * share : (rank + 1) * share]
 
-    def bias(self, seq_len: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Additive mask [1, n or 1, s, s] of this core's heads."""
-        return causal_bias(self.num_heads, self.heads.start, self.heads.stop, seq_len, self.alibi, device, dtype)
+    def bias(self, info: BatchInfo, num_keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Additive mask of this core's heads, [1, n or 1, s, t]; [b, ...] where it hides other documents."""
+        heads = (self.num_heads, self.heads.start, self.heads.stop)
+        causal = causal_bias(*heads, num_keys, self.alibi, device, dtype, info.sequence_index)
+        starts_bs = info.document_starts
+        if starts_bs is None:
+            return causal
+        return _DOCUMENT_BIASES.get(info, (heads, self.alibi, dtype), lambda: hide_other_documents(causal, starts_bs))
 
-    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
+    def forward(self, q_bnsd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
-        seq_len, device = q_bnsd.shape[2], q_bnsd.device
+        num_keys, device = k_bntd.shape[2], q_bnsd.device
         if self.dropout.active:
-            scores_bnst = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() * q_bnsd.shape[-1] ** -0.5
-            scores_bnst = scores_bnst + self.bias(seq_len, device, torch.float32)
-            probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bnsd.dtype)
-            dropped_bnst: Tensor = self.dropout(probabilities_bnst, info)
-            return dropped_bnst @ v_bnsd
-        bias = self.bias(seq_len, device, bias_dtype(q_bnsd))
-        return F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=bias)
+            scores_bnst = (q_bnsd @ k_bntd.transpose(-1, -2)).float() * q_bnsd.shape[-1] ** -0.5
+            scores_bnst = scores_bnst + self.bias(info, num_keys, device, torch.float32)
+            probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bntd.dtype)
+            dropped_bnst: Tensor = self.dropout(probabilities_bnst, info, sequence_dim=2)
+            return dropped_bnst @ v_bntd
+        bias = self.bias(info, num_keys, device, bias_dtype(q_bnsd))
+        return F.scaled_dot_product_attention(q_bnsd, k_bntd, v_bntd, attn_mask=bias)
 
 
 class Attention(nn.Module):
-    """Fused QKV projection, attention core, output projection.
+    """Fused QKV projection, rotary positions if any, attention core, output projection.
 
     Rows of the QKV weight are ordered [head, (q, k, v), head dim], as in BLOOM: a contiguous share of the rows is a
     contiguous share of the heads.
@@ -70,6 +81,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        rotates = config.position is Position.rope
+        self.rotary = Rotary(config.head_dim, config.rope_theta) if rotates else None
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
@@ -79,7 +92,11 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden_bsh)
         batch, seq_len, width = qkv.shape
         qkv_bsn3d = qkv.view(batch, seq_len, width // (3 * self.head_dim), 3, self.head_dim)
-        q_bnsd, k_bnsd, v_bnsd = (x.transpose(1, 2) for x in qkv_bsn3d.unbind(dim=3))
-        context_bnsd = self.core(q_bnsd, k_bnsd, v_bnsd, info)
+        q_bsnd, k_bsnd, v_bsnd = qkv_bsn3d.unbind(dim=3)
+        if self.rotary is not None:
+            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd, info)
+            # A copy, so that what backward keeps of the values is not a view that keeps unturned queries and keys too.
+            v_bsnd = v_bsnd.contiguous()
+        context_bnsd = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsnd, v_bsnd)), info)
         out_bsh: Tensor = self.dense(context_bnsd.transpose(1, 2).reshape(batch, seq_len, width // 3))
         return out_bsh

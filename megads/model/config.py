@@ -14,6 +14,7 @@ class Position(StrEnum):
 
     alibi = "alibi"
     learned = "learned"
+    rope = "rope"
 
 
 @dataclass
@@ -34,7 +35,10 @@ class ModelConfig:
     max_seq_len: int = 2048
     """Longest trained sequence; the number of learned positions."""
     position: Position = Position.alibi
-    """alibi (a bias linear in the distance, Press et al. 2021) or learned (an embedding per position)."""
+    """alibi (a bias linear in the distance, Press et al. 2021), learned (an embedding per position) or rope (rotary
+    embedding of queries and keys, Su et al. 2021)."""
+    rope_theta: float = 10000.0
+    """Base of rope's angles; longer sequences want a larger one."""
     embedding_norm: bool = True
     """A LayerNorm after the word embedding, as in BLOOM."""
     tie_embeddings: bool = True
@@ -78,6 +82,13 @@ class ModelConfig:
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}: "
                 "choose a number of heads that divides the width"
             )
+        if self.position is Position.rope and self.head_dim % 2:
+            raise ConfigError(
+                f"model.hidden_size / model.num_heads = {self.head_dim} is odd, but model.position=rope turns pairs of "
+                "a head's features: choose an even head size, or model.position=alibi"
+            )
+        if self.rope_theta <= 0.0:
+            raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")

@@ -22,11 +22,20 @@ class Dropout(nn.Module):
 
     Nothing has to be saved for a resume or replayed for recomputation: the mask follows from the run's seed, the
     place in the model, the sample's number and the stream (0, or the tensor-parallel rank where each needs its own).
+    A rank that holds a part of the sample draws the mask of the whole one and takes the rows of its tokens.
+
+    Attributes:
+        stream: number of the random stream.
+        shard: (rank, size) of sequence parallelism: the input holds this share of the rank's tokens along dim 1.
 
     Args:
         p: probability of a zero.
         seed: the run's seed.
         site: name of this dropout in the whole model, for example "blocks.3.mlp_dropout".
+
+    Attributes:
+        stream: random stream of this rank.
+        shard: (rank, size) of the share of dim 1 that the input is; its mask is that share of the whole input's.
     """
 
     def __init__(self, p: float, seed: int, site: str) -> None:
@@ -35,18 +44,40 @@ class Dropout(nn.Module):
         self.seed = seed
         self.site = site
         self.stream = 0
+        self.shard = (0, 1)
 
     @property
     def active(self) -> bool:
         return self.training and self.p > 0.0
 
-    def forward(self, x: Tensor, info: BatchInfo) -> Tensor:
-        """x: [b, ...], the first dim runs over the micro-batch's samples."""
+    def forward(self, x: Tensor, info: BatchInfo, sequence_dim: int = 1) -> Tensor:
+        """x: [b, ...], the first dim runs over the micro-batch's samples, `sequence_dim` over a sample's tokens."""
         if not self.active:
             return x
+        rows = self._rows(x.shape[sequence_dim], x.device, info)
+        whole = list(x.shape[1:])
+        if rows is not None:
+            whole[sequence_dim - 1] = self._whole_length(x.shape[sequence_dim], info)
         keep = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         generator = torch.Generator(device=x.device)
-        for row, sample_id in zip(keep, info.sample_ids.tolist(), strict=True):
+        for kept, sample_id in zip(keep, info.sample_ids.tolist(), strict=True):
             generator.manual_seed(stream_seed(self.seed, self.site, self.stream, sample_id))
-            row.bernoulli_(1.0 - self.p, generator=generator)
+            drawn = kept if rows is None else torch.empty(whole, dtype=torch.float32, device=x.device)
+            drawn.bernoulli_(1.0 - self.p, generator=generator)
+            if rows is not None:
+                torch.index_select(drawn, sequence_dim - 1, rows, out=kept)
         return x * (keep / (1.0 - self.p)).to(x.dtype)
+
+    def _whole_length(self, count: int, info: BatchInfo) -> int:
+        """Tokens of the sample of which the input holds `count`."""
+        if info.sequence_index is None:
+            return count * self.shard[1]
+        assert info.seq_len is not None
+        return info.seq_len
+
+    def _rows(self, count: int, device: torch.device, info: BatchInfo) -> Tensor | None:
+        """Places of the input's `count` tokens, int64 [count]; None where it holds the whole sample."""
+        rank, size = self.shard
+        if info.sequence_index is not None:
+            return info.sequence_index.chunk(size)[rank]
+        return None if size == 1 else torch.arange(rank * count, (rank + 1) * count, device=device)

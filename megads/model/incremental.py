@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.alibi import causal_bias_at
+from megads.model.alibi import causal_bias_at, hide_other_documents
 from megads.model.attention import Attention, AttentionCore, bias_dtype
 from megads.model.config import Position
 from megads.model.gpt import GPT
@@ -26,13 +26,15 @@ class Pass:
     """What all layers share in one forward pass.
 
     Args:
-        positions_bs: position of every new token in its sequence.
+        places_bs: place of every new token in its sequence.
         num_keys: keys that any query of the pass may see.
+        starts_bs: place at which the document of every new token starts; None: every row is one document.
     """
 
-    def __init__(self, positions_bs: Tensor, num_keys: int) -> None:
-        self.positions_bs = positions_bs
+    def __init__(self, places_bs: Tensor, num_keys: int, starts_bs: Tensor | None) -> None:
+        self.places_bs = places_bs
         self.num_keys = num_keys
+        self.starts_bs = starts_bs
         self._bias: Tensor | None = None
 
     def bias(self, core: AttentionCore, dtype: torch.dtype) -> Tensor:
@@ -42,20 +44,22 @@ class Pass:
                 core.num_heads,
                 core.heads.start,
                 core.heads.stop,
-                self.positions_bs,
+                self.places_bs,
                 self.num_keys,
                 core.alibi,
                 dtype,
             )
+            if self.starts_bs is not None:
+                self._bias = hide_other_documents(self._bias, self.starts_bs)
         return self._bias
 
 
 class CachingCore(nn.Module):
     """The same attention over all tokens of the sequences so far; takes the place of an AttentionCore.
 
-    Slot t of a row holds the key and value at position t. A row that is shorter than its neighbours has padding in the
-    slots beyond its length; causality hides them, because no query of the row is that far, until real tokens take
-    their place. So rows of different lengths need no mask of their own and compute what each would compute alone.
+    Slot t of a row holds key and value of the token at place t. A row that is shorter than its neighbours has padding
+    in the slots beyond its length; causality hides them, because no query of the row is that far, until real tokens
+    take their place. So rows of different lengths need no mask of their own and compute what each would compute alone.
     """
 
     def __init__(self, core: AttentionCore) -> None:
@@ -100,22 +104,24 @@ class CachingCore(nn.Module):
             cache_btnd = larger
         assert cache_btnd is not None
         rows = torch.arange(batch, device=new_bnsd.device)[:, None]
-        cache_btnd[rows, self.current.positions_bs] = new_bnsd.transpose(1, 2)
+        cache_btnd[rows, self.current.places_bs] = new_bnsd.transpose(1, 2)
         return cache_btnd
 
 
 class IncrementalGPT:
     """Reads sequences piece by piece and gives the logits of what comes next.
 
-    Logits are those of the whole model on the whole sequence, up to rounding. With ALiBi there is no longest sequence;
-    learned positions end at model.max_seq_len, which the caller must respect.
+    Logits are those of the whole model on the whole sequence, up to rounding. With ALiBi and rotary positions there is
+    no longest sequence; learned positions end at model.max_seq_len, which the caller must respect.
 
     Args:
         model: taken over: it is put in evaluation mode and its attention cores are replaced.
+        reset_positions: positions restart with every document, as with data.reset_positions in training.
     """
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: GPT, reset_positions: bool = False) -> None:
         self.model = model.eval()
+        self.reset_positions = reset_positions
         learned = model.config.position is Position.learned
         self.max_length = model.config.max_seq_len if learned else None
         self.device = next(model.parameters()).device
@@ -141,11 +147,13 @@ class IncrementalGPT:
             core.keep(index)
 
     @torch.inference_mode()
-    def append(self, pieces: Sequence[Sequence[int]]) -> Tensor:
+    def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Reads the next tokens of every row.
 
         Args:
             pieces: for every row at least one token; their numbers may differ.
+            document_starts: for every token the place in its row at which its document starts, which sees nothing
+                before; None: every row is one document.
 
         Returns:
             Logits [b, v] of the token after each row's last one.
@@ -154,12 +162,14 @@ class IncrementalGPT:
         lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces, strict=True)]
         assert self.max_length is None or max(lengths) <= self.max_length
         counts_b = torch.tensor([len(piece) for piece in pieces], device=self.device)
-        longest = max(len(piece) for piece in pieces)
-        tokens_bs = torch.tensor([[*piece, *[0] * (longest - len(piece))] for piece in pieces], device=self.device)
+        tokens_bs = self._padded(pieces)
+        starts_bs = None if document_starts is None else self._padded(document_starts)
+        longest = tokens_bs.shape[1]
         rows = torch.arange(len(pieces), device=self.device)
         last_bh: Tensor | None = None
         for start in range(0, longest, PIECE):
-            hidden_bsh, info = self._hidden(tokens_bs[:, start : start + PIECE], start)
+            now = slice(start, start + PIECE)
+            hidden_bsh, info = self._hidden(tokens_bs[:, now], start, None if starts_bs is None else starts_bs[:, now])
             # Of a row that ended before this piece the last hidden state is already known.
             index_b = counts_b - 1 - start
             here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
@@ -169,14 +179,20 @@ class IncrementalGPT:
         self.lengths = lengths
         return logits_bv
 
-    def _hidden(self, tokens_bs: Tensor, offset: int) -> tuple[Tensor, BatchInfo]:
+    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Rows of different lengths as int64 [b, s], zeros behind the shorter ones."""
+        longest = max(len(row) for row in rows)
+        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
+
+    def _hidden(self, tokens_bs: Tensor, offset: int, starts_bs: Tensor | None) -> tuple[Tensor, BatchInfo]:
         """Hidden states [b, s, h] before the head of tokens that follow each row's length + offset."""
         batch, count = tokens_bs.shape
-        starts_b = torch.tensor(self.lengths, device=self.device) + offset
-        positions_bs = starts_b[:, None] + torch.arange(count, device=self.device)
-        current = Pass(positions_bs, max(self.lengths) + offset + count)
+        first_b = torch.tensor(self.lengths, device=self.device) + offset
+        places_bs = first_b[:, None] + torch.arange(count, device=self.device)
+        current = Pass(places_bs, max(self.lengths) + offset + count, starts_bs)
         for core in self._cores:
             core.current = current
+        positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs
         # Padding beyond a row's end may lie beyond the table of learned positions.
         known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
         info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)

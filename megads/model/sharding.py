@@ -1,4 +1,4 @@
-"""How the model may be cut by tensor parallelism; `megads.parallel.sharding` applies this table.
+"""How the model may be cut by tensor and sequence parallelism; `megads.parallel.sharding` applies this table.
 
 The loss head is cut with the vocabulary: `megads.model.loss.token_losses` on one process,
 `megads.parallel.cross_entropy.vocab_parallel_token_losses` where the logits are split.
@@ -11,6 +11,7 @@ from megads.parallel.table import Cut, ShardingTable, Stream
 SHARDING = ShardingTable(
     parameters={
         "embedding.word": Cut.vocab,
+        "embedding.position": Cut.sequence,
         "blocks.*.attention.qkv": Cut.column,
         "blocks.*.attention.dense": Cut.row,
         "blocks.*.mlp.up": Cut.column,

@@ -34,10 +34,7 @@ class Embedding(nn.Module):
         """Returns [b, s, h]."""
         hidden_bsh: Tensor = self.word(tokens_bs)
         if self.position is not None:
-            positions = info.position_ids_bs
-            if positions is None:
-                positions = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
-            hidden_bsh = hidden_bsh + self.position(positions)
+            hidden_bsh = hidden_bsh + self.position(info.positions(tokens_bs.shape[1], tokens_bs.device))
         if self.norm is not None:
             hidden_bsh = self.norm(hidden_bsh)
         dropped_bsh: Tensor = self.dropout(hidden_bsh, info)
@@ -120,6 +117,11 @@ class StageSpec:
 
 EMBEDDING, HEAD = "embedding", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
+
+
+def is_block(name: str) -> bool:
+    """Whether the stage of this name is a transformer block."""
+    return name.startswith("blocks.")
 
 
 def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:

@@ -31,6 +31,11 @@ class Role(StrEnum):
     no_decay = "no_decay"
     """A bias or a norm."""
 
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return self is not Role.no_decay
+
 
 def parameter_role(name: str, tied: bool = False) -> Role:
     """Role of a parameter.
@@ -66,7 +71,7 @@ def parameter_groups(
     for name, parameter in named_parameters:
         members[parameter_role(name, tied=name == tied_name)].append(parameter)
     return [
-        {"params": parameters, "weight_decay": 0.0 if role is Role.no_decay else weight_decay, "role": role.value}
+        {"params": parameters, "weight_decay": weight_decay if role.decays else 0.0, "role": role.value}
         for role, parameters in members.items()
         if parameters
     ]

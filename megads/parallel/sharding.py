@@ -15,6 +15,7 @@ from megads.parallel.grid import Axis
 from megads.parallel.table import Cut, ShardingTable, Stream
 from megads.parallel.tensor import (
     ColumnParallelLinear,
+    PositionShardEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -34,6 +35,8 @@ class Placement:
         dim: dim that is cut, None for a replicated parameter.
         start: first index along `dim` that this rank holds.
         length: indices along `dim` that are real; the rest of the local tensor is vocabulary padding.
+        sequence_partial: a replicated parameter that meets only this rank's share of the sequence: its gradient is to
+            be summed over tensor-parallel ranks.
     """
 
     key: str
@@ -41,6 +44,7 @@ class Placement:
     dim: int | None = None
     start: int = 0
     length: int = 0
+    sequence_partial: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -48,26 +52,28 @@ class Placement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
-def _parallel_layer(layer: nn.Module, path: str, cut: Cut, axis: Axis) -> nn.Module:
+def _parallel_layer(layer: nn.Module, path: str, cut: Cut, axis: Axis, sequence_parallel: bool) -> nn.Module:
     if cut in (Cut.column, Cut.row):
         assert isinstance(layer, nn.Linear)
         divided = layer.out_features if cut is Cut.column else layer.in_features
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
         make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
-        return make(layer.in_features, layer.out_features, axis)
+        return make(layer.in_features, layer.out_features, axis, sequence_parallel)
     assert isinstance(layer.weight, Tensor)
-    vocab_size, hidden_size = layer.weight.shape
+    rows, hidden_size = layer.weight.shape
+    if cut is Cut.sequence:
+        return PositionShardEmbedding(rows, hidden_size, axis) if sequence_parallel else layer
     make_vocab = VocabParallelEmbedding if cut is Cut.vocab else VocabParallelHead
-    return make_vocab(vocab_size, hidden_size, axis)
+    return make_vocab(rows, hidden_size, axis, sequence_parallel)
 
 
-def _placement(key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis) -> Placement:
-    if cut is None:
-        return Placement(key, shape)
+def _placement(
+    key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
+) -> Placement:
     dim = 1 if cut is Cut.row else 0
-    if dim >= len(shape):  # the bias of a row-parallel layer
-        return Placement(key, shape)
+    if cut is None or cut is Cut.sequence or dim >= len(shape):  # the bias of a row-parallel layer is whole
+        return Placement(key, shape, sequence_partial=sequence_parallel)
     rows = padded_rows(shape[dim], axis.size)
     start = min(axis.rank * rows, shape[dim])
     return Placement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
@@ -91,8 +97,20 @@ def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: in
     return tuple(padded_rows(rows, size) if dim == place.dim else rows for dim, rows in enumerate(shape))
 
 
+def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
+    """The modules of a stage that the table names as attention cores.
+
+    Args:
+        stage: the stage, cut or not.
+        name: its prefix in the whole model.
+        table: the patterns.
+    """
+    paths = ((f"{name}.{path}", module) for path, module in stage.named_modules())
+    return [m for path, m in paths if any(fnmatchcase(path, pattern) for pattern in table.attention_cores)]
+
+
 def shard_stage(
-    stage: nn.Module, name: str, table: ShardingTable, axis: Axis
+    stage: nn.Module, name: str, table: ShardingTable, axis: Axis, *, sequence_parallel: bool
 ) -> tuple[nn.Module, dict[str, Placement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
@@ -101,6 +119,8 @@ def shard_stage(
         name: its prefix in the whole model.
         table: how it may be cut.
         axis: the tensor-parallel axis; size 1 runs the same layers without their collectives.
+        sequence_parallel: outside of the regions each rank holds its share of dim 1 of the activations; of no effect
+            on one rank.
 
     Returns:
         The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
@@ -108,24 +128,26 @@ def shard_stage(
     Raises:
         ConfigError: a size does not divide.
     """
+    sequence_parallel = sequence_parallel and axis.size > 1
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"
         cut = _lookup(table.parameters, key.rpartition(".")[0])
-        placements[path] = _placement(key, tuple(parameter.shape), cut, axis)
+        placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel)
 
+    for core in attention_cores(stage, name, table):
+        core.narrow(axis.rank, axis.size)  # type: ignore[operator]
     for path, module in list(stage.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
         stream = _lookup(table.dropouts, full_path)
         if stream is not None:
             module.stream = axis.rank if stream is Stream.per_rank else 0
-        if any(fnmatchcase(full_path, pattern) for pattern in table.attention_cores):
-            module.narrow(axis.rank, axis.size)  # type: ignore[operator]
+            module.shard = (axis.rank, axis.size) if sequence_parallel and stream is Stream.shared else (0, 1)
         cut = _lookup(table.parameters, full_path)
         if cut is None:
             continue
         with torch.device("meta"):
-            layer = _parallel_layer(module, full_path, cut, axis)
+            layer = _parallel_layer(module, full_path, cut, axis, sequence_parallel)
         if path:
             stage.set_submodule(path, layer)
         else:
@@ -141,7 +163,8 @@ def materialise(
 ) -> nn.Module:
     """Allocates a stage's parameters and gives each its slice of the full initial value, one full tensor at a time.
 
-    Sharded parameters are marked `tensor_model_parallel`, which is what the gradient norm goes by.
+    Sharded parameters are marked `tensor_model_parallel`, which is what the gradient norm goes by; those whose
+    gradients must be summed over tensor-parallel ranks are marked `sequence_partial`.
     """
     stage.to_empty(device=device)
     for path, parameter in stage.named_parameters():
@@ -154,5 +177,6 @@ def materialise(
                 parameter.zero_()
                 parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
+        parameter.sequence_partial = place.sequence_partial  # type: ignore[attr-defined]
         del full  # before the next one is drawn
     return stage

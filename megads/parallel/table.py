@@ -14,16 +14,26 @@ class Cut(StrEnum):
     row: input features (dim 1 of the weight, bias whole); the module leaves the region with a sum over ranks.
     vocab: rows of an embedding table; the lookup ends with a sum over ranks.
     vocab_head: rows of the output projection; the module enters a region that ends in the loss.
+    sequence: nothing; the module looks up whole positions [..., s], and with sequence parallelism a rank looks up only
+        those of its share of the sequence.
+
+    With sequence parallelism entering a region gathers the sequence, leaving one scatters it.
     """
 
     column = "column"
     row = "row"
     vocab = "vocab"
     vocab_head = "vocab_head"
+    sequence = "sequence"
 
 
 class Stream(StrEnum):
-    """Random stream of a dropout: the same on all tensor-parallel ranks, or one for each."""
+    """Random stream of a dropout over tensor-parallel ranks.
+
+    shared: the same on all of them, as the activations outside of the regions are; with sequence parallelism each rank
+        applies its share of dim 1 of the same mask.
+    per_rank: one for each, inside of a region.
+    """
 
     shared = "shared"
     per_rank = "per_rank"
@@ -37,7 +47,8 @@ class ShardingTable:
         parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
             region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
         dropouts: pattern -> random stream.
-        attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads.
+        attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
+            take queries of some tokens with keys and values of all.
     """
 
     parameters: Mapping[str, Cut]

@@ -1,6 +1,10 @@
 """Tensor-parallel layers (Shoeybi et al. 2019), each holding one rank's share of the weights.
 
-Shape suffixes: b = batch, s = sequence, i = local input features, o = local output features, h = hidden size.
+With sequence parallelism (Korthikanti et al. 2022) what is replicated outside of a parallel region is cut along the
+sequence instead: layers that open a region gather it, layers that close one scatter it.
+
+Shape suffixes: b = batch, s = sequence, t = this rank's share of the sequence (s / size with sequence parallelism, else
+s), i = local input features, o = local output features, h = hidden size.
 """
 
 from __future__ import annotations
@@ -10,42 +14,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.parallel.collectives import enter_region, leave_region
+from megads.parallel.collectives import enter_region, gathered_linear, leave_region, scatter_sequence
 from megads.parallel.grid import Axis
 
 
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis) -> None:
+    def __init__(self, in_features: int, out_features: int, axis: Axis, sequence_parallel: bool) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.sequence_parallel = axis, sequence_parallel
         self.weight = nn.Parameter(torch.empty(out_features // axis.size, in_features))
         self.bias = nn.Parameter(torch.empty(out_features // axis.size))
 
-    def forward(self, x_bsi: Tensor) -> Tensor:
-        """[b, s, in] replicated -> [b, s, out / size]."""
-        return F.linear(enter_region(x_bsi, self.axis), self.weight, self.bias)
+    def forward(self, x_bti: Tensor) -> Tensor:
+        """[b, t, in] -> [b, s, out / size]."""
+        if self.sequence_parallel:
+            return gathered_linear(x_bti, self.weight, self.bias, self.axis)
+        return F.linear(enter_region(x_bti, self.axis), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
 
-    The bias is added once, after the sum over ranks.
+    The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
     """
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis) -> None:
+    def __init__(self, in_features: int, out_features: int, axis: Axis, sequence_parallel: bool) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.sequence_parallel = axis, sequence_parallel
         self.weight = nn.Parameter(torch.empty(out_features, in_features // axis.size))
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x_bsi: Tensor) -> Tensor:
-        """[b, s, in / size] -> [b, s, out] replicated."""
+        """[b, s, in / size] -> [b, t, out]."""
         if self.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
             return F.linear(x_bsi, self.weight, self.bias)
-        return leave_region(F.linear(x_bsi, self.weight), self.axis) + self.bias
+        close = scatter_sequence if self.sequence_parallel else leave_region
+        return close(F.linear(x_bsi, self.weight), self.axis) + self.bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
@@ -56,29 +63,49 @@ def padded_rows(vocab_size: int, size: int) -> int:
 class VocabParallelEmbedding(nn.Module):
     """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.sequence_parallel = axis, sequence_parallel
         self.rows = padded_rows(vocab_size, axis.size)
         self.start = axis.rank * self.rows
         self.weight = nn.Parameter(torch.empty(self.rows, hidden_size))
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
-        """int64 [b, s] -> [b, s, h] replicated."""
+        """int64 [b, s] -> [b, t, h]."""
         local_bs = tokens_bs - self.start
         foreign_bs = (local_bs < 0) | (local_bs >= self.rows)
         hidden_bsh = F.embedding(local_bs.masked_fill(foreign_bs, 0), self.weight)
-        return leave_region(hidden_bsh.masked_fill(foreign_bs[..., None], 0.0), self.axis)
+        hidden_bsh = hidden_bsh.masked_fill(foreign_bs[..., None], 0.0)
+        return (scatter_sequence if self.sequence_parallel else leave_region)(hidden_bsh, self.axis)
+
+
+class PositionShardEmbedding(nn.Module):
+    """A whole table of positions, of which every rank looks up those of its share of the sequence.
+
+    Only with sequence parallelism: what is added to a sharded hidden state is the shard's.
+    """
+
+    def __init__(self, num_positions: int, hidden_size: int, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+        self.weight = nn.Parameter(torch.empty(num_positions, hidden_size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """int64 [..., s], of all the tokens that this rank's region holds -> [..., t, h]."""
+        share = positions.shape[-1] // self.axis.size
+        return F.embedding(positions.narrow(-1, self.axis.rank * share, share), self.weight)
 
 
 class VocabParallelHead(nn.Module):
     """Output projection whose rows are cut over the axis. The region it opens is closed by the loss."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.sequence_parallel = axis, sequence_parallel
         self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, axis.size), hidden_size))
 
-    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
-        """[b, s, h] replicated -> logits [b, s, rows] of this rank's rows, padding rows included."""
-        return F.linear(enter_region(hidden_bsh, self.axis), self.weight)
+    def forward(self, hidden_bth: Tensor, info: BatchInfo) -> Tensor:
+        """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included."""
+        if self.sequence_parallel:
+            return gathered_linear(hidden_bth, self.weight, None, self.axis)
+        return F.linear(enter_region(hidden_bth, self.axis), self.weight)

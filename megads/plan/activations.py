@@ -5,7 +5,8 @@ what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and
 are alive together (tests compare the whole with the allocator's peak).
 
 Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
-rank's share of the attention width and the MLP width; n = this rank's heads, s = sequence length.
+rank's share of the attention width and the MLP width; n = this rank's heads, s = tokens of a whole sample. With
+sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import ModelConfig, Position
+from megads.parallel.config import Recompute
 from megads.parallel.tensor import padded_rows
-from megads.plan.tape import Op
+from megads.plan.tape import Op, recomputed
 
 FP32, INT64 = 4, 8
 
@@ -27,10 +29,12 @@ class Pass:
     Attributes:
         model: the model's shape.
         tp: tensor parallel size.
+        cp: context parallel size.
         micro_batch_size: samples.
         seq_len: tokens a sample.
         weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
         cuda: on a GPU; else on a CPU.
+        sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
     """
 
     model: ModelConfig
@@ -39,10 +43,18 @@ class Pass:
     seq_len: int
     weight_bytes: int
     cuda: bool = False
+    sequence_parallel: bool = False
+    cp: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.micro_batch_size * self.seq_len
+        """T: those that this rank holds."""
+        return self.micro_batch_size * self.seq_len // self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the sequence outside of the tensor-parallel regions."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def heads(self) -> int:
@@ -50,19 +62,63 @@ class Pass:
         return self.model.num_heads // self.tp
 
     @property
-    def hidden(self) -> int:
-        """T h w: bytes of one [b, s, h] tensor."""
+    def region_hidden(self) -> int:
+        """T h w: bytes of one [b, s, h] tensor inside of a tensor-parallel region, which has all tokens."""
         return self.tokens * self.model.hidden_size * self.weight_bytes
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of what this rank holds of a [b, s, h] tensor outside of the tensor-parallel regions."""
+        return self.region_hidden // self.shards
 
     @property
     def attention(self) -> int:
         """T h/t w: bytes of this rank's queries, keys, values or context."""
-        return self.hidden // self.tp
+        return self.region_hidden // self.tp
 
     @property
-    def entered(self) -> int:
-        """A gradient and its copy that is summed over ranks where a tensor-parallel region was entered."""
-        return 2 * self.hidden if self.tp > 1 else 0
+    def reordered(self) -> int:
+        """A copy of a whole sequence in the order of shares, which a micro-batch of one sample does without."""
+        return self.region_hidden if self.micro_batch_size > 1 else 0
+
+    @property
+    def gloo_copy(self) -> int:
+        """Gloo's own copy of what it gathers or reduces and scatters."""
+        return 0 if self.cuda else self.region_hidden
+
+    def opened(self, output: int) -> int:
+        """While a layer opens a region forward: its output of so many bytes, beside the gathered sequence."""
+        if self.shards == 1:
+            return output
+        return self.region_hidden + max(self.gloo_copy, self.reordered, output)
+
+    def closed(self) -> int:
+        """While a layer closes a region forward: the product and, biased, the sum over ranks."""
+        if self.shards == 1:
+            return 2 * self.hidden
+        return self.region_hidden + self.reordered + self.gloo_copy + self.hidden
+
+    def opened_backward(self, output: int, gradient: int) -> int:
+        """While a layer that opened a region runs backward, the gradient of its weight left out.
+
+        Where the sequence is cut the input is gathered again, beside the gradient of it; this is then scattered while
+        the gradient of the weight is made.
+
+        Args:
+            output: bytes of the layer's output, whose gradient is there.
+            gradient: bytes of the gradient of its weight.
+        """
+        if self.shards == 1:
+            summed = 2 * self.hidden if self.tp > 1 else 0
+            return max(self.hidden + output, summed)
+        whole = self.region_hidden
+        gathering = whole + max(self.gloo_copy, self.reordered)
+        scattering = whole + self.gloo_copy + self.hidden
+        return output + whole + max(gathering - gradient, self.reordered + scattering - gradient, scattering)
+
+    def closed_backward(self, inside: int) -> int:
+        """While a layer that closed a region runs backward: the gradient inside, beside the gathered one outside."""
+        return inside if self.shards == 1 else self.region_hidden + max(self.gloo_copy, self.reordered, inside)
 
     @property
     def ffn(self) -> int:
@@ -71,7 +127,7 @@ class Pass:
 
     @property
     def scores(self) -> int:
-        """Elements of this rank's attention scores, [b, n, s, s]."""
+        """Elements of this rank's attention scores, [b, n, s/cp, s]."""
         return self.tokens * self.seq_len * self.heads
 
     @property
@@ -87,12 +143,22 @@ class Pass:
     @property
     def norm_statistics(self) -> int:
         """Mean and reciprocal deviation of a LayerNorm: in the weights' dtype on a CPU, in fp32 on a GPU."""
-        return 2 * self.tokens * (FP32 if self.cuda else self.weight_bytes)
+        return 2 * self.tokens // self.shards * (FP32 if self.cuda else self.weight_bytes)
 
     @property
     def bias_table(self) -> int:
-        """Elements of the cached additive mask, [1, n or 1, s, s]."""
-        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2
+        """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
+        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
+
+    @property
+    def rotary_tables(self) -> int:
+        """Bytes of the cached cosines and sines of rotary positions, each [s/cp, d/2] in fp32."""
+        return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
+
+    @property
+    def gathered_keys_and_values(self) -> int:
+        """Bytes of the whole sample's keys and values where samples are cut, else 0."""
+        return 2 * self.cp * self.attention if self.cp > 1 else 0
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""
@@ -100,10 +166,14 @@ class Pass:
 
 
 def _hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made."""
+    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made.
+
+    Where the sequence is cut, the draw of a whole sample is there too.
+    """
     if not p.model.hidden_dropout:
         return 0, 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size
+    sample = FP32 * p.seq_len * p.model.hidden_size if p.shards > 1 else 0
+    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size // p.shards + sample
 
 
 def embedding_ops(p: Pass) -> list[Op]:
@@ -113,55 +183,122 @@ def embedding_ops(p: Pass) -> list[Op]:
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
     # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
-    lookup = Op("embedding", 4 * INT64 * p.tokens, forward=2 * hidden, backward=hidden, gradient=words + positions)
+    lookup = Op(
+        "embedding",
+        kept=4 * INT64 * p.tokens,
+        forward=max(2 * p.region_hidden, p.closed()),
+        backward=p.closed_backward(p.region_hidden),
+        gradient=words + positions,
+    )
     norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def _attention_core_op(p: Pass) -> Op:
+def _rotary_ops(p: Pass) -> list[Op]:
+    """Queries and keys turned, values copied; all of it is kept by the attention core alone.
+
+    Forward, beside the QKV projection and the turned queries, the keys are cast to fp32, turned in halves and joined;
+    backward runs the same way for each.
+    """
+    if p.model.position is not Position.rope:
+        return []
+    fp32 = FP32 * p.attention // p.weight_bytes
+    turning = 2 * fp32 + (fp32 + p.attention if p.weight_bytes < FP32 else 0)
+    return [Op("rotary", forward=4 * p.attention + turning, backward=p.hidden + 3 * p.attention + turning)]
+
+
+def _gather_op(p: Pass) -> list[Op]:
+    """Context parallelism's gathering of keys and values.
+
+    Forward, beside the QKV projection, this rank's and all ranks' keys and values are there in the order of ranks, and,
+    kept, in that of the sample. Backward sums their gradients in fp32, in a copy in the order of ranks; gloo makes
+    another one.
+    """
+    if p.cp == 1:
+        return []
+    summed = FP32 * p.gathered_keys_and_values // p.weight_bytes * (1 if p.cuda else 2)
+    return [
+        Op(
+            "gathered keys and values",
+            kept=p.gathered_keys_and_values,
+            forward=3 * p.attention + 2 * p.attention + p.gathered_keys_and_values * (1 if p.cuda else 2),
+            backward=p.hidden
+            + p.attention
+            + p.gathered_keys_and_values
+            + summed
+            + FP32 * p.gathered_keys_and_values // p.cp // p.weight_bytes,
+        )
+    ]
+
+
+def _attention_op(p: Pass) -> Op:
     """The kernel of scaled_dot_product_attention, or with attention dropout the explicit product.
 
-    The kernel saves views of the QKV projection, its output and an fp32 logsumexp of every row; backward makes three
-    gradients of the output's size from that of the output.
+    The kernel saves queries, keys and values (views of the QKV projection, or copies where they were turned or
+    gathered), its output and an fp32 logsumexp of every row; backward makes the gradients of the three from that of the
+    output. Gathered keys and values are counted where they are gathered.
 
     The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
     probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
     rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
     kept; and so is the QKV projection, which nobody saves.
     """
+    inputs = p.attention if p.cp > 1 else 3 * p.attention
+    made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
     if not p.model.attention_dropout:
         logsumexp = FP32 * p.tokens * p.heads
-        return Op("attention", kept=4 * p.attention + logsumexp, backward=p.hidden + 4 * p.attention)
+        return Op(
+            "attention",
+            kept=inputs + p.attention + logsumexp,
+            forward=0 if p.cp == 1 else 3 * p.attention,
+            backward=p.hidden + p.attention + made,
+        )
     return Op(
         "attention",
-        kept=3 * p.attention + (FP32 + 2 * p.weight_bytes) * p.scores,
+        kept=inputs + (FP32 + 2 * p.weight_bytes) * p.scores,
         forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores,
-        backward=p.hidden + 2 * p.attention + 4 * p.scores,
+        backward=p.hidden + max(2 * p.attention, made) + 4 * p.scores,
     )
 
 
-def attention_ops(p: Pass) -> list[Op]:
+def _core_ops(p: Pass, recompute: bool) -> list[Op]:
+    """The attention core; recomputed, it keeps the QKV projection, and its output is the next operation's."""
+    ops = [*_gather_op(p), _attention_op(p)]
+    if not recompute:
+        return ops
+    projection = 3 * p.attention
+    if p.cp > 1 or p.model.attention_dropout:  # what is kept otherwise are copies
+        ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
+    # The gradients of the core's output and of the residual beside it.
+    return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
+
+
+def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
     mask, drawing = _hidden_dropout(p)
+    qkv = p.matrix(3 * width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
     copied, still_there = (attention, 4 * attention) if p.model.attention_dropout else (0, 0)
+    if recompute_core:
+        copied, still_there = attention, attention if p.model.attention_dropout else 0
     return [
         Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden),
         Op(
             "qkv",
             kept=hidden,
-            forward=3 * attention,
-            backward=hidden + max(hidden + 3 * attention, p.entered),
-            gradient=p.matrix(3 * width // p.tp, width),
+            forward=p.opened(3 * attention),
+            backward=hidden + p.opened_backward(3 * attention, qkv),
+            gradient=qkv,
         ),
-        _attention_core_op(p),
+        *_rotary_ops(p),
+        *_core_ops(p, recompute_core),
         Op(
             "attention output",
             kept=copied + mask,
-            forward=max(2 * hidden + still_there, hidden + drawing),
-            backward=hidden + mask + attention,
+            forward=max(p.closed() + still_there, hidden + drawing),
+            backward=hidden + mask + p.closed_backward(attention),
             gradient=p.matrix(width, width // p.tp),
         ),
         Op("attention residual", forward=2 * hidden + mask, backward=hidden),
@@ -179,25 +316,31 @@ def mlp_ops(p: Pass) -> list[Op]:
         Op(
             "mlp up",
             kept=hidden,
-            forward=attended + ffn,
-            backward=hidden + max(hidden + ffn, p.entered),
+            forward=attended + p.opened(ffn),
+            backward=hidden + p.opened_backward(ffn, matrix),
             gradient=matrix,
         ),
         Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn),
         Op(
             "mlp down",
             kept=ffn + mask,
-            forward=attended + max(2 * hidden, hidden + drawing),
-            backward=hidden + mask + ffn,
+            forward=attended + max(p.closed(), hidden + drawing),
+            backward=hidden + mask + p.closed_backward(ffn),
             gradient=matrix,
         ),
         Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
     ]
 
 
-def block_ops(p: Pass) -> list[Op]:
-    """One transformer block."""
-    return [*attention_ops(p), *mlp_ops(p)]
+def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
+    """One transformer block.
+
+    Args:
+        p: the micro-batch.
+        mode: what is recomputed of it.
+    """
+    ops = [*attention_ops(p, mode is Recompute.selective), *mlp_ops(p)]
+    return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
 
 def final_norm_ops(p: Pass) -> list[Op]:
@@ -211,16 +354,16 @@ def head_ops(p: Pass) -> list[Op]:
     The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
     into a second such tensor and, under bf16, casts that.
     """
-    width, tokens = p.model.hidden_size, p.tokens
+    tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
     return [
         Op(
             "head",
             kept=p.hidden,
-            forward=p.logits,
-            backward=max(p.logits + p.hidden, p.entered),
-            gradient=p.matrix(p.vocab_rows, width),
+            forward=p.opened(p.logits),
+            backward=p.opened_backward(p.logits, matrix),
+            gradient=matrix,
         ),
         Op(
             "loss",
@@ -251,15 +394,4 @@ def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
 
 def sent_ops(p: Pass) -> list[Op]:
     """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
-    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size, backward=0)]
-
-
-def tie_gradients(ops: list[Op]) -> list[Op]:
-    """The same operations where embedding and head, the first and the last but one, share a weight.
-
-    Autograd holds the head's gradient until it has the embedding's, and adds the two into a third tensor.
-    """
-    held = ops[-2].gradient
-    head = replace(ops[-2], backward=ops[-2].backward + held, gradient=0)
-    body = [replace(op, backward=op.backward + held) for op in ops[1:-2]]
-    return [replace(ops[0], backward=ops[0].backward + 2 * held), *body, head, ops[-1]]
+    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards, backward=0)]

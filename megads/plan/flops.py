@@ -2,12 +2,15 @@
 
 Convention of megads: MODEL operations, those the algorithm needs. Two per multiply-add, forward once and backward
 twice, causal attention counted in full, no recomputation; norms, biases, activations and the embedding lookup are left
-out.
+out. HARDWARE operations are these and the ones that recomputation does again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megads.model.config import ModelConfig
+from megads.parallel.config import Recompute
 
 
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -23,6 +26,26 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     block_weights = 4 * hidden * hidden + 2 * hidden * config.ffn_width
     weights = config.num_layers * block_weights + config.vocabulary * hidden
     return 6 * weights + 12 * config.num_layers * hidden * seq_len
+
+
+def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable[Recompute]) -> int:
+    """Operations a token with what is recomputed.
+
+    Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
+    product is therefore made again only where a dropout follows; of attention by an explicit product (with attention
+    dropout) it is the probabilities, which are not multiplied by the values again; the fused kernel needs its output.
+
+    Args:
+        config: the model.
+        seq_len: tokens a sample.
+        blocks: what each block of the model recomputes.
+    """
+    hidden, ffn = config.hidden_size, config.ffn_width
+    scores = values = 2 * hidden * seq_len
+    core = scores + (0 if config.attention_dropout else values)
+    matrices = 8 * hidden * hidden + (4 if config.hidden_dropout else 2) * hidden * ffn
+    again = {Recompute.none: 0, Recompute.selective: core, Recompute.full: matrices + scores + values}
+    return model_flops_per_token(config, seq_len) + sum(again[block] for block in blocks)
 
 
 def hardware_tflops_bloom(

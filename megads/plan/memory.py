@@ -10,17 +10,20 @@ kernels, fragmentation of the heap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from megads.model.config import ModelConfig
 from megads.model.sharding import SHARDING
-from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
+from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.groups import Role, parameter_role
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import Place, rank_at
 from megads.parallel.partition import partition
+from megads.parallel.recompute import block_modes
 from megads.parallel.sharding import local_shape
 from megads.plan.activations import (
     FP32,
@@ -33,15 +36,10 @@ from megads.plan.activations import (
     hold_previous,
     received_ops,
     sent_ops,
-    tie_gradients,
 )
 from megads.plan.parameters import parameter_count, parameter_shapes
 from megads.plan.sharded_memory import ShardedWeights, sharded_phases
-from megads.plan.tape import Moment, Op, kept_bytes, moments
-
-REDUCTION_BUCKET = 500_000_000
-"""Elements after which DeepSpeed closes a bucket of gradients (MEMORY_OPT_ALLREDUCE_SIZE)."""
-
+from megads.plan.tape import Moment, Op, moments
 
 BIAS_PHASE = "attention bias"
 """The moment at which the additive mask is built."""
@@ -75,14 +73,16 @@ class StageMemory:
     Attributes:
         stage: number of the pipeline stage.
         layers: names of the model's stages it holds.
+        recomputation: what each of its blocks recomputes: none, selective or full.
         first_rank: lowest global rank of the stage.
         parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
         rank_parameters: elements that one rank holds, padding of the vocabulary included.
         weights: in the weights' dtype; this rank's share under ZeRO-3.
-        fp32_gradients: the accumulation buffer, or this rank's share of it under ZeRO-2 and ZeRO-3.
+        fp32_gradients: the sums over micro-batches, from the first backward pass of a step to the reduction.
+        reduced_gradients: this rank's share of them, from the reduction to the end of the step.
         masters: this rank's share of the fp32 weights.
         adam_moments: this rank's share of AdamW's two moments.
-        attention_bias: the cached additive mask.
+        attention_bias: the cached additive mask, and the tables of rotary positions.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most micro-batches between their forward and backward pass.
         phases: the fullest moment of each phase of a step; they do not meet.
@@ -90,11 +90,13 @@ class StageMemory:
 
     stage: int
     layers: tuple[str, ...]
+    recomputation: tuple[Recompute, ...]
     first_rank: int
     parameters: int
     rank_parameters: int
     weights: int
     fp32_gradients: int
+    reduced_gradients: int
     masters: int
     adam_moments: int
     attention_bias: int
@@ -105,8 +107,7 @@ class StageMemory:
     @property
     def permanent(self) -> int:
         """Alive all the time."""
-        optimizer = self.fp32_gradients + self.masters + self.adam_moments
-        return self.weights + optimizer + self.attention_bias + self.pipeline_buffers
+        return self.weights + self.masters + self.adam_moments + self.attention_bias + self.pipeline_buffers
 
     @property
     def fullest(self) -> Moment:
@@ -126,7 +127,7 @@ class MemoryPlan:
     Attributes:
         parameters: of the whole model, padding excluded and a tied embedding counted once.
         stages: one rank of every pipeline stage.
-        ranks_per_stage: tensor times data parallel ranks.
+        ranks_per_stage: tensor times context times data parallel ranks.
     """
 
     parameters: int
@@ -155,10 +156,10 @@ def in_flight(stage: int, stages: int, micro_batches: int) -> int:
 
 
 def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> MemoryPlan:
-    """What every rank will hold.
+    """What every rank will hold; parallel.recompute is not auto any more.
 
     Raises:
-        ConfigError: more pipeline stages than layers.
+        ConfigError: more pipeline stages than layers, or more recomputed blocks than there are.
     """
     specs = stage_specs(model, seed=0)
     bounds = partition([spec.weight for spec in specs], parallel.pp)
@@ -169,7 +170,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     for stage in range(parallel.pp):
         layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
         stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
-    return MemoryPlan(parameter_count(model), tuple(stages), parallel.tp * parallel.data_size)
+    return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
 def _stage_memory(
@@ -181,67 +182,108 @@ def _stage_memory(
     layers: tuple[str, ...],
 ) -> StageMemory:
     one_pass = Pass(
-        model, parallel.tp, workload.micro_batch_size, workload.seq_len, workload.weight_bytes, workload.cuda
+        model,
+        parallel.tp,
+        workload.micro_batch_size,
+        workload.seq_len,
+        workload.weight_bytes,
+        workload.cuda,
+        sequence_parallel=parallel.sequence_parallel,
+        cp=parallel.cp,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
     local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
-    members = _group_members(local, model.tie_embeddings)
-    groups = _group_elements(members, parallel.data_size)
-    flat = sum(groups)
-    ops = stage_ops(one_pass, layers, first=stage == 0, last=stage == parallel.pp - 1)
-    low, gradients = workload.weight_bytes, workload.weight_bytes * sum(local.values())
-    bias = one_pass.bias_table if any(layer.startswith("blocks.") for layer in layers) else 0
+    buckets = _buckets(local, model.tie_embeddings, parallel)
+    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
+    share = _share(flat, parallel)
+    blocks = [layer for layer in layers if is_block(layer)]
+    modes = block_modes(parallel, stage, len(blocks))
+    recompute = dict(zip(blocks, modes, strict=True))
+    ops = stage_ops(one_pass, layers, recompute, first=stage == 0, last=stage == parallel.pp - 1)
+    bias = one_pass.bias_table if blocks else 0
     bias_bytes = low if workload.cuda and not model.attention_dropout else FP32
-    waiting = in_flight(stage, parallel.pp, workload.micro_batches)
-    phases = [
-        _fullest("first micro-batch", moments(ops, waiting=waiting - 1, gradients=None)),
-        Moment(
-            "gradient accumulation",
-            gradients,
-            activations=(waiting - 1) * kept_bytes(ops),
-            transient=FP32 * max(local.values()) if low < FP32 else 0,
-        ),
-        Moment("gradient reduction", gradients, transient=_flattened(groups)),
-        Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias, bias_bytes)),
-    ]
-    if workload.micro_batches > 1:
-        later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
-        phases.append(_fullest("later micro-batch", moments(ops, waiting=later - 1, gradients=gradients)))
-    if parallel.data_size > 1 and not workload.cuda:
-        phases.append(Moment("weight all-gather", gradients, transient=low * max(groups)))
+    mask = Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias, bias_bytes))
     memory = StageMemory(
         stage=stage,
         layers=layers,
+        recomputation=tuple(modes),
         first_rank=rank_at(Place(pp=stage), parallel),
         parameters=sum(prod(shape) for shape in held.values()),
         rank_parameters=sum(local.values()),
         weights=low * flat,
         fp32_gradients=FP32 * flat,
-        masters=FP32 * flat // parallel.data_size,
-        adam_moments=2 * FP32 * flat // parallel.data_size,
-        attention_bias=bias * bias_bytes,
+        reduced_gradients=FP32 * share,
+        masters=FP32 * share,
+        adam_moments=2 * FP32 * share,
+        attention_bias=bias * bias_bytes + (one_pass.rotary_tables if bias else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
-        in_flight=waiting,
-        phases=tuple(phases),
+        in_flight=in_flight(stage, parallel.pp, workload.micro_batches),
+        phases=(*_pipeline_phases(ops, buckets, parallel, workload, stage), mask),
     )
-    if parallel.zero_stage not in GRADIENT_STAGES:
-        return memory
-    return _sharded(memory, ops, ShardedWeights(parallel.zero_stage, parallel.shard_size, members, low), workload)
+    return _sharded(memory, ops, local, model, parallel, workload) if parallel.zero_stage in GRADIENT_STAGES else memory
 
 
-def _sharded(memory: StageMemory, ops: Sequence[Op], sharded: ShardedWeights, workload: Workload) -> StageMemory:
+def _share(elements: int, parallel: ParallelConfig) -> int:
+    """Of the optimizer's elements of a stage, those that one rank updates."""
+    return elements // parallel.data_size if parallel.zero_stage else elements
+
+
+def _pipeline_phases(
+    ops: Sequence[Op], buckets: Sequence[BucketLayout], parallel: ParallelConfig, workload: Workload, stage: int
+) -> list[Moment]:
+    """The fullest moment of each phase of a step under ZeRO-0 and ZeRO-1."""
+    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
+    sums, share = FP32 * flat, _share(flat, parallel)
+    waiting = in_flight(stage, parallel.pp, workload.micro_batches)
+    replay = partial(moments, ops, widening=FP32 // low, cast=low < FP32 and not workload.cuda)
+    phases = [
+        _fullest("first micro-batch", replay(waiting=waiting - 1, sums=partial(_sums_begun, buckets))),
+        Moment("optimizer step", FP32 * share),
+    ]
+    if workload.micro_batches > 1:
+        later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
+        phases.append(_fullest("later micro-batch", replay(waiting=later - 1, sums=lambda _: sums)))
+    if parallel.data_size > 1 and parallel.zero_stage:
+        # gloo copies what it reduces and what it gathers; NCCL does not.
+        copied = 0 if workload.cuda else 1
+        phases += [
+            Moment("gradient reduction", sums + FP32 * share, transient=copied * sums),
+            Moment("weight all-gather", FP32 * share, transient=copied * low * max(b.numel for b in buckets)),
+        ]
+    return phases
+
+
+def _sharded(
+    memory: StageMemory,
+    ops: Sequence[Op],
+    local: dict[str, int],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    workload: Workload,
+) -> StageMemory:
     """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
+    groups: dict[Role, list[int]] = {role: [] for role in Role}
+    for name, elements in local.items():
+        tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
+        groups[parameter_role(TIED_PARAMETER if tied else name, tied)].append(elements)
+    sharded = ShardedWeights(
+        parallel.zero_stage,
+        parallel.shard_size,
+        {role: sizes for role, sizes in groups.items() if sizes},
+        workload.weight_bytes,
+    )
     owned = sum(sharded.partitions)
     mask = [moment for moment in memory.phases if moment.name == BIAS_PHASE]
     return replace(
         memory,
         weights=sharded.weights,
         fp32_gradients=sharded.accumulated_gradients(workload.micro_batches),
+        reduced_gradients=FP32 * owned,
         masters=FP32 * owned,
         adam_moments=2 * FP32 * owned,
-        phases=(*sharded_phases(ops, sharded, cuda=workload.cuda), *mask),
+        phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
     )
 
 
@@ -250,12 +292,15 @@ def _fullest(phase: str, row: Iterable[Moment]) -> Moment:
     return replace(moment, name=f"{phase}: {moment.name}")
 
 
-def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool) -> list[Op]:
+def stage_ops(
+    one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
+) -> list[Op]:
     """The operations of a pipeline stage, in order.
 
     Args:
         one_pass: the micro-batch.
         layers: names of the model's stages it holds.
+        recompute: what each of the blocks among them recomputes.
         first: it reads tokens instead of receiving activations.
         last: it computes the loss instead of sending activations.
     """
@@ -268,12 +313,14 @@ def stage_ops(one_pass: Pass, layers: Sequence[str], *, first: bool, last: bool)
         elif layer == "final_norm":
             ops += final_norm_ops(one_pass)
         else:
-            ops += block_ops(one_pass)
+            ops += block_ops(one_pass, recompute[layer])
     if not last:
         ops += sent_ops(one_pass)
     elif not first:
         ops = hold_previous(ops, one_pass)
-    return tie_gradients(ops) if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings else ops
+    if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings:
+        ops[0] = replace(ops[0], shared=True)
+    return ops
 
 
 def _layer_of(name: str) -> str:
@@ -282,41 +329,43 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _group_members(local: dict[str, int], tied: bool) -> dict[Role, list[int]]:
-    """Elements of the parameters of every parameter group that is not empty."""
-    members: dict[Role, list[int]] = {role: [] for role in Role}
+def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig) -> list[BucketLayout]:
+    """The optimizer's flat buffers of a rank that holds these elements of every parameter."""
+    members = []
     for name, elements in local.items():
         is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
-        members[parameter_role(TIED_PARAMETER if is_tied else name, is_tied)].append(elements)
-    return {role: sizes for role, sizes in members.items() if sizes}
+        members.append(Member(name, elements, parameter_role(TIED_PARAMETER if is_tied else name, is_tied)))
+    ranks = parallel.data_size if parallel.zero_stage else 1
+    return bucket_layouts(members, ranks, parallel.bucket_elements)
 
 
-def _group_elements(members: dict[Role, list[int]], ranks: int) -> list[int]:
-    """Elements of the flat buffer of every parameter group, padded so that the ranks share it 4-byte aligned."""
-    return [-(-sum(sizes) // (2 * ranks)) * 2 * ranks for sizes in members.values()]
+def _sums_begun(buckets: Sequence[BucketLayout], made: int) -> int:
+    """Bytes of the buckets that a step's first backward pass has begun once it made so many of the matrices' gradients.
 
-
-def _flattened(groups: Sequence[int]) -> int:
-    """Bytes of the largest bucket of gradients that DeepSpeed copies together; one group alone is not copied."""
-    largest = bucket = members = 0
-    for elements in groups:
-        bucket, members = bucket + elements, members + 1
-        if members > 1:
-            largest = max(largest, bucket)
-        if bucket > REDUCTION_BUCKET:
-            bucket = members = 0
-    return FP32 * largest
+    A bucket comes into being as a whole; those of biases and norms, which no operation counts, with the first of all.
+    """
+    if not made:
+        return 0
+    begun = FP32 * sum(bucket.numel for bucket in buckets if not bucket.role.decays)
+    matrices = sorted((bucket for bucket in buckets if bucket.role.decays), key=lambda bucket: bucket.begins)
+    for bucket in matrices:
+        begun += FP32 * bucket.numel
+        made -= FP32 * sum(slot.member.numel for slot in bucket.slots)
+        if made <= 0:
+            break
+    return begun
 
 
 def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stage: int) -> int:
     """What the engine holds between passes.
 
     One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
-    loaded micro-batch.
+    loaded micro-batch, and of those of the running step this context rank's share.
     """
     received = one_pass.hidden if parallel.pp > 1 else 0
-    batch = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
-    return received + workload.steps_loaded * workload.micro_batches * batch
+    own = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
+    cut = own if parallel.cp > 1 else 0
+    return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
@@ -327,4 +376,7 @@ def _bias_transient(one_pass: Pass, elements: int, cached_bytes: int) -> int:
         elements: of the mask.
         cached_bytes: of one element of the cached mask.
     """
-    return (FP32 + 1) * one_pass.seq_len**2 + (FP32 * elements if cached_bytes < FP32 else 0) if elements else 0
+    if not elements:
+        return 0
+    distances = (FP32 + 1) * one_pass.seq_len**2 // one_pass.cp
+    return distances + (FP32 * elements if cached_bytes < FP32 else 0)

@@ -72,7 +72,7 @@ class ShardedWeights:
         return max(counts)
 
 
-def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, *, cuda: bool) -> Iterator[Moment]:
+def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: int, *, cuda: bool) -> Iterator[Moment]:
     """Moments of a step: the micro-batch, operation by operation, and the reductions of its gradients.
 
     A bucket of gradients is in the weights' dtype until it is reduced; the reduction flattens it and casts it to fp32,
@@ -82,6 +82,7 @@ def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, *, cuda: bool) ->
     Args:
         ops: what a micro-batch runs through.
         sharded: the rank's parameters.
+        micro_batches: of a step.
         cuda: ranks compute on GPUs.
     """
     low, bucket = sharded.weight_bytes, sharded.bucket
@@ -92,21 +93,26 @@ def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, *, cuda: bool) ->
         copies += FP32 * bucket
     ahead = min(bucket + max(sharded.sizes), sum(sharded.sizes))
     gathered = 2 * low * ahead if sharded.stage == 3 else 0
-    row = list(moments(ops, waiting=0, gradients=0))
-    yield from (replace(m, name=f"micro-batch: {m.name}", gathered=gathered) for m in row[: len(ops)])
+    row = list(moments(ops, waiting=0, sums=lambda _: 0, widening=1, cast=False))
+    # ZeRO-3 has the sums all the time, ZeRO-2 from a step's first reduction on.
+    summed = sharded.accumulated_gradients(micro_batches)
+    sums = summed if sharded.stage == 3 or micro_batches > 1 else 0
+    yield from (replace(m, name=f"micro-batch: {m.name}", gradients=sums, gathered=gathered) for m in row[: len(ops)])
     waiting, full = 0, low * bucket
     buffered = False
     for op, moment in zip(reversed(ops), row[len(ops) :], strict=True):
         buffered = buffered or op.gradient > 0
-        name = f"micro-batch: {moment.name}"
-        yield replace(moment, name=name, gradients=full if buffered else 0, gathered=gathered)
+        held = sums + (full if buffered else 0)
+        yield replace(moment, name=f"micro-batch: {moment.name}", gradients=held, gathered=gathered)
         waiting += op.gradient
         if waiting >= full:
-            waiting = 0
-            held = max(0, moment.activations - op.kept)
-            yield Moment("gradient reduction", full, held, transient=copies, gathered=gathered)
-    yield Moment("gradient reduction", full, transient=copies, gathered=gathered)
+            waiting, sums = 0, summed
+            kept = max(0, moment.activations - op.kept)
+            yield Moment("gradient reduction", sums + full, kept, transient=copies, gathered=gathered)
+    yield Moment("gradient reduction", summed + full, transient=copies, gathered=gathered)
+    reduced = FP32 * sum(sharded.partitions)
     if sharded.stage == 3:
-        yield Moment("optimizer step", transient=FP32 * max(sharded.partitions))
+        yield Moment("optimizer step", reduced, transient=FP32 * max(sharded.partitions))
     else:
-        yield Moment("weight all-gather", transient=0 if cuda else low * max(sharded.partitions) * sharded.ranks)
+        copied = 0 if cuda else low * max(sharded.partitions) * sharded.ranks
+        yield Moment("weight all-gather", max(reduced, summed), transient=copied)

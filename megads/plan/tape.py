@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Op:
             is among it, unless it is kept.
         backward: most that is alive while it runs backward beside everything kept up to it, its own included; the
             gradient of its weight is not among it.
-        gradient: of its weight, as backward makes it.
+        gradient: of its weight, as backward makes it, before it is added to the fp32 sums.
+        shared: another operation has the same weight and comes before it in backward.
         is_loss: its tensors are the loss's.
     """
 
@@ -27,6 +28,7 @@ class Op:
     forward: int = 0
     backward: int = 0
     gradient: int = 0
+    shared: bool = False
     is_loss: bool = False
 
 
@@ -36,7 +38,7 @@ class Moment:
 
     Attributes:
         name: the operation and its direction.
-        gradients: in the weights' dtype, waiting to be added to the fp32 ones.
+        gradients: fp32 sums over micro-batches, and this rank's slice of those that are reduced.
         activations: kept for backward by all micro-batches in flight, the loss's share left out.
         loss: the loss's, kept or temporary.
         working: temporary tensors of other operations, gradients on their way included.
@@ -62,28 +64,55 @@ def kept_bytes(ops: Sequence[Op]) -> int:
     return sum(op.kept for op in ops)
 
 
-def moments(ops: Sequence[Op], *, waiting: int, gradients: int | None) -> Iterator[Moment]:
+def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
+    """The same operations where only their inputs are kept and backward first runs them forward again.
+
+    Forward they are taken to hold what they would keep until the last one is done. That is no less than they do, and
+    never decides: the second time the same is there, and the gradient beside it.
+
+    Args:
+        ops: run again together, the last one first in backward.
+        inputs: bytes of their inputs, which are among what the first one keeps.
+        arriving: bytes that backward has in its hands when it reaches them: the gradient of their output.
+    """
+    assert not any(op.is_loss for op in ops) and inputs <= ops[0].kept
+    held, again = -inputs, 0
+    made = []
+    for index, op in enumerate(ops):
+        before, held = held, held + op.kept
+        again = max(again, arriving + held + op.forward)
+        forward = op.forward + max(0, before)
+        made.append(replace(op, kept=0 if index else inputs, forward=forward, backward=op.backward + held))
+    made[-1] = replace(made[-1], backward=max(made[-1].backward, again))
+    return made
+
+
+def moments(
+    ops: Sequence[Op], *, waiting: int, sums: Callable[[int], int], widening: int, cast: bool
+) -> Iterator[Moment]:
     """Each operation's fullest moment, forward from first to last and backward from last to first.
 
-    Forward, an operation adds what it keeps; backward, it frees that after it ran.
+    Forward, an operation adds what it keeps; backward, it frees that after it ran. A weight's gradient is added to its
+    fp32 sum and freed at once.
 
     Args:
         ops: what a micro-batch runs through.
         waiting: other micro-batches that wait for their backward pass.
-        gradients: bytes of weight gradients that are there already, to which new ones are added; None in a step's
-            first backward pass, where there are none and new ones stay.
+        sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
+        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
+        cast: a gradient is copied to fp32 before it is added, as a CPU does.
     """
-    activations, loss = waiting * kept_bytes(ops), 0
-    made = gradients or 0
+    activations, loss, made = waiting * kept_bytes(ops), 0, 0
     for op in ops:
         activations += 0 if op.is_loss else op.kept
         loss += op.kept if op.is_loss else 0
-        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", made, activations, loss))
+        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums(0), activations, loss))
     for op in reversed(ops):
-        yield _moment(f"{op.name}, backward", op, op.backward + op.gradient, Moment("", made, activations, loss))
+        made += 0 if op.shared else op.gradient * widening
+        temporary = op.backward + op.gradient * (1 + (widening if cast else 0))
+        yield _moment(f"{op.name}, backward", op, temporary, Moment("", sums(made), activations, loss))
         activations -= 0 if op.is_loss else op.kept
         loss -= op.kept if op.is_loss else 0
-        made += op.gradient if gradients is None else 0
 
 
 def _moment(name: str, op: Op, temporary: int, held: Moment) -> Moment:

@@ -122,6 +122,10 @@ class ClusterConfig:
     """CPU threads of each rank, equal on all; null shares the cores out evenly."""
     peak_tflops: float | None = None
     """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
+    ranks_per_node: int | None = None
+    """Neighbouring ranks that share a node, for the table of which rank holds what; null leaves nodes out of it."""
+    gpu_memory_gib: float | None = None
+    """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
 
@@ -129,7 +133,11 @@ class ClusterConfig:
         """Raises ConfigError on non-positive sizes."""
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             raise ConfigError(f"cluster.threads_per_rank = {self.threads_per_rank}: must be at least 1")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"cluster.ranks_per_node = {self.ranks_per_node}: must be at least 1")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ConfigError(f"cluster.peak_tflops = {self.peak_tflops}: must be positive")
+        if self.gpu_memory_gib is not None and self.gpu_memory_gib <= 0:
+            raise ConfigError(f"cluster.gpu_memory_gib = {self.gpu_memory_gib}: must be positive")
         if self.timeout_s <= 0:
             raise ConfigError(f"cluster.timeout_s = {self.timeout_s}: must be positive")

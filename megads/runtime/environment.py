@@ -12,6 +12,9 @@ from urllib.parse import urlsplit
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 
+HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""What makes a process compute on the CPU where there are GPUs."""
+
 
 @dataclass(frozen=True)
 class RankEnvironment:

@@ -58,6 +58,7 @@ class LaunchSpec:
         threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
         side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
         flush_s: how long that process may go on after the ranks.
+        cpu: the ranks compute on the CPU, whatever GPUs there are.
     """
 
     run_dir: Path
@@ -66,6 +67,7 @@ class LaunchSpec:
     threads_per_rank: int | None = None
     side_command: tuple[str, ...] = ()
     flush_s: float = 10.0
+    cpu: bool = False
 
 
 def launch(spec: LaunchSpec, console: Console) -> int:
@@ -100,8 +102,8 @@ def _require_devices(num_ranks: int) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < num_ranks:
         raise ConfigError(
-            f"parallel.tp * pp * dp = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or hide "
-            "the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            f"parallel.tp * cp * pp * dp = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or "
+            "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
 
 
@@ -109,6 +111,8 @@ def _rank_variables(spec: LaunchSpec) -> dict[str, str]:
     import torch
 
     threads = spec.threads_per_rank or environment.share_of_cores(spec.num_ranks)
+    if spec.cpu:
+        return environment.rank_variables(threads, cuda=False) | environment.HIDDEN_GPUS
     return environment.rank_variables(threads, cuda=torch.cuda.is_available())
 
 

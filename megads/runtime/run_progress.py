@@ -31,7 +31,7 @@ class RunProgress:
         checkpoint_time: when it was committed, seconds since 1970.
         validation: last validation line.
         skipped: steps that changed no weight.
-        layout: as in tp2 pp2 dp1.
+        layout: as in tp2 cp1 pp2 dp1.
         ended: nothing more will come.
     """
 

@@ -95,7 +95,7 @@ def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
     """Catches a dry run that claims the run directory."""
     result = megads(tmp_path, "train", "experiment=demo", "run.dry_run=true")
     assert result.returncode == 0
-    for part in ("4 = tp 2 x pp 2 x dp 1", "6,836,736 parameters", "writes to  runs/demo-"):
+    for part in ("4 = tp 2 x cp 1 x pp 2 x dp 1", "6,836,736 parameters", "writes to  runs/demo-"):
         assert part in result.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -17,6 +17,7 @@ from megads.config import RootConfig, check_config, load_frozen
 from megads.data.config import DatasetConfig
 from megads.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megads.errors import ConfigError, DataError, MegadsError
+from megads.parallel.config import Recompute
 from tests.cli.test_entry import megads as command
 from tests.command import StartCommand, events_of, steps_of
 
@@ -57,8 +58,11 @@ def raw_config(raw: object, **changes: object) -> RootConfig:
 
 @pytest.mark.distributed
 def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) -> None:
-    """Catches text prepared twice, a run that does not find itself again, and new text that continues the old run."""
-    command_line = ("train", "data.raw=my", *QUICK)
+    """Catches text prepared twice, a run that does not find itself again, and new text that continues the old run.
+
+    Recomputation that is chosen before the vocabulary is learnt must be frozen as values, which is what ranks can read.
+    """
+    command_line = ("train", "data.raw=my", "parallel.recompute=auto", *QUICK)
     first = megads(*command_line).end()
     assert first.code == 0, first.err
     assert "data: making runs/data-cache/" in first.out and "learnt from it" in first.out
@@ -69,6 +73,8 @@ def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) ->
     sidecar = read_sidecar(prefix)
     assert sidecar is not None and frozen.data.raw is None
     assert 257 < sidecar.vocab_size == frozen.model.vocab_size <= 512
+    assert first.out.count("parallel.recompute=auto recomputes nothing") == 1
+    assert (frozen.parallel.recompute, frozen.parallel.recompute_blocks) == (Recompute.none, None)
     assert megads.folder / str(frozen.tokenizer.path) == prefix.parent / "tokens.tokenizer.json"
     times = {path: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
 

@@ -11,7 +11,7 @@ import torch
 
 from megads.batch import MicroBatch
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples
 from megads.errors import ConfigError, DataError
 
@@ -61,6 +61,7 @@ def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
     batch = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE), 2)[1].micro_batches[0]
     assert batch.info.sample_ids.tolist() == [9, 10, 11]
     assert batch.info.position_ids_bs is None and batch.info.document_starts is None
+    assert batch.info.seq_len == samples.seq_len, "a middle stage cuts samples whose tokens it never sees"
     assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
     for row, sample in enumerate([9, 10, 11]):
         out = np.empty(SEQ_LEN + 1, np.int64)
@@ -82,16 +83,44 @@ def test_resume_gives_the_same_stream(samples: TrainSamples) -> None:
         assert in_global_order([first.micro_batches]) == in_global_order([second.micro_batches])
 
 
+def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
+    """Catches borders of other samples than the micro-batch's, positions that do not restart, one switch that moves the
+    other, and borders that a resume changes."""
+    packing = Packing(document_mask=True, reset_positions=True)
+    loaded = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE, packing=packing), 3)
+    again = TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE, start_sample=12, packing=packing)
+    valid = ValidationSamples(samples.dataset, range(5), SEQ_LEN)
+    validated = list(itertools.chain(*validation_batches(valid, 3, 1, 2, VOCAB_SIZE, True, 4, packing)))
+    resumed = steps(again, 1)[0].micro_batches[0]
+    trained = [step.micro_batches[0] for step in loaded]
+    for source, batches in ((samples, [*trained, resumed]), (valid, validated)):
+        for batch in batches:
+            starts, positions = batch.info.document_starts, batch.info.position_ids_bs
+            assert starts is not None and positions is not None and starts.dtype == positions.dtype == torch.int64
+            for sample, row, position in zip(batch.info.sample_ids.tolist(), starts, positions, strict=True):
+                expected = np.empty(SEQ_LEN, np.int64)
+                source.read_document_starts(sample, expected)
+                assert row.tolist() == expected.tolist()
+                assert position.tolist() == (np.arange(SEQ_LEN) - expected).tolist()
+    assert resumed.info.sample_ids.tolist() == trained[2].info.sample_ids.tolist()
+    masked = Packing(document_mask=True).info(samples, np.arange(2))
+    reset = Packing(reset_positions=True).info(samples, np.arange(2))
+    assert masked.position_ids_bs is None and masked.document_starts is not None
+    assert reset.document_starts is None and reset.position_ids_bs is not None
+
+
 def test_stages_in_the_middle_get_the_info_only(samples: TrainSamples) -> None:
-    """Catches a middle stage that reads tokens, or whose sample ids or hash differ."""
-    schedule = BatchSizeSchedule(6)
-    full = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE), 2)
-    bare = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, needs_tokens=False), 2)
+    """Catches a middle stage that reads tokens, or whose sample ids, documents or hash differ."""
+    schedule, packing = BatchSizeSchedule(6), Packing(document_mask=True, reset_positions=True)
+    full = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, packing=packing), 2)
+    bare = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, needs_tokens=False, packing=packing), 2)
     for with_tokens, without in zip(full, bare, strict=True):
         assert with_tokens.batch_hash == without.batch_hash
         for one, other in zip(with_tokens.micro_batches, without.micro_batches, strict=True):
             assert other.tokens_bs is None and other.labels_bs is None and other.loss_mask_bs is None
-            assert torch.equal(one.info.sample_ids, other.info.sample_ids)
+            for name in ("sample_ids", "position_ids_bs", "document_starts"):
+                mine, theirs = getattr(one.info, name), getattr(other.info, name)
+                assert mine is not None and torch.equal(mine, theirs), name
 
 
 @pytest.mark.parametrize("token", [VOCAB_SIZE, -1])

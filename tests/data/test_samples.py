@@ -59,6 +59,40 @@ def test_the_documents_position_of_a_token(make_dataset: MakeDataset) -> None:
     assert [valid.document_at(1, token) for token in range(SEQ_LEN + 1)] == tokens.tolist()
 
 
+def starts_by_ends(tokens: list[int], end: int) -> list[int]:
+    """Place at which each token's document starts, from the tokens alone: after every end of a document."""
+    starts, start = [], 0
+    for place, token in enumerate(tokens):
+        starts.append(start)
+        if token == end:
+            start = place + 1
+    return starts
+
+
+def test_document_starts_are_where_documents_ended(make_dataset: MakeDataset) -> None:
+    """Catches borders off by one, an end-of-document token in the next document, empty documents, samples that start in
+    mid-document, and what follows the end of the validation stream."""
+    end = 999
+    dataset = make_dataset(documents=[[7] * (size - 1) + [end] * (size > 0) for size in [5, 0, 13, 1, 40, 8, 2, 0]])
+    train, out = TrainSamples(dataset, range(8), SEQ_LEN, seed=3), np.full(SEQ_LEN, -7, np.int64)
+    from_zero = 0
+    for g in range(3 * train.samples_per_epoch):
+        train.read_document_starts(g, out)
+        assert out.tolist() == starts_by_ends(read(train, g)[:-1], end)
+        from_zero += out.tolist() == [0] * SEQ_LEN
+    assert 0 < from_zero < 3 * train.samples_per_epoch, "samples of one document and of several"
+    valid = ValidationSamples(dataset, range(1, 8), SEQ_LEN)
+    tokens, mask = np.empty(SEQ_LEN + 1, np.int64), np.empty(SEQ_LEN, np.float32)
+    for window in range(len(valid)):
+        valid.read(window, tokens, mask)
+        valid.read_document_starts(window, out)
+        inside = SEQ_LEN if mask.all() else int(mask.sum()) + 1
+        assert out[:inside].tolist() == starts_by_ends(tokens[:inside].tolist(), end)
+        assert set(out[inside:]) <= {int(out[inside - 1])}
+    valid.read_document_starts(len(valid), out)
+    assert out.tolist() == [0] * SEQ_LEN
+
+
 @pytest.mark.parametrize("tokens,fits", [(SEQ_LEN, False), (SEQ_LEN + 1, True)])
 def test_too_few_tokens(make_dataset: MakeDataset, tokens: int, fits: bool) -> None:
     """Catches a division by zero, or an off-by-one at the smallest dataset that works."""

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.distributed
 FIRST_LOSS_BOUND = 2e-4
 STEPS = 200
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6)
-# Layouts round differently, at random: over 1536 tokens it averages out, over 100 a pass would be luck.
-FIRST = scenario_with(precision="bfloat16", masked=True, global_batch_size=24, micro_batch_size=4, seq_len=64)
+# Layouts round differently, at random: over 1152 tokens it averages out, over 100 a pass would be luck.
+FIRST = scenario_with(precision="bfloat16", masked=True, global_batch_size=24, micro_batch_size=4, seq_len=48)
 
 
 def reference_losses(scenario: Scenario) -> list[float]:
@@ -54,7 +54,7 @@ def reference_curves() -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2", "pp2dp3"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2", "pp2dp3", "cp2"])
 def test_curve_stays_within_the_references_own_spread(layout: str) -> None:
     """Catches drift within 200 steps: masters in bf16 come to 13 times the bound.
 

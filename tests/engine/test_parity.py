@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
+from megads.model.config import Position
 from tests import parity
-from tests.parity import LAYOUT_CASES, LAYOUTS, Run, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUT_CASES, LAYOUTS, MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
 
@@ -58,3 +60,38 @@ def test_gradients_reduce_in_fp32(run: Run) -> None:
 def test_validation_is_the_token_mean(run: Run) -> None:
     """Catches a mean of batch means and a lost incomplete batch (N10)."""
     assert parity.check_validation(run, reference()) == []
+
+
+DROPOUT = scenario_with(masked=True, model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2))
+DOCUMENTS = {
+    position.value: scenario_with(masked=True, documents=True, model=replace(MODEL, position=position))
+    for position in Position
+}
+
+
+def faults_of_first_step(scenario: Scenario, expected: Run, layout: str) -> list[str]:
+    run = train_layout(scenario, LAYOUTS[layout])
+    return parity.check_first_step(run, expected) + parity.check_validation(run, expected)
+
+
+@functools.cache
+def documents_reference(position: str) -> Run:
+    return train_reference(DOCUMENTS[position])
+
+
+@functools.cache
+def dropout_reference() -> Run:
+    return train_reference(DROPOUT)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("position", DOCUMENTS)
+def test_packed_documents(position: str, layout: str) -> None:
+    """Catches a document mask or a restarted position that is lost, cut wrongly or made of local places in a layout."""
+    assert faults_of_first_step(DOCUMENTS[position], documents_reference(position), layout) == []
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2cp2", "cp3"])
+def test_dropout(layout: str) -> None:
+    """Catches masks that depend on the part of the sample that a rank holds, or on the micro-batch."""
+    assert faults_of_first_step(DROPOUT, dropout_reference(), layout) == []

@@ -6,7 +6,7 @@ Weights come by name, as `GPT.parameters_by_name` gives them. Shapes: s = sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,35 +41,64 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def turned(x_d: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE of one vector: features i and i + d/2 are a complex number that turns by position * theta^(-2i/d)."""
+    dim = len(x_d)
+    out = x_d.clone()
+    for i in range(dim // 2):
+        angle = position * theta ** (-2 * i / dim)
+        real, imaginary = x_d[i], x_d[i + dim // 2]
+        out[i] = real * math.cos(angle) - imaginary * math.sin(angle)
+        out[i + dim // 2] = real * math.sin(angle) + imaginary * math.cos(angle)
+    return out
+
+
 def attention(
     x_sh: Tensor,
     qkv_weight: Tensor,
     qkv_bias: Tensor,
     dense_weight: Tensor,
     dense_bias: Tensor,
-    num_heads: int,
-    alibi: bool,
+    config: ModelConfig,
+    starts: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
 ) -> Tensor:
-    """One sequence; row (head * 3 + part) * d + i of the QKV weight is feature i of a head's q, k or v."""
+    """One sequence; row (head * 3 + part) * d + i of the QKV weight is feature i of a head's q, k or v.
+
+    `starts` has the place at which each query's document starts, `positions` what RoPE counts.
+    """
     seq_len, hidden = x_sh.shape
+    num_heads = config.num_heads
     dim = hidden // num_heads
+    starts = [0] * seq_len if starts is None else starts
+    positions = range(seq_len) if positions is None else positions
     context = torch.zeros_like(x_sh)
     for head in range(num_heads):
         q, k, v = (
             x_sh @ qkv_weight[rows : rows + dim].T + qkv_bias[rows : rows + dim]
             for rows in ((head * 3 + part) * dim for part in range(3))
         )
+        if config.position is Position.rope:
+            q = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(q, positions, strict=True)])
+            k = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(k, positions, strict=True)])
         for query in range(seq_len):
-            scores = torch.stack([q[query] @ k[key] / math.sqrt(dim) for key in range(query + 1)])
-            if alibi:
-                scores = scores + slope(head, num_heads) * torch.arange(query + 1, dtype=x_sh.dtype)
-            weights = scores.exp() / scores.exp().sum()
-            context[query, head * dim : (head + 1) * dim] = sum(weights[key] * v[key] for key in range(query + 1))
+            seen = range(starts[query], query + 1)
+            scores = torch.stack([q[query] @ k[key] / math.sqrt(dim) for key in seen])
+            if config.position is Position.alibi:
+                scores = scores + slope(head, num_heads) * torch.tensor(list(seen), dtype=x_sh.dtype)
+            weights = dict(zip(seen, scores.exp() / scores.exp().sum(), strict=True))
+            context[query, head * dim : (head + 1) * dim] = sum(weights[key] * v[key] for key in seen)
     return context @ dense_weight.T + dense_bias
 
 
-def logits(config: ModelConfig, weights: Weights, tokens_s: Tensor) -> Tensor:
-    """[s, v] of one sequence."""
+def logits(
+    config: ModelConfig,
+    weights: Weights,
+    tokens_s: Tensor,
+    starts: Sequence[int] | None = None,
+    positions: Sequence[int] | None = None,
+) -> Tensor:
+    """[s, v] of one sequence of documents that start at `starts`; `positions` None counts from the sequence's first."""
     w, eps = {name: tensor.double() for name, tensor in weights.items()}, config.norm_eps
 
     def norm(name: str, x: Tensor) -> Tensor:
@@ -77,15 +106,14 @@ def logits(config: ModelConfig, weights: Weights, tokens_s: Tensor) -> Tensor:
 
     x = w["embedding.word.weight"][tokens_s]
     if config.position is Position.learned:
-        x = x + w["embedding.position.weight"][: len(tokens_s)]
+        x = x + w["embedding.position.weight"][list(positions or range(len(tokens_s)))]
     if config.embedding_norm:
         x = norm("embedding.norm", x)
     for block in (f"blocks.{index}" for index in range(config.num_layers)):
         projections = (
             w[f"{block}.attention.{part}"] for part in ("qkv.weight", "qkv.bias", "dense.weight", "dense.bias")
         )
-        alibi = config.position is Position.alibi
-        x = x + attention(norm(f"{block}.input_norm", x), *projections, config.num_heads, alibi)
+        x = x + attention(norm(f"{block}.input_norm", x), *projections, config, starts, positions)
         up = norm(f"{block}.post_attention_norm", x) @ w[f"{block}.mlp.up.weight"].T + w[f"{block}.mlp.up.bias"]
         x = x + gelu_tanh(up) @ w[f"{block}.mlp.down.weight"].T + w[f"{block}.mlp.down.bias"]
     head = w["embedding.word.weight"] if config.tie_embeddings else w["head.weight"]

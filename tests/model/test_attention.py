@@ -35,7 +35,8 @@ def test_equals_the_naive_implementation(position: Position) -> None:
     """
     attention, x = hot_attention(position), hidden(17)
     weights = (attention.qkv.weight, attention.qkv.bias, attention.dense.weight, attention.dense.bias)
-    expected = torch.stack([naive.attention(row, *weights, 6, position is Position.alibi) for row in x])
+    config = ModelConfig(hidden_size=24, num_heads=6, position=position)
+    expected = torch.stack([naive.attention(row, *weights, config) for row in x])
     torch.testing.assert_close(attention(x, INFO), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -58,6 +58,17 @@ def test_seeds_are_distinct_and_fit_a_generator() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_a_sequence_share_one_mask(size: int) -> None:
+    """Catches shards with equal masks, and a mask that depends on how many ranks share the sequence."""
+    parts = []
+    for rank in range(size):
+        dropout = Dropout(0.5, 1, "blocks.0.mlp_dropout")
+        dropout.shard = (rank, size)
+        parts.append(dropout(torch.ones(2, 16 // size, 8), BatchInfo(sample_ids=torch.tensor([5, 6]))))
+    assert torch.equal(torch.cat(parts, dim=1), mask([5, 6]))
+
+
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_expectation_and_scale(p: float) -> None:
     """Catches p taken for the share that is kept, and a missing 1 / (1 - p)."""
@@ -94,3 +105,19 @@ def test_a_batch_that_does_not_match_its_ids_is_refused() -> None:
     """Catches samples that share a mask because ids were fewer than rows."""
     with pytest.raises(ValueError, match="shorter"):
         Dropout(0.5, 0, "site")(torch.ones(2, 4), BatchInfo(sample_ids=torch.tensor([0])))
+
+
+@pytest.mark.parametrize("shape", [(16, 8), (3, 16, 16)], ids=["hidden", "attention"])
+def test_a_part_of_the_sample_has_its_rows_of_the_mask(shape: tuple[int, ...]) -> None:
+    """Catches a rank that draws for the tokens it holds, under context or sequence parallelism or both."""
+    dim, ids, dropout = len(shape) - 1, torch.tensor([3, 9]), Dropout(0.5, 1, "site")
+    whole = dropout(torch.ones(2, *shape), BatchInfo(ids), sequence_dim=dim)
+    places = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])
+    held = whole.index_select(dim, places)
+    info = BatchInfo(ids, sequence_index=places, seq_len=16)
+    assert torch.equal(dropout(torch.ones_like(held), info, sequence_dim=dim), held)
+    if dim == 1:
+        for of_rank, among in ((held, info), (whole, BatchInfo(ids))):
+            for rank, part in enumerate(of_rank.chunk(2, dim=1)):
+                dropout.shard = (rank, 2)
+                assert torch.equal(dropout(torch.ones_like(part), among), part)

@@ -16,7 +16,7 @@ from megads.model.stages import stage_specs
 from megads.parallel.table import Cut, Stream
 
 CONFIG = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False)
-REPLICATED = {"embedding.position", "embedding.norm", "final_norm"}
+REPLICATED = {"embedding.norm", "final_norm"}
 
 
 @functools.cache
@@ -49,6 +49,7 @@ def test_cuts_pair_up_in_every_branch() -> None:
         assert (cuts[f"{block}.attention.qkv"], cuts[f"{block}.attention.dense"]) == (Cut.column, Cut.row)
         assert (cuts[f"{block}.mlp.up"], cuts[f"{block}.mlp.down"]) == (Cut.column, Cut.row)
     assert (cuts["embedding.word"], cuts["head"]) == (Cut.vocab, Cut.vocab_head)
+    assert cuts["embedding.position"] is Cut.sequence
 
 
 def test_every_dropout_has_a_stream() -> None:

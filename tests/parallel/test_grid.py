@@ -47,6 +47,16 @@ def test_an_order_that_is_none_is_refused(order: list[str]) -> None:
         ParallelConfig(rank_order=order).check()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"zero_stage": 4}, r"parallel\.zero_stage = 4: must be one of"), ({"bucket_elements": 0}, "at least 1")],
+)
+def test_impossible_sharing_is_refused(wrong: dict[str, int], message: str) -> None:
+    """Catches a ZeRO stage that no engine has, and buckets that never close."""
+    with pytest.raises(ConfigError, match=message):
+        ParallelConfig(**wrong).check()
+
+
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"{p.rank_order[0]}-tp{p.tp}cp{p.cp}pp{p.pp}dp{p.dp}")
 def test_places_and_lines(parallel: ParallelConfig) -> None:
     """Catches places that do not invert, and lines that overlap, leave a rank out or mix axes."""
@@ -82,7 +92,7 @@ def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (ParallelConfig(zero_stage=4, dp=2), r"parallel.zero_stage = 4: must be one of 1, 2, 3"),
+        (ParallelConfig(zero_stage=4, dp=2), r"parallel.zero_stage = 4: must be one of 0, 1, 2, 3"),
         (
             ParallelConfig(zero_stage=2, pp=2, dp=2),
             r"zero_stage = 2 with parallel.pp = 2: .*use zero_stage=1 with",

@@ -36,13 +36,15 @@ def full_value(name: str, shape: tuple[int, ...]) -> Tensor:
     return 1.0 + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1e5 * len(name)
 
 
-def sharded(config: ModelConfig, rank: int, size: int) -> Sharded:
+def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool = False) -> Sharded:
     """Every stage, cut for one rank and filled."""
     stages = []
     for spec in stage_specs(config, 0):
         with torch.device("meta"):
             stage = spec.build()
-        stage, placements = shard_stage(stage, spec.name, SHARDING, axis_of(rank, size))
+        stage, placements = shard_stage(
+            stage, spec.name, SHARDING, axis_of(rank, size), sequence_parallel=sequence_parallel
+        )
         stages.append((materialise(stage, placements, full_value, torch.device("cpu")), placements, spec.name))
     return stages
 
@@ -92,6 +94,21 @@ def test_cores_and_dropouts_follow_the_rank(rank: int) -> None:
     assert streams["blocks.0.attention.core.dropout"] == rank
 
 
+@pytest.mark.parametrize(("size", "sequence_parallel"), [(3, True), (3, False), (1, True)])
+def test_what_runs_on_shards_of_the_sequence(size: int, sequence_parallel: bool) -> None:
+    """Catches a norm, a row bias or a position table whose gradient would stay one shard's, a dropout of a region that
+    is cut along the sequence, one outside that is not, and shards on a single rank."""
+    on_shards = sequence_parallel and size > 1
+    stages = sharded(CONFIG, size - 1, size, sequence_parallel)
+    for stage, placements, _ in stages:
+        for path, parameter in stage.named_parameters():
+            assert parameter.sequence_partial is (on_shards and placements[path].dim is None), path
+    dropouts = [module for stage, _, _ in stages for module in stage.modules() if isinstance(module, Dropout)]
+    for dropout in dropouts:
+        inside = dropout.site == "blocks.0.attention.core.dropout"
+        assert dropout.shard == ((size - 1, size) if on_shards and not inside else (0, 1)), dropout.site
+
+
 def test_one_full_tensor_in_memory_at_a_time() -> None:
     """Catches an initialisation that draws the whole stage, or the whole model, before it slices."""
     alive: list[weakref.ref[Tensor]] = []
@@ -105,7 +122,7 @@ def test_one_full_tensor_in_memory_at_a_time() -> None:
     for spec in stage_specs(CONFIG, 0):
         with torch.device("meta"):
             stage = spec.build()
-        stage, placements = shard_stage(stage, spec.name, SHARDING, axis_of(1, 2))
+        stage, placements = shard_stage(stage, spec.name, SHARDING, axis_of(1, 2), sequence_parallel=False)
         assert all(parameter.is_meta for parameter in stage.parameters()), "memory was taken before the cut"
         materialise(stage, placements, value, torch.device("cpu"))
     assert len(alive) == len(parameter_shapes(CONFIG))
@@ -117,4 +134,4 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         stage = nn.ModuleDict({"up": nn.Linear(4, 6)})
     table = ShardingTable(parameters={"blocks.*.up": Cut.column}, dropouts={})
     with pytest.raises(ConfigError, match=r"blocks.0.up: 6 features cannot be cut over parallel.tp = 4"):
-        shard_stage(stage, "blocks.0", table, axis_of(0, 4))
+        shard_stage(stage, "blocks.0", table, axis_of(0, 4), sequence_parallel=False)

@@ -24,7 +24,8 @@ from tests.parallel.test_collectives import tensor_axis
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
 HIDDEN, FFN = 5, 12
 # Over 3 ranks: divisible; a rank half filled with padding; a rank with nothing but padding.
-VOCAB_SIZES = [6, 5, 4]
+VOCAB_CASES = [(6, False), (5, False), (4, False), (5, True)]
+LENGTH = 6
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -37,17 +38,24 @@ def pair_weights() -> list[Tensor]:
 
 def whole_pair() -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, gradient of the input and gradients of the weights of linear, GELU, linear on one process."""
-    x, (w1, b1, w2, b2) = random(2, 3, HIDDEN, seed=0).requires_grad_(), [w.requires_grad_() for w in pair_weights()]
+    x, (w1, b1, w2, b2) = (
+        random(2, LENGTH, HIDDEN, seed=0).requires_grad_(),
+        [w.requires_grad_() for w in pair_weights()],
+    )
     y = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
-    (y * random(2, 3, HIDDEN, seed=9)).sum().backward()
+    (y * random(2, LENGTH, HIDDEN, seed=9)).sum().backward()
     return y.detach(), x.grad, [w.grad for w in (w1, b1, w2, b2)]
 
 
-def _pair() -> list[Any]:
+def own_tokens(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """What a rank holds of replicated activations [b, s, h]."""
+    return x.chunk(axis.size, dim=1)[axis.rank] if sequence_parallel else x
+
+
+def _pair(sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    column, row = (
-        layer.double() for layer in (ColumnParallelLinear(HIDDEN, FFN, axis), RowParallelLinear(FFN, HIDDEN, axis))
-    )
+    column = ColumnParallelLinear(HIDDEN, FFN, axis, sequence_parallel).double()
+    row = RowParallelLinear(FFN, HIDDEN, axis, sequence_parallel).double()
     width = FFN // axis.size
     share = slice(axis.rank * width, (axis.rank + 1) * width)
     w1, b1, w2, b2 = pair_weights()
@@ -56,23 +64,35 @@ def _pair() -> list[Any]:
         column.bias.copy_(b1[share])
         row.weight.copy_(w2[:, share])
         row.bias.copy_(b2)
-    x = random(2, 3, HIDDEN, seed=0).requires_grad_()
-    y = row(F.gelu(column(x)))
-    (y * random(2, 3, HIDDEN, seed=9)).sum().backward()
+    x = own_tokens(random(2, LENGTH, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        opened = column(x)
+    assert 2 * LENGTH * HIDDEN not in kept or not sequence_parallel, "the gathered sequence is kept"
+    y = row(F.gelu(opened))
+    (y * own_tokens(random(2, LENGTH, HIDDEN, seed=9), axis, sequence_parallel)).sum().backward()
     return [
         t.detach().numpy() for t in (y, x.grad, column.weight.grad, column.bias.grad, row.weight.grad, row.bias.grad)
     ]
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_column_and_row_pair(size: int) -> None:
-    """Catches a bias added on every rank, a missing sum in either direction, and shares of the wrong rows."""
+def test_column_and_row_pair(size: int, sequence_parallel: bool) -> None:
+    """Catches a bias added on every rank, a missing sum in either direction, shares of the wrong rows or tokens, and a
+    gathered sequence that waits for the backward pass."""
     y, x_grad, (w1, b1, w2, b2) = whole_pair()
-    for rank, found in enumerate(run_ranks(_pair, size)):
-        share = slice(rank * FFN // size, (rank + 1) * FFN // size)
-        for value, expected in zip(found, (y, x_grad, w1[share], b1[share], w2[:, share], b2), strict=True):
+    results = run_ranks(_pair, size, sequence_parallel)
+    for rank, found in enumerate(results):
+        axis, share = Axis(rank, tuple(range(size)), None), slice(rank * FFN // size, (rank + 1) * FFN // size)
+        mine = [own_tokens(t, axis, sequence_parallel) for t in (y, x_grad)]
+        for value, expected in zip(found, (*mine, w1[share], b1[share], w2[:, share]), strict=False):
             torch.testing.assert_close(torch.from_numpy(value), expected, rtol=1e-12, atol=1e-12)
+    # Every rank meets its own tokens with the row bias: the gradient is the sum.
+    biases = [torch.from_numpy(found[-1]) for found in results]
+    for bias in [sum(biases)] if sequence_parallel else biases:
+        torch.testing.assert_close(bias, b2, rtol=1e-12, atol=1e-12)
 
 
 def own_rows(table: Tensor, axis: Axis) -> Tensor:
@@ -83,40 +103,41 @@ def own_rows(table: Tensor, axis: Axis) -> Tensor:
 
 
 def all_tokens(vocab_size: int) -> Tensor:
-    """[2, vocab_size]: every token once in order and once reversed."""
-    return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)])
+    """[2, 3 * vocab_size]: every token thrice, in order and reversed."""
+    return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)]).repeat(1, 3)
 
 
-def _embedding(vocab_size: int) -> list[Any]:
+def _embedding(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelEmbedding(vocab_size, HIDDEN, axis).double()
+    layer = VocabParallelEmbedding(vocab_size, HIDDEN, axis, sequence_parallel).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=5), axis))
     y = layer(all_tokens(vocab_size))
-    (y * random(2, vocab_size, HIDDEN, seed=9)).sum().backward()
+    (y * own_tokens(random(2, 3 * vocab_size, HIDDEN, seed=9), axis, sequence_parallel)).sum().backward()
     return [y.detach().numpy(), layer.weight.grad.numpy()]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_embedding(vocab_size: int) -> None:
+@pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
+def test_embedding(vocab_size: int, sequence_parallel: bool) -> None:
     """Catches a token looked up on two ranks or none, and padding rows that are read or get a gradient."""
     whole = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN, seed=5))
     y = whole(all_tokens(vocab_size))
-    (y * random(2, vocab_size, HIDDEN, seed=9)).sum().backward()
+    (y * random(2, 3 * vocab_size, HIDDEN, seed=9)).sum().backward()
     rows = padded_rows(vocab_size, 3)
     padded = torch.cat([whole.weight.grad, torch.zeros(3 * rows - vocab_size, HIDDEN, dtype=torch.float64)])
-    for rank, (found, grad) in enumerate(run_ranks(_embedding, 3, vocab_size)):
-        assert torch.equal(torch.from_numpy(found), y.detach())
+    for rank, (found, grad) in enumerate(run_ranks(_embedding, 3, vocab_size, sequence_parallel)):
+        expected = own_tokens(y.detach(), Axis(rank, (0, 1, 2), None), sequence_parallel)
+        assert torch.equal(torch.from_numpy(found), expected)
         torch.testing.assert_close(torch.from_numpy(grad), padded[rank * rows : (rank + 1) * rows])
 
 
-def _head(vocab_size: int) -> list[Any]:
+def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelHead(vocab_size, HIDDEN, axis).double()
+    layer = VocabParallelHead(vocab_size, HIDDEN, axis, sequence_parallel).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
-    x = random(2, 3, HIDDEN, seed=0).requires_grad_()
+    x = own_tokens(random(2, 3, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
     logits = layer(x, INFO)
     cotangent = own_rows(random(vocab_size, 6, seed=7), axis).nan_to_num().t().reshape(2, 3, -1)
     (logits * cotangent).sum().backward()
@@ -124,19 +145,20 @@ def _head(vocab_size: int) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_head(vocab_size: int) -> None:
+@pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
+def test_head(vocab_size: int, sequence_parallel: bool) -> None:
     """Catches an input gradient that holds only this rank's rows, and rows in the wrong place."""
     weight, x = random(vocab_size, HIDDEN, seed=6).requires_grad_(), random(2, 3, HIDDEN, seed=0).requires_grad_()
     logits = F.linear(x, weight)
     (logits * random(vocab_size, 6, seed=7).t().reshape(2, 3, -1)).sum().backward()
-    results = run_ranks(_head, 3, vocab_size)
+    results = run_ranks(_head, 3, vocab_size, sequence_parallel)
     gathered = torch.cat([torch.from_numpy(found) for found, _, _ in results], dim=-1)
     torch.testing.assert_close(gathered[..., :vocab_size], logits.detach(), rtol=1e-12, atol=1e-12)
     grads = torch.cat([torch.from_numpy(grad) for _, _, grad in results])
     torch.testing.assert_close(grads[:vocab_size], weight.grad, rtol=1e-12, atol=1e-12)
-    for _, x_grad, _ in results:
-        torch.testing.assert_close(torch.from_numpy(x_grad), x.grad, rtol=1e-12, atol=1e-12)
+    for rank, (_, x_grad, _) in enumerate(results):
+        expected = own_tokens(x.grad, Axis(rank, (0, 1, 2), None), sequence_parallel)
+        torch.testing.assert_close(torch.from_numpy(x_grad), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_padded_rows() -> None:

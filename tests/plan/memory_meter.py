@@ -26,7 +26,7 @@ from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches
 
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast", "send", "recv")
+COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "send", "recv")
 PAUSE_S = 1e-3
 M_MMAP_THRESHOLD = -3  # malloc.h
 
@@ -58,8 +58,8 @@ class Ledger:
             self.addresses.pop(bisect_left(self.addresses, address))
 
 
-def allocator_peak(run: Callable[[], None]) -> int:
-    """Most bytes that were alive at once of those allocated inside `run`."""
+def allocator_ledger(run: Callable[[], None]) -> Ledger:
+    """What was allocated inside `run`: `total` is alive at its end, `peak` the most that ever was."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     events = []
@@ -75,7 +75,18 @@ def allocator_peak(run: Callable[[], None]) -> int:
             ledger.allocate(address, size)
         else:
             ledger.free(address)
-    return ledger.peak
+    return ledger
+
+
+class PatientWork:
+    """A collective on its way, whose end is waited for as patiently."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        time.sleep(PAUSE_S)
 
 
 @contextmanager
@@ -87,7 +98,7 @@ def patient_collectives() -> Iterator[None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             time.sleep(PAUSE_S)
-            return result
+            return None if result is None else PatientWork(result)
 
         return call
 
@@ -112,7 +123,7 @@ def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) ->
 def measured_peaks(cases: list[tuple[Scenario, ParallelConfig]]) -> list[int]:
     """This rank's peak in each case, one after the other."""
     with patient_collectives():
-        return [allocator_peak(lambda s=scenario, p=parallel: train_steps(s, p)) for scenario, parallel in cases]
+        return [allocator_ledger(lambda s=scenario, p=parallel: train_steps(s, p)).peak for scenario, parallel in cases]
 
 
 def resident_growth(first: Scenario, scenario: Scenario, parallel: ParallelConfig) -> int:

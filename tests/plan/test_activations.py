@@ -14,17 +14,21 @@ from megads.model.config import ModelConfig, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
 from megads.model.stages import Block, Embedding, FinalNorm
+from megads.parallel.config import Recompute
 from megads.parallel.grid import Axis
+from megads.parallel.recompute import recompute_module
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import Pass, block_ops, embedding_ops, final_norm_ops
-from megads.plan.tape import Op, kept_bytes, moments
+from megads.plan.tape import Op, kept_bytes, moments, recomputed
+from tests.distributed import run_ranks
+from tests.parallel.test_collectives import tensor_axis
 
 MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, max_seq_len=64, ffn_size=168)
 BATCH, SEQ_LEN = 2, 32
 
 
 def saved_bytes(stage: torch.nn.Module, inputs: Tensor) -> int:
-    """Bytes of the storages that a forward pass saves for backward, parameters and the cached mask left out."""
+    """Bytes of the storages that a forward pass saves for backward, parameters left out."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -44,6 +48,7 @@ def saved_bytes(stage: torch.nn.Module, inputs: Tensor) -> int:
     [
         *product((torch.bfloat16, torch.float32), (0.0, 0.1), (0.0, 0.1), (Position.alibi,), (1, 3)),
         (torch.bfloat16, 0.0, 0.0, Position.learned, 1),
+        *product((torch.bfloat16, torch.float32), (0.0,), (0.0, 0.1), (Position.rope,), (1, 3)),
     ],
 )
 def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Position, tp: int) -> None:
@@ -54,7 +59,9 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
     with torch.device("meta"):
         unsharded = Block(model, 0, 0)
-    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None))
+    block, placements = shard_stage(
+        unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None), sequence_parallel=False
+    )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
         if hasattr(module, "axis"):
@@ -63,8 +70,40 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize)
     explicit = attention > 0
     # The kernel saves the cached mask too, which the plan counts once for all blocks.
-    mask = 0 if explicit else one_pass.bias_table * 4
+    mask = one_pass.rotary_tables + (0 if explicit else one_pass.bias_table * 4)
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
+
+
+def _saved_on_a_shard(model: ModelConfig) -> int:
+    """Bytes that this rank of a tensor-parallel group saves in a block on its share of the sequence."""
+    axis = tensor_axis()
+    with torch.device("meta"):
+        unsharded = Block(model, 0, 0)
+    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, axis, sequence_parallel=True)
+    materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
+    return saved_bytes(block, torch.randn(BATCH, SEQ_LEN // axis.size, model.hidden_size, requires_grad=True))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_block_on_a_shard_of_the_sequence(dropout: float) -> None:
+    """Catches a gathered sequence that is saved for backward, and a norm or dropout that runs on the whole of it."""
+    model = replace(MODEL, hidden_dropout=dropout)
+    one_pass = Pass(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
+    for saved in run_ranks(_saved_on_a_shard, 2, model):
+        assert saved - one_pass.bias_table * 4 == kept_bytes(block_ops(one_pass))
+
+
+@pytest.mark.parametrize("mode", [Recompute.selective, Recompute.full])
+@pytest.mark.parametrize("attention", [0.0, 0.1])
+def test_recomputed_block(mode: Recompute, attention: float) -> None:
+    """Catches recomputation that keeps more than its inputs, and the core's output or projection counted wrongly."""
+    model = replace(MODEL, hidden_dropout=0.1, attention_dropout=attention)
+    block = Block(model, 0, 0)
+    recompute_module(block if mode is Recompute.full else block.attention.core)
+    inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, requires_grad=True)
+    one_pass = Pass(model, 1, BATCH, SEQ_LEN, 4)
+    assert saved_bytes(block, inputs) == kept_bytes(block_ops(one_pass, mode)) < kept_bytes(block_ops(one_pass))
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -81,9 +120,21 @@ def test_ends(norm: bool) -> None:
 
 
 def test_moments() -> None:
-    """Catches a replay that frees too early, or counts a step's first gradients as there before they are made."""
-    ops = [Op("a", kept=10, forward=5, backward=7, gradient=3), Op("b", kept=20, forward=1, backward=2, gradient=4)]
-    first = [moment.total for moment in moments(ops, waiting=1, gradients=None)]
-    assert first == [30 + 10 + 5, 30 + 30 + 1, 30 + 30 + 2 + 4, 30 + 10 + 7 + 3 + 4]
-    later = [moment.total for moment in moments(ops, waiting=0, gradients=7)]
-    assert later == [7 + 10 + 5, 7 + 30 + 1, 7 + 30 + 2 + 4, 7 + 10 + 7 + 3]
+    """Catches a replay that frees too early, counts a step's first gradients as there before they are made or a shared
+    weight's twice, and forgets the copy in fp32 by which a CPU adds a bf16 gradient."""
+    ops = [
+        Op("a", kept=10, forward=5, backward=7, gradient=4, shared=True),
+        Op("b", kept=20, forward=1, backward=2, gradient=4),
+    ]
+    first = moments(ops, waiting=1, sums=lambda made: made, widening=2, cast=True)
+    assert [m.total for m in first] == [30 + 10 + 5, 30 + 30 + 1, 8 + 30 + 30 + 2 + 4 + 8, 8 + 30 + 10 + 7 + 4 + 8]
+    later = moments(ops, waiting=0, sums=lambda _: 9, widening=2, cast=False)
+    assert [m.total for m in later] == [9 + 10 + 5, 9 + 30 + 1, 9 + 30 + 2 + 4, 9 + 10 + 7 + 4]
+
+
+def test_moments_of_recomputed_operations() -> None:
+    """Catches a plan in which what is made again costs nothing, or stays until the end of backward."""
+    ops = [Op("a", kept=10, forward=5, backward=7), Op("b", kept=20, forward=9, backward=2)]
+    again = recomputed(ops, inputs=4, arriving=3)
+    backward = [moment.total for moment in moments(again, waiting=2, sums=lambda _: 0, widening=1, cast=False)][2:]
+    assert backward == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]

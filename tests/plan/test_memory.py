@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import ModelConfig
+from megads.optim.buckets import ALIGNMENT
 from megads.parallel.config import ParallelConfig
-from megads.plan.memory import REDUCTION_BUCKET, Workload, bubble_share, in_flight, memory_plan
+from megads.plan.memory import Workload, bubble_share, in_flight, memory_plan
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880)
 SMALL = ModelConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=509)
@@ -25,6 +26,7 @@ def test_bloom_176b() -> None:
     middle = plan.stages[5]
     assert middle.masters + middle.adam_moments == pytest.approx(12 * middle.rank_parameters / 8, rel=1e-6)
     assert middle.fp32_gradients == pytest.approx(4 * middle.rank_parameters, rel=1e-6)
+    assert middle.reduced_gradients == pytest.approx(4 * middle.rank_parameters / 8, rel=1e-6)
     assert [stage.first_rank for stage in plan.stages] == list(range(0, 48, 4))
     assert plan.largest.stage == 1, "as many blocks as the others, and more micro-batches in flight than they"
 
@@ -35,7 +37,7 @@ def test_vocabulary_padding_and_alignment() -> None:
     rows = 255
     unsharded = memory_plan(SMALL, ParallelConfig(), WORK).stages[0]
     assert stage.rank_parameters < unsharded.rank_parameters / 2 + 64 * 64
-    assert (rows * 64 * 2) % 2 == 0 and stage.weights % (2 * 2 * 3) == 0
+    assert (rows * 64 * 2) % 2 == 0 and stage.weights % (2 * ALIGNMENT * 3) == 0
     assert stage.masters * 3 == stage.fp32_gradients
 
 
@@ -55,11 +57,27 @@ def test_zero_shards_the_optimizer_only() -> None:
     assert four.masters == pytest.approx(one.masters / 4, rel=1e-3)
 
 
-def test_large_gradients_are_reduced_without_a_copy() -> None:
-    """Catches a copy of all gradients planned where DeepSpeed reduces a single large buffer in place."""
-    big = memory_plan(BLOOM, ParallelConfig(tp=4, pp=12, dp=8), WORK).stages[5]
-    reduction = next(moment for moment in big.phases if moment.name == "gradient reduction")
-    assert big.rank_parameters > REDUCTION_BUCKET and reduction.transient == 0
-    small = memory_plan(SMALL, ParallelConfig(), WORK).largest
-    reduction = next(moment for moment in small.phases if moment.name == "gradient reduction")
-    assert reduction.transient == small.fp32_gradients
+def test_gradients_are_not_there_all_the_time() -> None:
+    """Catches fp32 sums planned for a step's first forward pass, when the loss makes one process fullest, and slices of
+    reduced gradients that are not shared out."""
+    wide = replace(SMALL, vocab_size=50_000)
+    [alone] = memory_plan(wide, ParallelConfig(), replace(WORK, seq_len=512, micro_batches=1)).stages
+    assert alone.fullest.name == "first micro-batch: loss, backward" and alone.fullest.gradients == 0
+    shared = memory_plan(wide, ParallelConfig(dp=4), WORK).largest
+    phases = {moment.name.partition(":")[0]: moment for moment in shared.phases}
+    assert phases["later micro-batch"].gradients == shared.fp32_gradients
+    assert phases["gradient reduction"].gradients == shared.fp32_gradients + shared.reduced_gradients
+    assert phases["optimizer step"].total == shared.reduced_gradients == shared.fp32_gradients / 4
+
+
+def test_without_zero_every_replica_holds_everything() -> None:
+    """Catches states divided by dp under ZeRO-0, and a gather of weights that nobody cut."""
+    one, four = (
+        memory_plan(SMALL, ParallelConfig(dp=dp, zero_stage=0), replace(WORK, micro_batches=1)).largest for dp in (1, 4)
+    )
+    assert (one.masters, one.adam_moments, one.reduced_gradients) == (
+        four.masters,
+        four.adam_moments,
+        four.fp32_gradients,
+    )
+    assert [moment.name for moment in one.phases] == [moment.name for moment in four.phases]

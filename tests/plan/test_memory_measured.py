@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import ModelConfig, Position
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.grid import place_of
 from tests.distributed import run_ranks
 from tests.parity import Scenario
 from tests.plan.memory_meter import measured_peaks, planned, resident_growth
@@ -19,6 +20,12 @@ SCENARIO = Scenario(
 )
 FP32 = replace(SCENARIO, precision="float32")
 LEARNED = replace(MODEL, position=Position.learned, embedding_norm=False, tie_embeddings=False)
+# Activations outweigh the weights.
+MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=256, micro_batch_size=2)
+# So many tokens and layers that activations outweigh weights: less of them would hardly show.
+DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq_len=256, global_batch_size=16)
+DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
+ROPE = replace(MODEL, position=Position.rope)
 FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
 
 CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
@@ -37,11 +44,30 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "pp2": (SCENARIO, ParallelConfig(pp=2)),
     "pp2, 8 micro-batches": (replace(SCENARIO, global_batch_size=16, micro_batch_size=2), ParallelConfig(pp=2)),
     "pp2, untied": (replace(SCENARIO, model=replace(MODEL, tie_embeddings=False)), ParallelConfig(pp=2)),
+    "single, rope": (replace(SCENARIO, model=ROPE), ParallelConfig()),
     "dp2": (SCENARIO, ParallelConfig(dp=2)),
+    "cp2": (SCENARIO, ParallelConfig(cp=2)),
+    "cp2, long samples, rope": (
+        replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=1024),
+        ParallelConfig(cp=2),
+    ),
+    "cp2 fp32, dropout": (replace(FP32, model=DROPOUT), ParallelConfig(cp=2)),
     "dp2, few tokens": (FEW_TOKENS, ParallelConfig(dp=2)),
     "tp2 pp2": (SCENARIO, ParallelConfig(tp=2, pp=2)),
     "pp2 dp2": (replace(SCENARIO, global_batch_size=16), ParallelConfig(pp=2, dp=2)),
     "tp2 dp2": (SCENARIO, ParallelConfig(tp=2, dp=2)),
+    "tp2, sequence parallel, dropout": (
+        replace(MANY_TOKENS, model=replace(MANY_TOKENS.model, hidden_dropout=0.1)),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "tp2, sequence parallel, one sample": (
+        replace(MANY_TOKENS, micro_batch_size=1, seq_len=512),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "tp2 pp2, sequence parallel": (
+        replace(MANY_TOKENS, precision="float32"),
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    ),
     "zero 2, dp2": (replace(SCENARIO, global_batch_size=16), ParallelConfig(dp=2, zero_stage=2)),
     "zero 2, dp2, few tokens": (FEW_TOKENS, ParallelConfig(dp=2, zero_stage=2)),
     "zero 3, dp2": (SCENARIO, ParallelConfig(dp=2, zero_stage=3)),
@@ -54,6 +80,10 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(SCENARIO, model=DROPOUT, global_batch_size=8, micro_batch_size=2),
         ParallelConfig(pp=4),
     ),
+    "single, recompute=full": (DEEP, ParallelConfig(recompute=Recompute.full)),
+    "single, dropout, recompute=selective": (DEEP_DROPOUT, ParallelConfig(recompute=Recompute.selective)),
+    "pp2, every second block in full": (DEEP, ParallelConfig(pp=2, recompute=Recompute.full, recompute_interval=2)),
+    "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 TOLERANCE = 0.05
@@ -84,7 +114,7 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
     stages = planned(scenario, parallel).stages
     pairs = []
     for stage in stages:
-        mine = [real for rank, real in enumerate(ranks) if rank // parallel.tp % parallel.pp == stage.stage]
+        mine = [real for rank, real in enumerate(ranks) if place_of(rank, parallel).pp == stage.stage]
         pairs.append((stage.peak, max(mine)))
     return pairs
 

@@ -1,0 +1,39 @@
+"""`megads verify_layout`: does the layout of these overrides train the same model as one process?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megads.cli.verb import Invocation, Verb
+from megads.config import RootConfig, check_shape, derive_run_id
+from megads.errors import EXIT_OK, NumericalError
+from megads.verify.config import VerifyConfig
+
+
+@dataclass
+class VerifyLayoutConfig(RootConfig):
+    """The config of `megads train`, and how to verify its layout."""
+
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    """The verification."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def run(config: VerifyLayoutConfig, invocation: Invocation) -> int:
+    """Trains a small copy of the model in the layout and on one process, and compares them."""
+    config.verify.check()
+    check_shape(config)
+    config.optim.check()
+    name = config.run.name or invocation.choices.get("experiment") or invocation.choices.get("model") or "run"
+    folder = config.verify.dir or f"runs/verify/{derive_run_id(config, name.replace('/', '-'))}"
+    # The tab key imports this module for its schema and must not wait for torch.
+    from megads.cli.verify_layout_output import verify
+
+    code, failed = verify(config, folder)
+    if code == EXIT_OK and failed:
+        raise NumericalError(f"this layout does not train the same model: {failed} checks failed; see {folder}")
+    return code
+
+
+VERB = Verb("verify_layout", VerifyLayoutConfig, run, flags={"--json": "json=true"})

@@ -1,0 +1,165 @@
+"""Context parallelism as in Llama 3 (Dubey et al. 2024, section 3.3.2): every sample's tokens are cut over ranks.
+
+A sample is cut into 2 * cp equal chunks and rank i holds chunks i and 2 cp - 1 - i: an early one, whose queries see few
+keys, and a late one, whose queries see many. Each rank computes the attention of its own queries over the keys and
+values of the whole sample, which it gathers; everything else in the model works on each token alone.
+
+Shape suffixes: b = batch, s = tokens of this rank, t = tokens of the whole sample, n = heads, d = head dim, c = tokens
+of a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.parallel.grid import Axis
+from megads.parallel.table import ShardingTable
+
+
+def held_chunks(rank: int, size: int) -> tuple[int, int]:
+    """The two chunks of a sample that a context rank holds, in the order in which it holds them."""
+    return rank, 2 * size - 1 - rank
+
+
+@functools.lru_cache(maxsize=8)
+def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Tensor:
+    """Places of a context rank's tokens in the sample, int64 [s].
+
+    The same tensor every time: masks are cached by its identity.
+
+    Args:
+        seq_len: tokens of the whole sample, a multiple of 2 * size.
+        rank: context rank.
+        size: context ranks.
+        device: of the result.
+    """
+    assert seq_len % (2 * size) == 0
+    chunks = torch.arange(seq_len, device=device).view(2 * size, -1)
+    return torch.cat([chunks[chunk] for chunk in held_chunks(rank, size)])
+
+
+def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
+    """A context rank's share of whole samples; the batch itself where nothing is cut.
+
+    Args:
+        batch: of whole samples. Without tokens, `info.seq_len` must say how long they are.
+        axis: the context axis.
+        device: of `info.sequence_index`, the model's. Everything else stays where it is.
+    """
+    if axis.size == 1:
+        return batch
+    info = batch.info
+    assert info.sequence_index is None, "cut twice"
+    whole = next((x for x in (batch.tokens_bs, batch.labels_bs) if x is not None), None)
+    seq_len = info.seq_len if whole is None else whole.shape[1]
+    assert seq_len is not None
+
+    def cut(whole_bt: Tensor | None) -> Tensor | None:
+        if whole_bt is None:
+            return None
+        return whole_bt.index_select(1, held_places(seq_len, axis.rank, axis.size, whole_bt.device))
+
+    cut_info = replace(
+        info,
+        position_ids_bs=cut(info.position_ids_bs),
+        document_starts=cut(info.document_starts),
+        sequence_index=held_places(seq_len, axis.rank, axis.size, device),
+        seq_len=seq_len,
+    )
+    return MicroBatch(cut_info, cut(batch.tokens_bs), cut(batch.labels_bs), cut(batch.loss_mask_bs))
+
+
+def _in_sample_order(by_rank: Tensor) -> Tensor:
+    """[cp, ..., s, d] of all context ranks to [..., t, d]."""
+    size, *rest, held, dim = by_rank.shape
+    chunks = by_rank.view(size, *rest, 2, held // 2, dim)
+    whole = by_rank.new_empty(*rest, 2 * size, held // 2, dim)
+    for rank in range(size):
+        for half, chunk in enumerate(held_chunks(rank, size)):
+            whole[..., chunk, :, :] = chunks[rank, ..., half, :, :]
+    return whole.flatten(-3, -2)
+
+
+def _by_rank(wholes: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    """Several [..., t, d] to [cp, number of them, ..., s, d], cast to a dtype; the inverse of `_in_sample_order`."""
+    *rest, seq_len, dim = wholes[0].shape
+    chunks = [whole.unflatten(-2, (2 * size, -1)) for whole in wholes]
+    by_rank = wholes[0].new_empty(size, len(wholes), *rest, 2, seq_len // (2 * size), dim, dtype=dtype)
+    for rank in range(size):
+        for half, chunk in enumerate(held_chunks(rank, size)):
+            for part, of_whole in enumerate(chunks):
+                by_rank[rank, part, ..., half, :, :] = of_whole[..., chunk, :, :]
+    return by_rank.flatten(-3, -2)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k_bnsd: Tensor, v_bnsd: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+        ctx.axis = axis
+        held = torch.stack((k_bnsd, v_bnsd))
+        by_rank = held.new_empty(axis.size, *held.shape)
+        dist.all_gather_into_tensor(by_rank.flatten(0, 1), held, group=axis.group)
+        k_bntd, v_bntd = _in_sample_order(by_rank).unbind()
+        return k_bntd, v_bntd
+
+    @staticmethod
+    def backward(ctx: Any, grad_k_bntd: Tensor, grad_v_bntd: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        # Every rank's queries have a share in the gradient of every key and value. One rank alone would add them up
+        # inside its kernel in fp32 and round once, so low-precision shares are not summed in low precision either.
+        dtype = torch.promote_types(grad_k_bntd.dtype, torch.float32)
+        by_rank = _by_rank((grad_k_bntd, grad_v_bntd), ctx.axis.size, dtype)
+        held = torch.empty_like(by_rank[0])
+        dist.reduce_scatter_tensor(held, by_rank.flatten(0, 1), group=ctx.axis.group)
+        grad_k_bnsd, grad_v_bnsd = held.to(grad_k_bntd.dtype).unbind()
+        return grad_k_bnsd, grad_v_bnsd, None
+
+
+class ContextParallelCore(nn.Module):
+    """Runs an attention core on this rank's queries and the whole sample's keys and values.
+
+    Keys and values are gathered over the context axis forward; their gradients are summed over it, in fp32 at least,
+    and scattered backward.
+
+    Args:
+        core: takes queries of some tokens of a sample and keys and values of all, and a BatchInfo that says which.
+        axis: the context axis.
+    """
+
+    def __init__(self, core: nn.Module, axis: Axis) -> None:
+        super().__init__()
+        self.core = core
+        self.axis = axis
+
+    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, n, s, d]."""
+        k_bntd, v_bntd = _GatherSequence.apply(k_bnsd, v_bnsd, self.axis)
+        # A copy, if they are a view: what backward keeps of the queries would keep this rank's keys and values too. The
+        # output takes their order in memory, which is then that of the next projection.
+        own_q_bnsd = q_bnsd.transpose(1, 2).contiguous().transpose(1, 2)
+        out_bnsd: Tensor = self.core(own_q_bnsd, k_bntd, v_bntd, info)
+        return out_bnsd
+
+
+def gather_in_cores(stage: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
+    """Puts a ContextParallelCore around every attention core of a stage, where samples are cut.
+
+    Args:
+        stage: changed in place.
+        name: its prefix in the whole model.
+        table: names the attention cores.
+        axis: the context axis.
+    """
+    if axis.size == 1:
+        return
+    for path, module in list(stage.named_modules()):
+        if any(fnmatchcase(f"{name}.{path}", pattern) for pattern in table.attention_cores):
+            stage.set_submodule(path, ContextParallelCore(module, axis))

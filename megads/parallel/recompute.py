@@ -1,0 +1,68 @@
+"""Activation recomputation: which blocks, and the wrapper that does it. Knows no model.
+
+A recomputed function keeps only its arguments for backward, which runs it once more (Chen et al. 2016, "Training Deep
+Nets with Sublinear Memory Cost"). `full` does that to whole blocks; `selective` to the attention cores alone, which
+hold much and cost little (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig, Recompute
+
+
+def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[Recompute]:
+    """What each block of a pipeline stage recomputes: none, selective or full.
+
+    Numbers of blocks mean a stage's first ones, and an interval starts with its first: backward reaches the first
+    block last, when nothing is kept of those behind it, so what it makes again takes the room that they left.
+
+    Args:
+        parallel: the layout; `recompute` is not auto any more.
+        stage: number of the stage.
+        num_blocks: its blocks.
+
+    Raises:
+        ConfigError: more blocks to recompute than there are.
+    """
+    assert parallel.recompute is not Recompute.auto, "the launcher replaces auto by numbers of blocks"
+    if parallel.recompute_blocks is None:
+        chosen = [index % parallel.recompute_interval == 0 for index in range(num_blocks)]
+    else:
+        wanted = parallel.recompute_blocks[stage]
+        if wanted > num_blocks:
+            raise ConfigError(
+                f"parallel.recompute_blocks = {parallel.recompute_blocks}: stage {stage} has {num_blocks} blocks, not "
+                f"{wanted}; lower its number"
+            )
+        chosen = [index < wanted for index in range(num_blocks)]
+    return [parallel.recompute if there else Recompute.none for there in chosen]
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function, of which autograd keeps the arguments only; backward calls it again with them.
+
+    All that the function depends on and that may have changed until backward must be among its arguments: under 1F1B
+    other micro-batches run forward in between. It must be pure; generators are not rewound, as our dropout draws from
+    the sample's own stream. Without gradients nothing is kept and nothing runs twice.
+
+    Collectives inside run again too, in the same order on all ranks of a tensor-parallel group, which run the same
+    schedule.
+    """
+
+    def call(*args: Any) -> Tensor:
+        output: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    return call
+
+
+def recompute_module(module: nn.Module) -> None:
+    """Makes a module's own forward a recomputed one, wherever it is called."""
+    module.forward = recomputed(module.forward)  # type: ignore[method-assign]

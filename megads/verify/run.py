@@ -1,0 +1,179 @@
+"""What a training did, and how it is put together from what its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.engine.interface import Shard
+from megads.errors import NumericalError
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Piece(NamedTuple):
+    """A Shard's copy that can travel between processes."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: FloatArray
+
+    @property
+    def where(self) -> tuple[slice, ...]:
+        """The rectangle in the global tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
+
+
+def pieces(shards: Iterable[Shard]) -> list[Piece]:
+    """Copies of shards."""
+    return [Piece(s.key, s.global_shape, s.offset, s.tensor.detach().cpu().numpy().copy()) for s in shards]
+
+
+@dataclass
+class Stream:
+    """What data loaders gave.
+
+    Attributes:
+        hashes: batch_hash of every step.
+        contents: digest of every row that a rank was given, by what it is and the sample's number.
+    """
+
+    hashes: list[str] = field(default_factory=list)
+    contents: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class RankRun:
+    """What one rank saw and holds; see Run.
+
+    Attributes:
+        initial: its own weights before the first step.
+        shards: what it owns after the last step.
+        held: the same with its copies of what another rank owns.
+        gradients: what it owns of the first step's.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    initial: list[Piece] = field(default_factory=list)
+    shards: list[Piece] = field(default_factory=list)
+    held: list[Piece] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    validation: tuple[float, int] = (0.0, 0)
+    reductions: set[tuple[str, int]] = field(default_factory=set)
+    stream: Stream = field(default_factory=Stream)
+
+
+@dataclass
+class Run:
+    """What a training did.
+
+    Attributes:
+        losses, norms: of every step.
+        tokens: unmasked tokens of every step.
+        initial, weights: full fp32 master weights before the first and after the last step.
+        gradients: full gradients of the first step, reduced, before clipping.
+        validation: loss sum and tokens over the validation set on the initial weights.
+        replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
+        reductions: dtype and number of elements of every gradient reduction.
+        disagreements: what ranks report differently although all report it of the whole run.
+        stream: the samples; several digests where ranks were given different rows under one number.
+        num_heads: of the model, by which key biases are found.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    initial: dict[str, FloatArray] = field(default_factory=dict)
+    weights: dict[str, FloatArray] = field(default_factory=dict)
+    gradients: dict[str, FloatArray] = field(default_factory=dict)
+    validation: tuple[float, int] = (0.0, 0)
+    replicas: dict[str, int] = field(default_factory=dict)
+    reductions: set[tuple[str, int]] = field(default_factory=set)
+    disagreements: list[str] = field(default_factory=list)
+    stream: Stream = field(default_factory=Stream)
+    num_heads: int = 0
+
+
+def join(ranks: Sequence[RankRun], num_heads: int) -> Run:
+    """Puts together what the ranks of one training hold.
+
+    Args:
+        ranks: of one training, in order.
+        num_heads: of the model.
+
+    Raises:
+        NumericalError: what ranks own overlaps or leaves holes.
+    """
+    first = ranks[0]
+    run = Run(first.losses, first.norms, first.tokens, validation=first.validation, num_heads=num_heads)
+    for number, rank in enumerate(ranks):
+        for what in ("losses", "norms", "tokens", "validation"):
+            ours, theirs = getattr(rank, what), getattr(first, what)
+            if ours != theirs:
+                run.disagreements.append(f"{what} {ours} of rank {number}, {theirs} of rank 0")
+    run.initial = assemble([piece for rank in ranks for piece in rank.initial], "weight")
+    run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
+    run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")
+    run.replicas = differing_copies([piece for rank in ranks for piece in rank.held])
+    run.stream = _join_streams([rank.stream for rank in ranks])
+    run.reductions = set().union(*(rank.reductions for rank in ranks))
+    return run
+
+
+def assemble(
+    found: Iterable[Piece | tuple[str, tuple[int, ...], tuple[int, ...], FloatArray]], kind: str
+) -> dict[str, FloatArray]:
+    """Full tensors of one kind from rectangles.
+
+    Raises:
+        NumericalError: an element is covered by several rectangles, or by none.
+    """
+    full: dict[str, FloatArray] = {}
+    covered: dict[str, npt.NDArray[np.int32]] = {}
+    for piece in map(Piece._make, found):
+        prefix, _, name = piece.key.partition("/")
+        if prefix != kind:
+            continue
+        full.setdefault(name, np.zeros(piece.global_shape, np.float32))[piece.where] = piece.values
+        covered.setdefault(name, np.zeros(piece.global_shape, np.int32))[piece.where] += 1
+    for name, times in covered.items():
+        if not (times == 1).all():
+            raise NumericalError(
+                f"{kind} {name}: {np.count_nonzero(times > 1)} elements are owned by several ranks and "
+                f"{np.count_nonzero(times == 0)} by none"
+            )
+    return full
+
+
+def _join_streams(streams: Sequence[Stream]) -> Stream:
+    hashes = [" ".join(sorted(set(of_step))) for of_step in zip(*(s.hashes for s in streams), strict=True)]
+    contents: dict[str, set[str]] = {}
+    for stream in streams:
+        for name, digest in stream.contents.items():
+            contents.setdefault(name, set()).add(digest)
+    return Stream(hashes, {name: " ".join(sorted(digests)) for name, digests in contents.items()})
+
+
+def differing_copies(held: Iterable[Piece]) -> dict[str, int]:
+    """Elements that differ bitwise between the copies of each tensor that has some; 0 where all is well."""
+    full: dict[str, npt.NDArray[np.int32]] = {}
+    covered: dict[str, npt.NDArray[np.bool_]] = {}
+    differing: dict[str, int] = {}
+    for piece in held:
+        bits = np.ascontiguousarray(piece.values).view(np.int32)
+        known = full.setdefault(piece.key, np.zeros(piece.global_shape, np.int32))
+        seen = covered.setdefault(piece.key, np.zeros(piece.global_shape, np.bool_))
+        copies = seen[piece.where]
+        if copies.any():
+            differ = int(np.count_nonzero(copies & (known[piece.where] != bits)))
+            differing[piece.key] = differing.get(piece.key, 0) + differ
+        known[piece.where] = bits
+        seen[piece.where] = True
+    return differing

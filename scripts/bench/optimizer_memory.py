@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Memory and gradient traffic of the optimizer against stock DeepSpeed's BF16_Optimizer, on gloo ranks on this CPU.
+
+Both train the same untied model in bf16 with ZeRO-1 on hardly any tokens, so that weights, gradients and optimizer
+states are nearly all there is. Every allocation of torch's allocator counts; collectives are counted as they are
+issued. Run from the repository: python -m scripts.bench.optimizer_memory
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed.runtime.engine
+import torch.distributed as dist
+
+from megads.model.config import ModelConfig
+from megads.parallel.config import ParallelConfig
+from megads.plan.parameters import parameter_count
+from tests.distributed import run_ranks
+from tests.parity import Collective, Scenario, build_engine, recorded_collectives, step_batches
+from tests.plan.memory_meter import allocator_ledger, patient_collectives
+from tests.stock_deepspeed import build_stock
+
+MODEL = ModelConfig(num_layers=4, hidden_size=512, num_heads=8, vocab_size=8192, max_seq_len=16, tie_embeddings=False)
+STEPS = 2
+
+
+def scenario_of(dp: int) -> Scenario:
+    """Two micro-batches of 16 tokens a rank."""
+    return Scenario(
+        model=MODEL, precision="bfloat16", hot=False, seq_len=16, micro_batch_size=1, global_batch_size=2 * dp
+    )
+
+
+def train_ours(dp: int) -> Any:
+    """Builds our engine and trains; returns it, so that what it holds is still there."""
+    scenario = scenario_of(dp)
+    engine = build_engine(scenario, ParallelConfig(dp=dp))
+    for step in range(STEPS):
+        engine.step(step_batches(scenario, step, dist.get_rank(), dp), scenario.lr)
+    return engine
+
+
+def train_stock(dp: int) -> Any:
+    """The same with DeepSpeed's."""
+    scenario = scenario_of(dp)
+    engine = build_stock(scenario, dp)
+    for step in range(STEPS):
+        engine.train(step_batches(scenario, step, dist.get_rank(), dp))
+    return engine
+
+
+def measure(dp: int) -> dict[str, tuple[float, float, float]]:
+    """Peak bytes, bytes between steps and gradient bytes received in a step, a parameter, by engine; of this rank."""
+    found = {}
+    parameters = parameter_count(MODEL)
+    sides: list[tuple[str, Callable[[int], Any], Any]] = [
+        ("megads", train_ours, None),
+        ("DeepSpeed", train_stock, deepspeed.runtime.engine),
+    ]
+    for name, train, module in sides:
+        train(dp)  # what loads at the first use is there then
+        seen: list[Collective] = []
+        engines = []
+        recorder = recorded_collectives(seen, module) if module else recorded_collectives(seen)
+        with patient_collectives(), recorder:
+            ledger = allocator_ledger(lambda train=train, engines=engines: engines.append(train(dp)))
+        reductions = [c for c in seen if c.name in ("all_reduce", "reduce_scatter_tensor") and c.numel > 1]
+        sent = sum(collective.received_bytes for collective in reductions) / STEPS
+        found[name] = (ledger.peak / parameters, ledger.total / parameters, sent / parameters)
+        engines.clear()
+    return found
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dp", type=int, nargs="*", default=[1, 2, 4], help="data parallel sizes")
+    arguments = parser.parse_args()
+    print(f"{parameter_count(MODEL):,} parameters, bf16, ZeRO-1; bytes a parameter on the fullest rank")
+    print("| dp | engine | peak | between steps | gradients received in a step |\n|---|---|---|---|---|")
+    for dp in arguments.dp:
+        by_rank = run_ranks(measure, dp, dp)
+        for name in by_rank[0]:
+            peak, kept, sent = (max(found[name][index] for found in by_rank) for index in range(3))
+            print(f"| {dp} | {name} | {peak:.2f} | {kept:.2f} | {sent:.2f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""`megads verify_layout`: the real ranks, a planted defect, and configs that cannot be verified."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.cli import verify_layout_output
+from megads.cli.main import run
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = ("verify.steps=2", "train.precision=fp32", "verify.dir=here")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    # The ranks import the defects of this checkout.
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    return tmp_path
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes every rank call a function of tests.test_mutants before it does anything else."""
+
+    def planted(name: str) -> None:
+        verify = functools.partial(verify_layout_output.verify, defect=f"tests.test_mutants:{name}")
+        monkeypatch.setattr(verify_layout_output, "verify", verify)
+
+    return planted
+
+
+@pytest.mark.distributed
+def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a verification that fails what is right, compares nothing, or prints more than JSON."""
+    overrides = ("parallel.pp=2", "parallel.dp=2", "model.position=learned", "verify.steps=2", "verify.dir=here")
+    documents = ("data.document_mask=true", "data.reset_positions=true")
+    assert run(["verify_layout", *overrides, *documents, "train.global_batch_size=4", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == json.loads((elsewhere / "here" / "verify.json").read_text())
+    assert said["passed"] and said["likely_cause"] == ""
+    checks: list[dict[str, Any]] = said["checks"]
+    assert {(c["guarantee"], c["precision"]) for c in checks} == {
+        *((name, "fp32") for name in ("N1", "N2", "N3", "N7", "N8", "N9", "N10")),
+        *((name, "bf16") for name in ("N1", "N4", "N7", "N8")),
+    }
+    assert all(c["compared"] > 0 and c["passed"] and c["found"] <= c["bound"] for c in checks)
+
+
+@pytest.mark.distributed
+def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a verdict that nobody can act on: the parameters by name, the cause, and exit code 7."""
+    plant("no_backward_all_reduce_of_column_layers")
+    assert run(["verify_layout", "parallel.tp=2", *SMALL]) == 7
+    captured = capsys.readouterr()
+    for expected in ("loss of step 1 ", "DIFFERS", "gradient of blocks.0.input_norm.weight: off by", "Likely cause: "):
+        assert expected in captured.out
+    assert "the first wrong gradient is that of final_norm.bias" in captured.out
+    assert "megads verify_layout: this layout does not train the same model" in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["parallel.tp=3"], "model.num_heads = 4 is not divisible by parallel.tp = 3"),
+        (["verify.steps=0"], "verify.steps = 0: must be at least 1"),
+        (["parallel.tp=2", "parallel.pp=2", "verify.max_ranks=2"], "need at least 4 ranks; raise it"),
+        (["verify.max_rank=2"], "verify.max_rank"),
+        (["optim.clip_grad=-1"], "optim.clip_grad"),
+    ],
+)
+def test_bad_configs(overrides: list[str], expected: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback, and ranks or folders for what cannot be verified."""
+    assert run(["verify_layout", *overrides]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and "Traceback" not in error
+    assert not list(elsewhere.iterdir())

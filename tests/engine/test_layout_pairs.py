@@ -1,0 +1,83 @@
+"""Every pair of features trains as the unsharded reference does: what works alone must also work beside the others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from megads.parallel.config import ParallelConfig
+from tests import parity
+from tests.parity import Run, Scenario, scenario_with, train_layout, train_reference
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+# What a feature is, and what it takes to be felt, where the other feature does not say.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp2": ({"tp": 2}, {}),
+    "tp3": ({"tp": 3}, {}),
+    "sp": ({"sequence_parallel": True}, {"tp": 2}),
+    "pp2": ({"pp": 2}, {}),
+    "pp4": ({"pp": 4}, {}),
+    "cp2": ({"cp": 2}, {}),
+    "dp2": ({"dp": 2}, {}),
+    "dp3": ({"dp": 3}, {}),
+    "zero0": ({"zero_stage": 0}, {"dp": 2}),
+    "zero2": ({"zero_stage": 2}, {"dp": 2}),
+    "zero3": ({"zero_stage": 3}, {"dp": 2}),
+    "hierarchical": ({"zero_stage": 3, "zero_shard_size": 2, "dp": 4}, {}),
+    "selective": ({"recompute": "selective"}, {}),
+    "full": ({"recompute": "full"}, {}),
+    "documents": ({"documents": True}, {}),
+}
+# 24 tokens divide by 2 * cp and by cp * tp, 12 samples by every dp.
+SCENARIO = scenario_with(steps=5, masked=True, seq_len=24, micro_batch_size=1)
+SCENARIO = replace(SCENARIO, model=replace(SCENARIO.model, num_layers=4))
+CHECKS = (
+    parity.check_initial_weights,
+    parity.check_first_step,
+    parity.check_curve,
+    parity.check_replicas,
+    parity.check_reduction_dtype,
+    parity.check_validation,
+)
+
+
+def joined(first: str, second: str) -> dict[str, Any] | None:
+    """Settings with both features; None where they exclude each other."""
+    (one, one_needs), (two, two_needs) = FEATURES[first], FEATURES[second]
+    if any(one[key] != two[key] for key in one.keys() & two.keys()):
+        return None
+    settings = {**one_needs, **two_needs, **one, **two}
+    if settings.get("zero_stage", 1) > 1 and settings.get("pp", 1) > 1:
+        return None  # refused: see tests/parallel/test_config.py
+    return settings
+
+
+def pairs() -> Iterator[Any]:
+    for first, second in combinations(FEATURES, 2):
+        settings = joined(first, second)
+        if settings is not None:
+            yield pytest.param(settings, id=f"{first}-{second}")
+
+
+@functools.cache
+def reference(documents: bool) -> Run:
+    return train_reference(scenario(documents))
+
+
+def scenario(documents: bool) -> Scenario:
+    return replace(SCENARIO, documents=documents)
+
+
+@pytest.mark.parametrize("settings", pairs())
+def test_a_pair_of_features(settings: dict[str, Any]) -> None:
+    """Catches features that are right alone and wrong together (N1, N3, N7, N8, N9, N10)."""
+    documents = settings.get("documents", False)
+    layout = ParallelConfig(**{key: value for key, value in settings.items() if key != "documents"})
+    run = train_layout(scenario(documents), layout)
+    assert [fault for check in CHECKS for fault in check(run, reference(documents))] == []

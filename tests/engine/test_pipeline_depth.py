@@ -1,0 +1,39 @@
+"""The same curve at every pipeline depth: BLOOM's team saw the loss differ with the number of stages, and never why."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from megads.parallel.config import ParallelConfig
+from tests import parity
+from tests.parity import Run, scenario_with, train_layout, train_reference
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+SCENARIO = scenario_with(steps=50, masked=True, micro_batch_size=1)
+SCENARIO = replace(SCENARIO, model=replace(SCENARIO.model, num_layers=8))
+
+
+@functools.cache
+def reference() -> Run:
+    return train_reference(SCENARIO)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_depth(stages: int) -> None:
+    """Catches what depends on the number of stages: tied sums, norms counted per stage, micro-batches mixed up (N3)."""
+    run = train_layout(SCENARIO, ParallelConfig(pp=stages))
+    faults = parity.check_first_step(run, reference()) + parity.check_curve(run, reference())
+    assert faults + parity.check_replicas(run, reference()) == []
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(tp=4), ParallelConfig(pp=2, dp=3)], ids=["tp4", "pp2dp3"])
+def test_copies_over_two_hundred_bf16_steps(layout: ParallelConfig) -> None:
+    """Catches copies that part after a while: norms over tp ranks, tied embeddings where dp reduces in threes (N8)."""
+    scenario = scenario_with(precision="bfloat16", steps=200)
+    scenario = replace(scenario, model=replace(scenario.model, num_heads=12))
+    run = train_layout(scenario, layout)
+    assert parity.check_replicas(run, run) == []

@@ -1,0 +1,125 @@
+"""Recomputation changes no bit: loss, norm and weights against the same layout without it, dropout on, hot weights."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megads.model.attention import AttentionCore
+from megads.model.stages import Block
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.recompute import block_modes
+from tests.distributed import run_ranks
+from tests.parity import MODEL, Scenario, build_engine, digest, evaluate, step_batches
+
+pytestmark = pytest.mark.distributed
+
+# Six micro-batches a replica: several are in flight in every pipeline.
+SCENARIO = Scenario(
+    model=replace(MODEL, num_layers=4, hidden_dropout=0.1, attention_dropout=0.1), steps=2, global_batch_size=12
+)
+LAYOUTS = {
+    "single": ParallelConfig(),
+    "tp2": ParallelConfig(tp=2),
+    "pp2": ParallelConfig(pp=2),
+    "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2),
+}
+BLOCKS = {1: [4], 2: [2, 2]}
+"""Blocks of each stage, by the number of stages: embedding and head count as a block."""
+KINDS = ["selective", "full", "every second block", "per stage"]
+PRECISIONS = ["float32", "bfloat16"]
+
+
+def recomputing(parallel: ParallelConfig, kind: str) -> ParallelConfig:
+    changes: dict[str, Any] = {
+        "none": {},
+        "selective": {"recompute": Recompute.selective},
+        "full": {"recompute": Recompute.full},
+        "every second block": {"recompute": Recompute.full, "recompute_interval": 2},
+        "per stage": {"recompute": Recompute.full, "recompute_blocks": [1, 2][-parallel.pp :]},
+    }[kind]
+    return replace(parallel, **changes)
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """How often blocks and attention cores run forward; recomputation wraps what it finds when a stage is built."""
+    calls: Counter[str] = Counter()
+    originals = {kind: kind.forward for kind in (Block, AttentionCore)}
+
+    def counting(name: str, original: Any) -> Any:
+        def forward(self: Any, *args: Any) -> Any:
+            calls[name] += 1
+            return original(self, *args)
+
+        return forward
+
+    for kind, original in originals.items():
+        kind.forward = counting(kind.__name__, original)
+    try:
+        yield calls
+    finally:
+        for kind, original in originals.items():
+            kind.forward = original
+
+
+def train(scenario: Scenario, parallel: ParallelConfig) -> tuple[dict[str, Any], dict[str, int]]:
+    """(what must be equal to the bit, calls in validation and of the steps) on this rank."""
+    with counted_calls() as calls:
+        engine = build_engine(scenario, parallel)
+        validation = evaluate(engine, scenario)
+        counts = {f"validation {name}": count for name, count in calls.items()}
+        calls.clear()
+        steps = [
+            engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
+            for step in range(scenario.steps)
+        ]
+        shards = {f"{s.key} {s.offset}": digest(s.tensor) for s in engine.named_shards(owned=False)}
+    results = {"steps": [(s.loss, s.grad_norm) for s in steps], "validation": validation, "shards": shards}
+    return results, counts | dict(calls)
+
+
+def train_all(cases: list[tuple[Scenario, ParallelConfig]]) -> list[Any]:
+    return [train(scenario, parallel) for scenario, parallel in cases]
+
+
+@functools.cache
+def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
+    """What every rank did, by precision and kind; one start of ranks for all."""
+    keys = [(precision, kind) for precision in PRECISIONS for kind in ("none", *KINDS)]
+    cases = [(replace(SCENARIO, precision=precision), recomputing(LAYOUTS[layout], kind)) for precision, kind in keys]
+    by_rank = run_ranks(train_all, LAYOUTS[layout].world_size, cases)
+    return dict(zip(keys, (list(of_case) for of_case in zip(*by_rank, strict=True)), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", ["single", "tp2", "pp2", pytest.param("tp2pp2dp2", marks=pytest.mark.slow)])
+def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
+    """Catches another micro-batch's samples at recomputation, a mask drawn anew, a collective left out or repeated."""
+    plain, again = runs(layout)[precision, "none"], runs(layout)[precision, kind]
+    for (results, _), (expected, _) in zip(again, plain, strict=True):
+        assert results == expected
+    assert plain[0][0]["steps"][0] != plain[0][0]["steps"][1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["single", "pp2"])
+def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
+    """Catches recomputation that never happens, of the wrong stage or number of blocks, or in validation."""
+    parallel = recomputing(LAYOUTS[layout], kind)
+    passes = SCENARIO.steps * SCENARIO.global_batch_size // SCENARIO.micro_batch_size
+    plain, again = runs(layout)["float32", "none"], runs(layout)["float32", kind]
+    for stage, num_blocks in enumerate(BLOCKS[parallel.pp]):
+        modes = block_modes(parallel, stage, num_blocks)
+        assert plain[stage][1]["Block"] == plain[stage][1]["AttentionCore"] == passes * num_blocks
+        expected = Counter(plain[stage][1])
+        expected["Block"] += passes * modes.count(Recompute.full)
+        expected["AttentionCore"] += passes * (num_blocks - modes.count(Recompute.none))
+        assert again[stage][1] == expected and expected["validation Block"] > 0

@@ -1,0 +1,112 @@
+"""Sequence parallelism beyond the parity matrix: against tensor parallelism alone, and how much is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from deepspeed.runtime.pipe import p2p
+from torch import Tensor
+
+from megads.model.config import Position
+from megads.parallel.config import ParallelConfig
+from tests import parity
+from tests.distributed import run_ranks
+from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches, train_layout
+
+pytestmark = pytest.mark.distributed
+
+# Three ranks share 12 tokens. Attention dropout has a stream for every rank, so that only a run with as many of them
+# draws the same masks.
+EVERYTHING = scenario_with(
+    model=replace(
+        parity.MODEL, position=Position.learned, tie_embeddings=False, hidden_dropout=0.2, attention_dropout=0.2
+    ),
+    seq_len=12,
+    steps=3,
+    masked=True,
+)
+
+
+def test_equals_tensor_parallelism_alone_with_dropout_and_positions() -> None:
+    """Catches other dropout masks than those of the unsharded sequence, positions that count from 0 on every shard,
+    learned positions or norms whose gradient is one shard's, and validation on shards."""
+    whole = train_layout(EVERYTHING, ParallelConfig(tp=3))
+    sharded = train_layout(EVERYTHING, ParallelConfig(tp=3, sequence_parallel=True))
+    checks = (parity.check_initial_weights, parity.check_first_step, parity.check_curve, parity.check_validation)
+    assert [fault for check in checks for fault in check(sharded, whole)] == []
+    assert parity.check_replicas(sharded, whole) == []
+
+
+def _sent_bytes(scenario: Scenario, name: str) -> tuple[int, set[tuple[int, ...]]]:
+    """Bytes and shapes of what this rank sends to other stages in a step, without those that announce shapes."""
+    parallel = LAYOUTS[name]
+    engine = build_engine(scenario, parallel)
+    original, total, shapes = p2p.send, 0, set()
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal total
+        if tensor.is_floating_point():
+            total += tensor.nbytes
+            shapes.add(tuple(tensor.shape))
+        return original(tensor, *args, **kwargs)
+
+    p2p.send = counting
+    engine.step(step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp), scenario.lr)
+    return total, shapes
+
+
+def test_pipeline_messages_shrink_by_tp() -> None:
+    """Catches stages that gather a sequence only to send it, and a shape that DeepSpeed took from elsewhere."""
+    scenario = scenario_with()
+    micro_batches, width = scenario.global_batch_size // scenario.micro_batch_size, scenario.model.hidden_size
+    for name, tokens in (("tp2pp2", scenario.seq_len), ("tp2pp2sp", scenario.seq_len // 2)):
+        shape = (scenario.micro_batch_size, tokens, width)
+        for total, shapes in run_ranks(_sent_bytes, 4, scenario, name):
+            assert shapes == {shape}
+            assert total == micro_batches * shape[0] * shape[1] * shape[2] * scenario.dtype.itemsize
+
+
+# Bytes that a rank of n sends, in units of (n - 1) / n of the whole tensor, by a ring.
+RING = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+
+
+def _collectives_of_hidden_states(scenario: Scenario, name: str) -> Counter[str]:
+    """How often a step calls each collective for a hidden state, [b, s, h] when it is whole."""
+    engine = build_engine(scenario, LAYOUTS[name])
+    size = scenario.micro_batch_size * scenario.seq_len * scenario.model.hidden_size
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The larger of output and input is the whole.
+            calls[name] += max((x.numel() for x in args if isinstance(x, Tensor)), default=0) == size
+            return original(*args, **kwargs)
+
+        return call
+
+    for collective in RING:
+        setattr(dist, collective, counting(collective, getattr(dist, collective)))
+    engine.step(step_batches(scenario, 0), scenario.lr)
+    return calls
+
+
+def test_collectives_of_a_step() -> None:
+    """Catches a collective that theory does not know: L blocks take 4 L + 2 all-reduces; with sequence parallelism each
+    is an all-gather and a reduce-scatter, and the 2 L + 1 layers that open a region gather once more backward."""
+    scenario = scenario_with(global_batch_size=2)
+    regions = 2 * scenario.model.num_layers + 1
+    expected = {
+        "tp2": {"all_reduce": 2 * regions},
+        "tp2sp": {"all_gather_into_tensor": 3 * regions, "reduce_scatter_tensor": 2 * regions},
+    }
+    units = {}
+    for name, counts in expected.items():
+        for calls in run_ranks(_collectives_of_hidden_states, 2, scenario, name):
+            assert +calls == counts
+        units[name] = sum(RING[collective] * count for collective, count in counts.items())
+    assert units["tp2sp"] / units["tp2"] == 1.25

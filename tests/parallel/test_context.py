@@ -1,0 +1,98 @@
+"""Samples cut over context ranks, and keys and values put together again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.parallel.config import ParallelConfig
+from megads.parallel.context import ContextParallelCore, cut_micro_batch, held_places
+from megads.parallel.grid import Axis, build_grid
+from tests.distributed import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def axis(rank: int, size: int) -> Axis:
+    return Axis(rank, tuple(range(size)), None)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_token_is_held_once_and_causal_work_is_balanced(size: int) -> None:
+    """Catches a chunk that is lost or held twice, and a last rank whose queries see more keys than another's."""
+    places = [held_places(24, rank, size, CPU) for rank in range(size)]
+    assert sorted(torch.cat(places).tolist()) == list(range(24))
+    assert len({int((p + 1).sum()) for p in places}) == 1
+    assert all((p.diff() > 0).all() for p in places)
+
+
+def test_a_micro_batch_is_cut_as_a_whole() -> None:
+    """Catches labels, masks, positions or documents that are cut otherwise than the tokens, or not at all."""
+    whole = {name: torch.arange(24).view(2, 12) + 100 * i for i, name in enumerate(("tokens", "labels", "at", "from"))}
+    mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
+    info = BatchInfo(torch.tensor([5, 6]), position_ids_bs=whole["at"], document_starts=whole["from"])
+    batch = MicroBatch(info, whole["tokens"], whole["labels"], mask)
+    for rank in range(3):
+        cut = cut_micro_batch(batch, axis(rank, 3), CPU)
+        places = cut.info.sequence_index
+        assert places is not None and cut.info.seq_len == 12
+        assert places.tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]][rank]
+        parts = (cut.tokens_bs, cut.labels_bs, cut.info.position_ids_bs, cut.info.document_starts, cut.loss_mask_bs)
+        for part, of_all in zip(parts, (*whole.values(), mask), strict=True):
+            assert part is not None and torch.equal(part, of_all[:, places])
+        assert cut.info.sample_ids is info.sample_ids
+
+
+def test_a_stage_without_tokens_cuts_its_info() -> None:
+    """Catches a middle stage that does not know how long samples are; the places are one tensor, as caches want it."""
+    batch = MicroBatch(BatchInfo(torch.tensor([0]), seq_len=8))
+    cut, again = (cut_micro_batch(batch, axis(0, 2), CPU) for _ in range(2))
+    assert cut.info.sequence_index.tolist() == [0, 1, 6, 7] and cut.tokens_bs is None
+    assert cut.info.sequence_index is again.info.sequence_index
+    assert cut_micro_batch(batch, axis(0, 1), CPU) is batch
+
+
+class Products(torch.nn.Module):
+    """Stands where an attention core does: the queries are the gradient of the keys."""
+
+    def forward(self, q_bntd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
+        self.keys, self.values = k_bntd.detach(), v_bntd.detach()
+        return (k_bntd * q_bntd).sum() + 2 * (v_bntd * q_bntd).sum()
+
+
+SIZE = 3
+
+
+def gradients() -> Tensor:
+    """Of every rank, bf16 [SIZE, 1, 2, 12, 4]; the sum over ranks is exact in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (SIZE, 1, 2, 12, 4)
+    powers = 2.0 ** -torch.randint(0, 8, shape, generator=generator)
+    return (torch.randint(-127, 128, shape, generator=generator) * powers).bfloat16()
+
+
+def gather() -> list[bool]:
+    """Whether one rank sees keys and values of all in sample order, and gets the gradients of all for its own."""
+    grid = build_grid(ParallelConfig(cp=SIZE), torch.distributed.get_rank(), SIZE)
+    places = held_places(12, grid.cp.rank, SIZE, CPU)
+    whole_k, whole_v = torch.randn(2, 1, 2, 12, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
+    k, v = (x[:, :, places].clone().requires_grad_() for x in (whole_k, whole_v))
+    core = ContextParallelCore(Products(), grid.cp)
+    core(gradients()[grid.cp.rank], k, v, BatchInfo(torch.tensor([0]))).backward()
+    expected = gradients().float().sum(0).bfloat16()[:, :, places]
+    return [
+        torch.equal(core.core.keys, whole_k),
+        torch.equal(core.core.values, whole_v),
+        torch.equal(k.grad, expected),
+        torch.equal(v.grad, 2 * expected),
+    ]
+
+
+@pytest.mark.distributed
+def test_keys_are_in_sample_order_and_gradients_sum_in_fp32() -> None:
+    """Catches chunks in rank order, keys taken for values, and shares of a gradient summed in bf16."""
+    first, second, third = gradients()
+    assert not torch.equal(first + second + third, gradients().float().sum(0).bfloat16()), "bf16 would do as well"
+    assert run_ranks(gather, SIZE) == [[True] * 4] * SIZE

@@ -1,0 +1,67 @@
+"""Which blocks are recomputed, and what the config refuses; tests/engine/test_recompute.py trains with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.recompute import block_modes, recomputed
+
+FULL, SELECTIVE, NONE = Recompute.full, Recompute.selective, Recompute.none
+
+
+def test_blocks_of_a_stage() -> None:
+    """Catches an interval that leaves out the first block, and numbers that mean the last ones."""
+    assert block_modes(ParallelConfig(), 0, 2) == [NONE, NONE]
+    assert block_modes(ParallelConfig(recompute=SELECTIVE), 0, 2) == [SELECTIVE, SELECTIVE]
+    assert block_modes(ParallelConfig(recompute=FULL, recompute_interval=2), 1, 5) == [FULL, NONE, FULL, NONE, FULL]
+    counted = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[2, 0], recompute_interval=3)
+    assert block_modes(counted, 0, 3) == [FULL, FULL, NONE]
+    assert block_modes(counted, 1, 2) == [NONE, NONE]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(recompute=FULL, recompute_interval=0), "recompute_interval = 0"),
+        (ParallelConfig(recompute_interval=2), "recompute_interval = 2 does nothing with parallel.recompute = none"),
+        (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] counts blocks"),
+        (ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1]), "2 numbers"),
+        (ParallelConfig(recompute=FULL, recompute_blocks=[-1]), r"\[-1\]"),
+    ],
+)
+def test_contradictions_are_refused(parallel: ParallelConfig, message: str) -> None:
+    """Catches a key that is silently without effect."""
+    with pytest.raises(ConfigError, match=message):
+        parallel.check()
+
+
+def test_more_blocks_than_there_are() -> None:
+    """Catches a number that is silently cut to the stage's."""
+    parallel = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1, 4])
+    parallel.check()
+    with pytest.raises(ConfigError, match="stage 1 has 3 blocks, not 4"):
+        block_modes(parallel, 1, 3)
+
+
+def test_runs_again_for_backward_only() -> None:
+    """Catches a function that is kept whole, run again in validation, or called with what came later."""
+    calls = []
+
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        calls.append(factor)
+        return (x * factor).exp()
+
+    twice = recomputed(scaled)
+    with torch.no_grad():
+        twice(torch.ones(2, requires_grad=True), 1.0)
+    assert calls == [1.0]
+    inputs = [torch.full((2,), float(i), requires_grad=True) for i in (1, 2)]
+    outputs = [twice(x, x[0].item()) for x in inputs]
+    for x, y in zip(inputs, outputs, strict=True):
+        y.sum().backward()
+        assert torch.equal(x.grad, x[0].item() * y)
+    assert calls == [1.0, 1.0, 2.0, 1.0, 2.0]
