@@ -18,8 +18,8 @@ from megads.config import Precision, RootConfig, batch_size_schedule, config_dig
 from megads.data.datasets import open_datasets
 from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
+from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
-from megads.engine.training import PipelineTrainEngine
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.optim.schedule import learning_rate
@@ -147,9 +147,9 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device) -> PipelineTrainEngine:
+def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device) -> TrainEngine:
     """The engine with its initial weights."""
-    return PipelineTrainEngine(
+    return build_train_engine(
         config.model,
         config.parallel,
         config.optim,
@@ -267,7 +267,7 @@ def validation_hook(
 
 
 def announce(
-    config: RootConfig, engine: PipelineTrainEngine, device: torch.device, state: TrainState, events: EventWriter
+    config: RootConfig, engine: TrainEngine, device: torch.device, state: TrainState, events: EventWriter
 ) -> None:
     """Records what starts."""
     events.write(

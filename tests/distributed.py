@@ -19,7 +19,7 @@ PRELOADED = [
     "torch",
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
-    "megads.engine.training",
+    "megads.engine.build",
     "torch._dynamo",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]

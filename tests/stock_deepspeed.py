@@ -16,7 +16,7 @@ from megads.batch import MicroBatch
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.stage_pipeline import StagePipeline, placement_of
-from megads.engine.training import TokenMeanLoss
+from megads.engine.token_mean import TokenMeanLoss
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid

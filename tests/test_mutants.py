@@ -14,18 +14,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
 import megads.engine.bucket
 import megads.engine.optimizer
+import megads.engine.sharded_training
 import megads.engine.stage_pipeline
+import megads.engine.token_mean
 import megads.engine.training
 import megads.parallel.recompute
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.bucket import Bucket
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.training import PipelineTrainEngine, TokenMeanLoss
+from megads.engine.sharded_engine import ShardedEngine
+from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import Position
 from megads.model.dropout import Dropout
@@ -97,6 +102,53 @@ def averaged_replicas() -> None:
     Bucket.finish = finish
 
 
+def missing_tensor_parallel_mark() -> None:
+    inner = megads.engine.stage_pipeline.materialise
+
+    def materialise(*args: Any) -> Any:
+        stage = inner(*args)
+        for name, parameter in stage.named_parameters():
+            if name.endswith("mlp.up.weight"):
+                parameter.tensor_model_parallel = False
+        return stage
+
+    megads.engine.stage_pipeline.materialise = materialise
+
+
+def bf16_reduction_of_shards() -> None:
+    inner = megads.engine.sharded_training.sharded_config
+
+    def config(*args: Any) -> Any:
+        return inner(*args) | {"communication_data_type": "bf16"}
+
+    megads.engine.sharded_training.sharded_config = config
+
+
+def divided_by_the_shards_twice() -> None:
+    inner = ShardedEngine.__init__
+
+    def init(self: ShardedEngine, *args: Any) -> None:
+        inner(self, *args)
+        self.averaged_over = 1
+
+    ShardedEngine.__init__ = init
+
+
+def micro_batches_overwrite_each_other() -> None:
+    DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag = lambda self: None
+
+
+def subgroups_average_their_gradients() -> None:
+    inner = ShardedEngine.accumulate
+
+    def accumulate(self: ShardedEngine, micro_batches: Any) -> Tensor:
+        total = inner(self, micro_batches)
+        self.optimizer.grad_partitions_flat_buffer /= self.replica.size
+        return total
+
+    ShardedEngine.accumulate = accumulate
+
+
 def tied_sum_before_data_parallel_reduce() -> None:
     """DeepSpeed's order, with the tied embedding among the other matrices as there."""
     make, reduce = BucketAdamW._make_buckets, BucketAdamW.reduce
@@ -163,7 +215,7 @@ def padding_in_the_softmax() -> None:
     def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> Tensor:
         return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis)
 
-    megads.engine.training.vocab_parallel_token_losses = losses
+    megads.engine.token_mean.vocab_parallel_token_losses = losses
 
 
 def equal_attention_dropout_on_all_ranks() -> None:
@@ -380,6 +432,12 @@ CASES = [
     Case(bf16_reduction, "dp2", parity.check_reduction_dtype),
     Case(averaged_micro_batches, "pp2", parity.check_first_step),
     Case(averaged_replicas, "dp2", parity.check_first_step),
+    Case(missing_tensor_parallel_mark, "zero2tp2dp2", parity.check_first_step),
+    Case(bf16_reduction_of_shards, "zero2dp2", parity.check_reduction_dtype),
+    Case(bf16_reduction_of_shards, "zero3dp2", parity.check_reduction_dtype),
+    Case(divided_by_the_shards_twice, "zero3dp2", parity.check_first_step),
+    Case(micro_batches_overwrite_each_other, "zero3dp2", parity.check_first_step),
+    Case(subgroups_average_their_gradients, "hierarchical", parity.check_first_step),
     Case(tied_sum_before_data_parallel_reduce, "pp2dp3", parity.check_replicas, scenario_with(steps=10)),
     Case(bucket_launched_before_its_last_gradient, "dp2", parity.check_first_step),
     Case(buckets_launched_in_the_first_backward, "dp2", parity.check_first_step),
@@ -436,7 +494,7 @@ def runs() -> Runs:
     return Runs()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.defect.__name__)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.defect.__name__}-{case.layout}")
 def test_defect_is_caught(case: Case, runs: Runs) -> None:
     """Catches a parity check that cannot fail."""
     reference = runs.reference(case.scenario)

@@ -179,6 +179,7 @@ def parts(stage: StageMemory) -> dict[str, int]:
     """What makes up the peak of a rank, by name, in bytes."""
     return {
         "weights": stage.weights,
+        "gathered weights": stage.fullest.gathered,
         "fp32 gradients": stage.fullest.gradients,
         "fp32 masters and moments": stage.masters + stage.adam_moments,
         "activations in flight": stage.fullest.activations,

@@ -1,9 +1,11 @@
-"""Who made a step non-finite: a pure function of what every rank saw."""
+"""Who made a step non-finite: from what every rank saw."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch.distributed as dist
 
 from megads.engine.interface import Culprit
 
@@ -42,3 +44,10 @@ def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:
     for symptoms in sorted((s for s in ranks if s.gradients), key=lambda s: (-s.stage, s.rank)):
         return Culprit(symptoms.rank, "backward", symptoms.gradients[:SHOWN])
     return Culprit(min(s.rank for s in ranks), "gradient norm")
+
+
+def agree_on_culprit(mine: Symptoms) -> Culprit:
+    """`find_culprit` over the symptoms of all ranks; collective over the world."""
+    everyone: list[Symptoms | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return find_culprit([symptoms for symptoms in everyone if symptoms is not None])

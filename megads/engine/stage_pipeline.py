@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
-from megads.parallel.recompute import block_modes, recompute_blocks
+from megads.parallel.recompute import block_modes
 from megads.parallel.sharding import Placement, materialise, shard_stage
 
 
@@ -71,6 +71,28 @@ def placement_of(parameter: nn.Parameter) -> Placement:
     """Where a parameter of a StagePipeline lies in the unsharded model."""
     place: Placement = parameter.placement  # type: ignore[attr-defined]
     return place
+
+
+def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
+    """Calls stages one after the other on the output of the last.
+
+    BatchInfo is an argument: a stage that is recomputed in backward, when `info` is a later micro-batch's, has its own.
+    """
+    for stage in stages:
+        hidden = stage(hidden, info)
+    return hidden
+
+
+def recompute_stages(stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_stage: int) -> None:
+    """Makes the blocks among stages recompute what the config says.
+
+    Args:
+        stages: by their names in the whole model, cut already.
+        parallel: the layout.
+        pipeline_stage: the one that holds them.
+    """
+    blocks = {name: stage for name, stage in stages.items() if is_block(name)}
+    recompute_blocks(blocks, block_modes(parallel, pipeline_stage, len(blocks)), SHARDING)
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -142,8 +164,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         stages = dict(zip(names, self.forward_funcs, strict=True))
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
-        blocks = {name: stage for name, stage in stages.items() if is_block(name)}
-        recompute_blocks(blocks, block_modes(self.parallel, self.stage_id, len(blocks)), SHARDING)
+        recompute_stages(stages, self.parallel, self.stage_id)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""
@@ -175,7 +196,4 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         """Nothing to send: both copies are drawn from the same random stream."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # As an argument: a stage that is recomputed in backward, when `info` is a later micro-batch's, keeps its own.
-        for stage in self.forward_funcs:
-            hidden = stage(hidden, self.info)
-        return hidden
+        return run_stages(self.forward_funcs, hidden, self.info)

@@ -7,44 +7,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.engine.culprit import Symptoms, find_culprit
+from megads.engine.culprit import Symptoms, agree_on_culprit
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.optimizer import BucketAdamW, StateRange, gradient_of
 from megads.engine.partition_shards import parameter_shards
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
-from megads.parallel.cross_entropy import vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
-
-
-class TokenMeanLoss:
-    """sum(mask * cross entropy) * scale of one micro-batch.
-
-    The scale is 1 / (unmasked tokens of the global batch), so that the losses and gradients of all micro-batches on all
-    ranks need only be summed to be those of the mean over tokens (N9). Nothing else in the engine scales either.
-
-    Attributes:
-        scale: fp64 scalar on the engine's device, so that setting it never waits for the device.
-    """
-
-    def __init__(self, vocab_size: int, grid: ParallelGrid) -> None:
-        self.vocab_size, self.grid = vocab_size, grid
-        self.scale = torch.ones((), dtype=torch.float64)
-
-    def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        labels_bs, mask_bs = targets
-        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
-        return (losses_bs * mask_bs).sum() * self.scale
 
 
 def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: int) -> dict[str, Any]:
@@ -106,11 +85,11 @@ class PipelineTrainEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
         micro_batches = self._own_tokens(micro_batches)
-        tokens = self._global_tokens(micro_batches)
+        tokens = global_tokens(micro_batches, self.grid, self.device)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = 1.0 / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches, learning_rate)
-        loss, tokens_all = self._share(loss_sum, tokens)
+        loss, tokens_all = share_loss(loss_sum, tokens, self.grid)
         optimizer = self._engine.optimizer
         return StepResult(
             loss=loss,
@@ -123,39 +102,13 @@ class PipelineTrainEngine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         micro_batches = self._own_tokens(micro_batches)
-        tokens = self._global_tokens(micro_batches)
+        tokens = global_tokens(micro_batches, self.grid, self.device)
         self._loss.scale = torch.ones_like(tokens)
-        loss_sum, tokens_all = self._share(self._engine.run_inference_schedule(micro_batches), tokens)
-        return EvaluationResult(loss_sum, tokens_all)
+        return EvaluationResult(*share_loss(self._engine.run_inference_schedule(micro_batches), tokens, self.grid))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""
         return [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
-
-    def _global_tokens(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, on the last stage only."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if self.grid.pp.is_last:
-            for batch in micro_batches:
-                assert batch.loss_mask_bs is not None
-                total += batch.loss_mask_bs.sum(dtype=torch.float64).to(self.device)
-            if self.grid.data.size > 1:
-                dist.all_reduce(total, group=self.grid.data.group)
-        return total
-
-    def _share(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, int]:
-        """Sums the last stages' losses over the data axis and tells the other stages; (loss, tokens) on every rank."""
-        values = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.grid.pp.is_last:
-            assert loss_sum is not None
-            values[0] = loss_sum.double()
-            if self.grid.data.size > 1:
-                dist.all_reduce(values, group=self.grid.data.group)
-            values[1] = tokens
-        if self.grid.pp.size > 1:
-            dist.broadcast(values, src=self.grid.pp.ranks[-1], group=self.grid.pp.group)
-        loss, tokens_all = values.tolist()
-        return loss, int(tokens_all)
 
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""
@@ -168,9 +121,7 @@ class PipelineTrainEngine:
             forward=not bool(engine.forward_finite.item()),
             gradients=tuple(placement_of(p).key for p, norm in pairs if not torch.isfinite(norm)),
         )
-        everyone: list[Symptoms | None] = [None] * self.grid.world_size
-        dist.all_gather_object(everyone, mine)
-        return find_culprit([symptoms for symptoms in everyone if symptoms is not None])
+        return agree_on_culprit(mine)
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""

@@ -10,8 +10,10 @@ from megads.errors import ConfigError
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of the grid of ranks."""
 
-ZERO_STAGES = (0, 1)
+ZERO_STAGES = (0, 1, 2, 3)
 """Stages of ZeRO that an engine trains."""
+GRADIENT_STAGES = (2, 3)
+"""Those that shard gradients as they come, micro-batch by micro-batch."""
 
 
 class Recompute(StrEnum):
@@ -42,8 +44,12 @@ class ParallelConfig:
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
     zero_stage: int = 1
-    """What replicas share out instead of each holding all of it: 0 nothing, 1 optimizer states and reduced gradients
-    (ZeRO, Rajbhandari et al. 2020)."""
+    """What the cp * dp ranks with the same weights share out instead of each holding all of it (ZeRO, Rajbhandari et
+    al. 2020): 0 nothing, 1 optimizer states and reduced gradients, 2 gradients as they come too, 3 weights too. 2 and 3
+    only without pipelines."""
+    zero_shard_size: int | None = None
+    """Ranks over which ZeRO-3 shards; every such subgroup holds the whole model, and only gradients travel between
+    them, once a step (MiCS, Zhang et al. 2022). null: all cp * dp ranks."""
     bucket_elements: int = 2**25
     """Gradients that are reduced in one collective: a bucket is sent off once it holds this many and all of them are
     there. Smaller ones overlap better with the backward pass, larger ones use the network better."""
@@ -74,8 +80,13 @@ class ParallelConfig:
         """Ranks that hold the same weights and see other tokens."""
         return self.cp * self.dp
 
+    @property
+    def shard_size(self) -> int:
+        """Ranks over which ZeRO shards."""
+        return self.zero_shard_size or self.data_size
+
     def check(self) -> None:
-        """Raises ConfigError on sizes below one, an order that is none and recomputation that is contradictory."""
+        """Raises ConfigError on sizes below one, an order that is none, and ZeRO or recomputation that cannot be."""
         for name in AXES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
@@ -83,12 +94,9 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.rank_order = {self.rank_order}: must name each of {', '.join(AXES)} once, innermost first"
             )
-        if self.zero_stage not in ZERO_STAGES:
-            raise ConfigError(
-                f"parallel.zero_stage = {self.zero_stage}: must be one of {', '.join(map(str, ZERO_STAGES))}"
-            )
         if self.bucket_elements < 1:
             raise ConfigError(f"parallel.bucket_elements = {self.bucket_elements}: must be at least 1")
+        self._check_zero()
         self._check_recompute()
 
     def _check_recompute(self) -> None:
@@ -111,4 +119,28 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.recompute_blocks = {blocks}: must be {self.pp} numbers of 0 or more, one for each of the "
                 f"parallel.pp = {self.pp} stages"
+            )
+
+    def _check_zero(self) -> None:
+        stage, size = self.zero_stage, self.zero_shard_size
+        if stage not in ZERO_STAGES:
+            raise ConfigError(f"parallel.zero_stage = {stage}: must be one of {', '.join(map(str, ZERO_STAGES))}")
+        if stage in GRADIENT_STAGES and self.pp > 1:
+            raise ConfigError(
+                f"parallel.zero_stage = {stage} with parallel.pp = {self.pp}: ZeRO-{stage} reduces the gradients of "
+                "every micro-batch at once, which multiplies a pipeline's traffic by its micro-batches; "
+                "use zero_stage=1 with pipelines, or pp=1"
+            )
+        if stage in GRADIENT_STAGES and self.data_size == 1:
+            raise ConfigError(
+                f"parallel.zero_stage = {stage} with parallel.cp * dp = 1: there is no rank to share with; "
+                "use zero_stage=1, which needs no more memory there, or more data-parallel ranks"
+            )
+        if size is None:
+            return
+        if stage != 3:
+            raise ConfigError(f"parallel.zero_shard_size = {size} with parallel.zero_stage = {stage}: only 3 takes it")
+        if size < 2 or self.data_size % size:
+            raise ConfigError(
+                f"parallel.zero_shard_size = {size}: must be at least 2 and divide parallel.cp * dp = {self.data_size}"
             )

@@ -54,6 +54,8 @@ class ParallelGrid:
         tp, cp, pp, dp: the axes.
         data: context and data parallel together: the ranks that hold the same weights and see other tokens, over which
             gradients reduce and ZeRO shards. In the order of global ranks.
+        shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
+        replica: ranks of `data` with the same shard, one in each subgroup.
     """
 
     rank: int
@@ -63,6 +65,8 @@ class ParallelGrid:
     pp: Axis
     dp: Axis
     data: Axis
+    shard: Axis
+    replica: Axis
 
 
 class Place(NamedTuple):
@@ -91,11 +95,16 @@ def rank_at(place: Place, parallel: ParallelConfig) -> int:
 
 
 def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """All lines of global ranks along "tp", "cp", "pp", "dp" or "data", in one order on every rank.
+    """All lines of global ranks along "tp", "cp", "pp", "dp", "data", "shard" or "replica", in one order on every rank.
 
     A line is in ascending order of global ranks, as process groups number their members; along a single axis that is
     also the order of the coordinate.
     """
+    if axis in ("shard", "replica"):
+        size = parallel.shard_size
+        data_lines = axis_lines("data", parallel)
+        cut = [[line[start : start + size] for start in range(0, len(line), size)] for line in data_lines]
+        return [line for subgroups in cut for line in (subgroups if axis == "shard" else zip(*subgroups, strict=True))]
     along = ("cp", "dp") if axis == "data" else (axis,)
     others = [name for name in reversed(AXES) if name not in along]
     lines = []
@@ -128,7 +137,7 @@ def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> Parallel
             known[key] = _join(lines, rank)
         return known[key]
 
-    return ParallelGrid(rank, world_size, **{name: axis(name) for name in (*AXES, "data")})
+    return ParallelGrid(rank, world_size, **{name: axis(name) for name in (*AXES, "data", "shard", "replica")})
 
 
 def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
@@ -145,4 +154,4 @@ def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
 def single_rank_grid() -> ParallelGrid:
     """The grid of one process, no process group needed."""
     alone = Axis(0, (0,), None)
-    return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone)
+    return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)

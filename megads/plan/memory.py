@@ -19,8 +19,8 @@ from megads.model.config import ModelConfig
 from megads.model.sharding import SHARDING
 from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
-from megads.optim.groups import parameter_role
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.optim.groups import Role, parameter_role
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import Place, rank_at
 from megads.parallel.partition import partition
 from megads.parallel.recompute import block_modes
@@ -39,7 +39,11 @@ from megads.plan.activations import (
     sent_ops,
 )
 from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.sharded_memory import ShardedWeights, sharded_phases
 from megads.plan.tape import Moment, Op, moments
+
+BIAS_PHASE = "attention bias"
+"""The moment at which the additive mask is built."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class StageMemory:
         first_rank: lowest global rank of the stage.
         parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
         rank_parameters: elements that one rank holds, padding of the vocabulary included.
-        weights: in the weights' dtype.
+        weights: in the weights' dtype; this rank's share under ZeRO-3.
         fp32_gradients: the sums over micro-batches, from the first backward pass of a step to the reduction.
         reduced_gradients: this rank's share of them, from the reduction to the end of the step.
         masters: this rank's share of the fp32 weights.
@@ -197,19 +201,49 @@ def _stage_memory(
     local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
     buckets = _buckets(local, model.tie_embeddings, parallel)
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
-    share = flat // parallel.data_size if parallel.zero_stage else flat
-    sums = FP32 * flat
+    share = _share(flat, parallel)
     blocks = [layer for layer in layers if is_block(layer)]
     modes = block_modes(parallel, stage, len(blocks))
     recompute = dict(zip(blocks, modes, strict=True))
     ops = stage_ops(one_pass, layers, recompute, first=stage == 0, last=stage == parallel.pp - 1)
     bias = one_pass.bias_table if blocks else 0
+    mask = Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias))
+    memory = StageMemory(
+        stage=stage,
+        layers=layers,
+        recomputation=tuple(modes),
+        first_rank=rank_at(Place(pp=stage), parallel),
+        parameters=sum(prod(shape) for shape in held.values()),
+        rank_parameters=sum(local.values()),
+        weights=low * flat,
+        fp32_gradients=FP32 * flat,
+        reduced_gradients=FP32 * share,
+        masters=FP32 * share,
+        adam_moments=2 * FP32 * share,
+        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
+        pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
+        in_flight=in_flight(stage, parallel.pp, workload.micro_batches),
+        phases=(*_pipeline_phases(ops, buckets, parallel, workload, stage), mask),
+    )
+    return _sharded(memory, ops, local, model, parallel, workload) if parallel.zero_stage in GRADIENT_STAGES else memory
+
+
+def _share(elements: int, parallel: ParallelConfig) -> int:
+    """Of the optimizer's elements of a stage, those that one rank updates."""
+    return elements // parallel.data_size if parallel.zero_stage else elements
+
+
+def _pipeline_phases(
+    ops: Sequence[Op], buckets: Sequence[BucketLayout], parallel: ParallelConfig, workload: Workload, stage: int
+) -> list[Moment]:
+    """The fullest moment of each phase of a step under ZeRO-0 and ZeRO-1."""
+    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
+    sums, share = FP32 * flat, _share(flat, parallel)
     waiting = in_flight(stage, parallel.pp, workload.micro_batches)
     replay = partial(moments, ops, widening=FP32 // low, cast=low < FP32 and not workload.cuda)
     phases = [
         _fullest("first micro-batch", replay(waiting=waiting - 1, sums=partial(_sums_begun, buckets))),
         Moment("optimizer step", FP32 * share),
-        Moment("attention bias", transient=_bias_transient(one_pass, bias)),
     ]
     if workload.micro_batches > 1:
         later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
@@ -221,22 +255,38 @@ def _stage_memory(
             Moment("gradient reduction", sums + FP32 * share, transient=copied * sums),
             Moment("weight all-gather", FP32 * share, transient=copied * low * max(b.numel for b in buckets)),
         ]
-    return StageMemory(
-        stage=stage,
-        layers=layers,
-        recomputation=tuple(modes),
-        first_rank=rank_at(Place(pp=stage), parallel),
-        parameters=sum(prod(shape) for shape in held.values()),
-        rank_parameters=sum(local.values()),
-        weights=low * flat,
-        fp32_gradients=sums,
-        reduced_gradients=FP32 * share,
-        masters=FP32 * share,
-        adam_moments=2 * FP32 * share,
-        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
-        pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
-        in_flight=waiting,
-        phases=tuple(phases),
+    return phases
+
+
+def _sharded(
+    memory: StageMemory,
+    ops: Sequence[Op],
+    local: dict[str, int],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    workload: Workload,
+) -> StageMemory:
+    """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
+    groups: dict[Role, list[int]] = {role: [] for role in Role}
+    for name, elements in local.items():
+        tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
+        groups[parameter_role(TIED_PARAMETER if tied else name, tied)].append(elements)
+    sharded = ShardedWeights(
+        parallel.zero_stage,
+        parallel.shard_size,
+        {role: sizes for role, sizes in groups.items() if sizes},
+        workload.weight_bytes,
+    )
+    owned = sum(sharded.partitions)
+    mask = [moment for moment in memory.phases if moment.name == BIAS_PHASE]
+    return replace(
+        memory,
+        weights=sharded.weights,
+        fp32_gradients=sharded.accumulated_gradients(workload.micro_batches),
+        reduced_gradients=FP32 * owned,
+        masters=FP32 * owned,
+        adam_moments=2 * FP32 * owned,
+        phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
     )
 
 

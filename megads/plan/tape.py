@@ -42,7 +42,8 @@ class Moment:
         activations: kept for backward by all micro-batches in flight, the loss's share left out.
         loss: the loss's, kept or temporary.
         working: temporary tensors of other operations, gradients on their way included.
-        transient: copies that are made when no micro-batch runs.
+        transient: copies that are made when no micro-batch runs, or for a reduction in its backward pass.
+        gathered: weights that ZeRO-3 put together for the layers at work.
     """
 
     name: str
@@ -51,10 +52,11 @@ class Moment:
     loss: int = 0
     working: int = 0
     transient: int = 0
+    gathered: int = 0
 
     @property
     def total(self) -> int:
-        return self.gradients + self.activations + self.loss + self.working + self.transient
+        return self.gradients + self.activations + self.loss + self.working + self.transient + self.gathered
 
 
 def kept_bytes(ops: Sequence[Op]) -> int:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megads.batch import MicroBatch
+from megads.engine.build import build_train_engine
 from megads.engine.interface import Shard, TrainEngine
-from megads.engine.training import PipelineTrainEngine
 from megads.model.initialise import InitialValue
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, build_grid
@@ -27,7 +27,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         value: initial weights; None is the scenario's.
     """
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    return PipelineTrainEngine(
+    return build_train_engine(
         scenario.model,
         parallel,
         scenario.optim,

@@ -9,7 +9,7 @@ import pytest
 
 from megads.model.config import Position
 from tests import parity
-from tests.parity import LAYOUTS, MODEL, Run, Scenario, scenario_with, train_layout, train_reference
+from tests.parity import LAYOUT_CASES, LAYOUTS, MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +22,7 @@ def reference() -> Run:
     return train_reference(SCENARIO)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUT_CASES)
 def run(request: pytest.FixtureRequest) -> Run:
     return train_layout(SCENARIO, LAYOUTS[request.param])
 

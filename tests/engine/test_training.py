@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.engine.interface import Shard, StepResult
-from megads.engine.training import PipelineTrainEngine, TokenMeanLoss
+from megads.engine.interface import Shard, StepResult, TrainEngine
+from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.loss import token_losses
@@ -196,7 +196,7 @@ def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(where: str, rank
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-def state(engine: PipelineTrainEngine) -> dict[Place, np.ndarray]:
+def state(engine: TrainEngine) -> dict[Place, np.ndarray]:
     """Copies of all the shards this rank holds."""
     shards = engine.named_shards(owned=False)
     return {(s.key, s.offset, tuple(s.tensor.shape)): s.tensor.numpy().copy() for s in shards}
@@ -232,9 +232,10 @@ def _train_save_and_continue() -> dict[str, Any]:
     return {"owned": owned, "steps": steps, "result": result, "resumed": resumed, "bitwise": bitwise}
 
 
-def _load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps: int) -> dict[str, Any]:
+def load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps: int) -> dict[str, Any]:
     parallel = LAYOUTS[name]
-    engine = build_engine(replace(ROUND_TRIP, seed=99), parallel)
+    scenario = parity.fitted(ROUND_TRIP, parallel)
+    engine = build_engine(replace(scenario, seed=99), parallel)
 
     def fill(shards: list[Shard]) -> None:
         for shard in shards:
@@ -245,7 +246,7 @@ def _load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps:
 
     engine.load_shards(fill, steps)
     owned, loaded_steps = parity.pieces(engine.named_shards()), engine.optimizer_steps
-    result = engine.step(step_batches(ROUND_TRIP, 2, engine.grid.dp.rank, parallel.dp), ROUND_TRIP.lr)
+    result = engine.step(step_batches(scenario, 2, engine.grid.dp.rank, parallel.dp), scenario.lr)
     return {"owned": owned, "steps": loaded_steps, "result": result}
 
 
@@ -269,7 +270,7 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
         assert rank["bitwise"] and rank["resumed"] == result, "the same layout must continue bit for bit"
 
     for name in ("pp2dp3", "tp3", "tp2sp", "cp2"):
-        loaded = run_ranks(_load_and_continue, LAYOUTS[name].world_size, name, full, steps)
+        loaded = run_ranks(load_and_continue, LAYOUTS[name].world_size, name, full, steps)
         back = everything(loaded)
         for kind in KINDS:
             assert all(np.array_equal(back[kind][key], values) for key, values in full[kind].items()), (name, kind)

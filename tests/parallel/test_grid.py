@@ -74,6 +74,45 @@ def test_places_and_lines(parallel: ParallelConfig) -> None:
         assert len(line) == parallel.cp * parallel.dp
 
 
+@pytest.mark.parametrize("size", [None, 2, 3, 6])
+def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
+    """Catches subgroups that mix models or leave a rank out, and replicas that do not hold the same shard."""
+    parallel = ParallelConfig(tp=2, cp=2, dp=3, zero_stage=3, zero_shard_size=size)
+    shards, replicas = axis_lines("shard", parallel), axis_lines("replica", parallel)
+    data = axis_lines("data", parallel)
+    assert {len(line) for line in shards} == {size or 6} and {len(line) for line in replicas} == {6 // (size or 6)}
+    for lines in (shards, replicas):
+        assert sorted(rank for line in lines for rank in line) == list(range(12))
+        assert all(any(set(line) <= set(whole) for whole in data) for line in lines)
+    place = {rank: line.index(rank) for line in shards for rank in line}
+    assert all(len({place[rank] for rank in line}) == 1 for line in replicas)
+    assert size != 2 or shards[0] == data[0][:2], "neighbours in rank share a subgroup: its links are the fast ones"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(zero_stage=4, dp=2), r"parallel.zero_stage = 4: must be one of 0, 1, 2, 3"),
+        (
+            ParallelConfig(zero_stage=2, pp=2, dp=2),
+            r"zero_stage = 2 with parallel.pp = 2: .*use zero_stage=1 with",
+        ),
+        (ParallelConfig(zero_stage=3, pp=2, dp=2), r"zero_stage = 3 with parallel.pp = 2"),
+        (
+            ParallelConfig(zero_stage=3, tp=2),
+            r"zero_stage = 3 with parallel.cp \* dp = 1: there is no rank to share",
+        ),
+        (ParallelConfig(zero_stage=2, dp=4, zero_shard_size=2), r"zero_shard_size = 2 with .*zero_stage = 2: only 3"),
+        (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=3), r"zero_shard_size = 3: must .* divide .* = 4"),
+        (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=1), r"zero_shard_size = 1: must be at least 2"),
+    ],
+)
+def test_impossible_sharding_is_refused(parallel: ParallelConfig, message: str) -> None:
+    """Catches DeepSpeed's assertion in the middle of the start, and a subgroup size that is accepted and ignored."""
+    with pytest.raises(ConfigError, match=message):
+        parallel.check()
+
+
 def test_layout_must_fill_the_world() -> None:
     """Catches ranks that would wait for others that were never started."""
     with pytest.raises(ConfigError, match=r"2 \* 1 \* 1 \* 2 = 4, but 3 processes"):

@@ -69,6 +69,14 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(MANY_TOKENS, precision="float32"),
         ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     ),
+    "zero 2, dp2": (replace(SCENARIO, global_batch_size=16), ParallelConfig(dp=2, zero_stage=2)),
+    "zero 2, dp2, few tokens": (FEW_TOKENS, ParallelConfig(dp=2, zero_stage=2)),
+    "zero 3, dp2": (SCENARIO, ParallelConfig(dp=2, zero_stage=3)),
+    "zero 3, dp2, few tokens": (FEW_TOKENS, ParallelConfig(dp=2, zero_stage=3)),
+    "zero 3, dp4 in shards of 2, few tokens": (
+        replace(FEW_TOKENS, global_batch_size=4),
+        ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2),
+    ),
     "pp4, 4 micro-batches, dropout": (
         replace(SCENARIO, model=DROPOUT, global_batch_size=8, micro_batch_size=2),
         ParallelConfig(pp=4),

@@ -1,0 +1,171 @@
+"""The TrainEngine of ZeRO-2, ZeRO-3 and hierarchical sharding: no pipeline."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+
+import torch
+
+from megads.batch import MicroBatch
+from megads.engine.culprit import Symptoms, agree_on_culprit
+from megads.engine.deepspeed_setup import prepare_deepspeed
+from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
+from megads.engine.partition_shards import parameter_shards
+from megads.engine.sharded_engine import ShardedEngine, shard_weights, sharded_config
+from megads.engine.stage_pipeline import placement_of
+from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
+from megads.engine.whole_model import WholeModel
+from megads.engine.zero_state import AdamState, Piece, local_shape
+from megads.model.config import ModelConfig
+from megads.model.initialise import InitialValue, initial_value
+from megads.optim.config import OptimConfig
+from megads.optim.groups import parameter_groups
+from megads.parallel.config import ParallelConfig
+from megads.parallel.context import cut_micro_batch
+from megads.parallel.grid import ParallelGrid
+from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
+
+
+class ShardedTrainEngine:
+    """ZeRO-2 or ZeRO-3 x tensor parallel training of one model; see `megads.engine.interface.TrainEngine`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optim: OptimConfig,
+        grid: ParallelGrid,
+        *,
+        precision: torch.dtype,
+        micro_batch_size: int,
+        seed: int,
+        device: torch.device,
+        value: InitialValue | None = None,
+    ) -> None:
+        prepare_deepspeed()
+        self.device, self.grid = device, grid
+        self._loss = TokenMeanLoss(model.vocabulary, grid)
+        self._watch: Callable[[list[Shard]], None] | None = None
+        value = value or initial_value(model, seed)
+        config = partial(sharded_config, parallel.zero_stage, precision, micro_batch_size, optim.clip_grad)
+        shard = partial(shard_weights, grid=grid, precision=precision, config=config(BUCKET_ELEMENTS))
+        module = WholeModel(
+            model,
+            parallel,
+            grid,
+            seed,
+            value,
+            device,
+            precision,
+            self._loss,
+            shard if parallel.zero_stage == 3 else None,
+        )
+        groups = parameter_groups(
+            ((placement_of(p).key, p) for p in module.parameters()),
+            tied_name=module.tied_key,
+            weight_decay=optim.weight_decay,
+        )
+        beta1, beta2 = optim.betas
+        adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+        bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])
+        gc.freeze()  # see PipelineTrainEngine
+        self._engine = ShardedEngine(module, adamw, config(bucket), grid)
+        self._adam = AdamState(adamw, self._engine.state.masters)
+
+    @property
+    def bounds(self) -> list[int]:
+        """One stage holds all layers."""
+        return [0, len(self._engine.module.stages)]
+
+    def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        """See TrainEngine.step."""
+        engine = self._engine
+        micro_batches = self._own_tokens(micro_batches)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        tokens = global_tokens(micro_batches, self.grid, self.device)
+        # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
+        self._loss.scale = engine.averaged_over / tokens.clamp(min=1.0)
+        loss, tokens_all = share_loss(engine.accumulate(micro_batches), tokens, self.grid, 1.0 / engine.averaged_over)
+        if self._watch is not None:
+            self._watch(self._gradient_shards())
+        engine.step()
+        skipped = bool(engine.optimizer.overflow)
+        return StepResult(
+            loss=loss,
+            tokens=tokens_all,
+            grad_norm=float(engine.get_global_grad_norm()),
+            skipped=skipped,
+            culprit=self._culprit() if skipped else None,
+        )
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        """See TrainEngine.evaluate."""
+        micro_batches = self._own_tokens(micro_batches)
+        tokens = global_tokens(micro_batches, self.grid, self.device)
+        self._loss.scale = torch.ones_like(tokens)
+        return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid))
+
+    def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This context rank's share of whole samples."""
+        return [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+
+    def _culprit(self) -> Culprit:
+        """Collective over the world; only after a skipped step."""
+        engine = self._engine
+        weights = {
+            placement_of(piece.parameter).key: None
+            for piece in engine.state.pieces()
+            if not torch.isfinite(self._adam.of(piece)["weight"]).all()
+        }
+        gradients = (p for p, norm in engine.gradient_norms.items() if not torch.isfinite(norm))
+        mine = Symptoms(
+            rank=self.grid.rank,
+            stage=0,
+            weights=tuple(weights),
+            forward=not bool(engine.forward_finite.item()),
+            gradients=tuple(placement_of(p).key for p in gradients),
+        )
+        return agree_on_culprit(mine)
+
+    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+        """See TrainEngine.watch_gradients."""
+        self._watch = watch
+
+    def _owned(self, piece: Piece) -> bool:
+        replicated = placement_of(piece.parameter).dim is None
+        return self.grid.replica.is_first and (self.grid.tp.is_first or not replicated)
+
+    def _gradient_shards(self) -> list[Shard]:
+        shards: list[Shard] = []
+        state = self._engine.state
+        for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
+            if self._owned(piece):
+                place, shape = placement_of(piece.parameter), local_shape(piece.parameter)
+                shards += parameter_shards("gradient", place, shape, piece.first, gradient)
+        return shards
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        """See TrainEngine.named_shards."""
+        shards: list[Shard] = []
+        for piece in self._engine.state.pieces():
+            if owned and not self._owned(piece):
+                continue
+            place, shape = placement_of(piece.parameter), local_shape(piece.parameter)
+            for kind, flat in self._adam.of(piece).items():
+                shards += parameter_shards(kind, place, shape, piece.first, flat)
+        return shards
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See TrainEngine.optimizer_steps."""
+        return self._adam.steps
+
+    def load_shards(self, fill: Callable[[list[Shard]], None], optimizer_steps: int) -> None:
+        """See TrainEngine.load_shards."""
+        fill(self.named_shards(owned=False))
+        self._adam.set_steps(optimizer_steps)
+        self._engine.state.refresh_weights()

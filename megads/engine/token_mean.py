@@ -1,0 +1,68 @@
+"""The mean over the unmasked tokens of the global batch (N9): counted before the first backward, shared after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megads.batch import MicroBatch
+from megads.parallel.cross_entropy import vocab_parallel_token_losses
+from megads.parallel.grid import ParallelGrid
+
+
+class TokenMeanLoss:
+    """sum(mask * cross entropy) * scale of one micro-batch.
+
+    Attributes:
+        scale: fp64 scalar on the engine's device, so that setting it never waits for the device. 1 / (unmasked tokens
+            of the global batch), times what the engine divides losses and gradients by on its own.
+    """
+
+    def __init__(self, vocab_size: int, grid: ParallelGrid) -> None:
+        self.vocab_size, self.grid = vocab_size, grid
+        self.scale = torch.ones((), dtype=torch.float64)
+
+    def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        labels_bs, mask_bs = targets
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
+        return (losses_bs * mask_bs).sum() * self.scale
+
+
+def global_tokens(micro_batches: Sequence[MicroBatch], grid: ParallelGrid, device: torch.device) -> Tensor:
+    """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, on the last stage only."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if grid.pp.is_last:
+        for batch in micro_batches:
+            assert batch.loss_mask_bs is not None
+            total += batch.loss_mask_bs.sum(dtype=torch.float64).to(device)
+        if grid.data.size > 1:
+            dist.all_reduce(total, group=grid.data.group)
+    return total
+
+
+def share_loss(loss_sum: Tensor | None, tokens: Tensor, grid: ParallelGrid, scale: float = 1.0) -> tuple[float, int]:
+    """Sums the last stages' losses over the data axis and tells the other stages.
+
+    Args:
+        loss_sum: scalar on the last stage, None elsewhere.
+        tokens: `global_tokens`.
+        grid: the ranks.
+        scale: what the sum is multiplied by.
+
+    Returns:
+        The loss and the tokens, on every rank.
+    """
+    values = torch.zeros(2, dtype=torch.float64, device=tokens.device)
+    if grid.pp.is_last:
+        assert loss_sum is not None
+        values[0] = loss_sum.double() * scale
+        if grid.data.size > 1:
+            dist.all_reduce(values, group=grid.data.group)
+        values[1] = tokens
+    if grid.pp.size > 1:
+        dist.broadcast(values, src=grid.pp.ranks[-1], group=grid.pp.group)
+    loss, tokens_all = values.tolist()
+    return loss, int(tokens_all)

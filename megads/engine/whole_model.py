@@ -1,0 +1,72 @@
+"""All stages on one rank, for engines without a pipeline; built from the same pieces as a pipeline's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megads.batch import MicroBatch
+from megads.engine.stage_pipeline import StageLayerSpec, recompute_stages, run_stages
+from megads.engine.token_mean import TokenMeanLoss
+from megads.model.config import ModelConfig
+from megads.model.initialise import InitialValue
+from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import ParallelGrid
+
+
+class WholeModel(nn.Module):
+    """This rank's tensor-parallel share of every stage, and the loss.
+
+    Args:
+        model: the model's shape.
+        parallel: the layout.
+        grid: the ranks.
+        seed: of dropout.
+        value: initial weights.
+        device: where they are.
+        precision: their dtype.
+        loss: of a micro-batch.
+        shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
+            is drawn: no rank ever holds the whole model.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        grid: ParallelGrid,
+        seed: int,
+        value: InitialValue,
+        device: torch.device,
+        precision: torch.dtype,
+        loss: TokenMeanLoss,
+        shard: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.loss = loss
+        self.tied_key = TIED_PARAMETER if model.tie_embeddings else None
+        stages: dict[str, nn.Module] = {}
+        for spec in stage_specs(model, seed):
+            stage = (
+                StageLayerSpec(
+                    spec, grid, value, device, tied=model.tie_embeddings, sequence_parallel=parallel.sequence_parallel
+                )
+                .build()
+                .to(precision)
+            )
+            if model.tie_embeddings and spec.name == HEAD:
+                stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
+            if shard is not None:
+                shard(stage)
+            stages[spec.name] = stage
+        self.stages = nn.ModuleList(stages.values())
+        recompute_stages(stages, parallel, 0)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""
+        assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+        logits_bsr = run_stages(self.stages, batch.tokens_bs, batch.info)
+        return self.loss(logits_bsr, (batch.labels_bs, batch.loss_mask_bs))

@@ -1,0 +1,321 @@
+"""ZeRO-2, ZeRO-3 and hierarchical sharding: what the parity tests of all layouts do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megads.engine.stage_pipeline
+from megads.engine.interface import Shard, StepResult
+from megads.model.gpt import GPT
+from megads.model.loss import token_losses
+from megads.plan.parameters import parameter_shapes
+from megads.verify.reductions import RecordedReductions
+from tests import parity
+from tests.distributed import run_ranks
+from tests.engine.test_training import (
+    KINDS,
+    ROUND_TRIP,
+    broken_value,
+    everything,
+    filling_from,
+    load_and_continue,
+    state,
+)
+from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
+
+pytestmark = pytest.mark.distributed
+
+SHARDED = ("zero2dp2", "zero3dp2")
+
+
+CHECKS = (
+    parity.check_initial_weights,
+    parity.check_first_step,
+    parity.check_curve,
+    parity.check_replicas,
+    parity.check_reduction_dtype,
+    parity.check_validation,
+)
+
+
+@pytest.mark.parametrize("layout", ["zero3tp2dp2", "hierarchical"])
+def test_three_steps_equal_the_reference(layout: str) -> None:
+    """Catches what the 50 steps of tests/engine/test_parity.py catch in the slow tier: wrong gradients, norms,
+    replicas, initial weights or validation where ZeRO-3 meets tensor parallelism or subgroups (N1, N3, N7 to N10)."""
+    scenario = scenario_with(steps=3, masked=True)
+    reference, run = parity.train_reference(scenario), parity.train_layout(scenario, LAYOUTS[layout])
+    assert {check.__name__: check(run, reference) for check in CHECKS} == {check.__name__: [] for check in CHECKS}
+
+
+def _partial_gradients(layout: str) -> dict[str, float]:
+    """Norm of a replicated gradient, before and after it is declared a part that tensor parallelism must sum."""
+    parallel = LAYOUTS[layout]
+    norms = {}
+    for partial in (False, True):
+        materialise = megads.engine.stage_pipeline.materialise
+
+        def marked(*args: Any, partial: bool = partial, materialise: Callable[..., Any] = materialise) -> Any:
+            stage = materialise(*args)
+            for name, parameter in stage.named_parameters():
+                parameter.sequence_partial = partial and name.endswith("input_norm.weight")
+            return stage
+
+        megads.engine.stage_pipeline.materialise = marked
+        engine = build_engine(scenario_with(), parallel)
+        megads.engine.stage_pipeline.materialise = materialise
+        seen: list[Shard] = []
+        engine.watch_gradients(seen.extend)
+        engine.step(step_batches(scenario_with(), 0, engine.grid.dp.rank, parallel.dp), 0.0)
+        for shard in seen:
+            if shard.key.startswith("gradient/blocks.1.") and "norm.weight" in shard.key:
+                norms[f"{shard.key} {partial}"] = float(shard.tensor.norm())
+    return norms
+
+
+@pytest.mark.parametrize("layout", ["zero2tp2dp2", "zero3tp2dp2"])
+def test_partial_gradients_are_summed_over_tensor_parallelism(layout: str) -> None:
+    """Catches a sum over tensor parallelism that comes after ZeRO took the gradient, or reaches other parameters.
+    Without sequence parallelism both ranks have the whole gradient, so that the sum is twice as much."""
+    found = run_ranks(_partial_gradients, 4, layout)
+    assert sum(len(norms) for norms in found) >= 4, (
+        "tensor-parallel rank 0 owns both norms, in shards over its data axis"
+    )
+    for norms in found:
+        for name, factor in (("input_norm", 2.0), ("post_attention_norm", 1.0)):
+            key = f"gradient/blocks.1.{name}.weight"
+            if f"{key} True" in norms:
+                assert norms[f"{key} True"] == pytest.approx(factor * norms[f"{key} False"], rel=1e-5)
+
+
+def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
+    """Weights that this rank received in one step of two micro-batches, all of them and those from other subgroups, and
+    the bytes of all weights."""
+    parallel = LAYOUTS[layout]
+    scenario = parity.fitted(scenario, parallel)
+    engine = build_engine(scenario, parallel)
+    batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)[:2]
+    engine.step(batches, 0.0)  # the first step learns the order of the layers
+    comm, seen, crossing = deepspeed.comm.comm.cdb, 0, 0
+    mine = set(range(2)) if engine.grid.rank < 2 else {2, 3}
+    inner = comm.all_gather_function
+
+    def spy(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, **kwargs: Any) -> Any:
+        nonlocal seen, crossing
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != engine.grid.rank]
+        seen += len(others) * input_tensor.numel() * input_tensor.element_size()
+        crossing += sum(rank not in mine for rank in others) * input_tensor.numel() * input_tensor.element_size()
+        return inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **kwargs)
+
+    comm.all_gather_function = spy
+    engine.step(batches, 0.0)
+    comm.all_gather_function = inner
+    weights = sum(prod(p.ds_shape) for p in engine._engine.module.parameters()) * scenario.dtype.itemsize
+    return seen, crossing, weights
+
+
+def test_hierarchical_sharding_gathers_inside_its_subgroup() -> None:
+    """Catches weights gathered more than twice a micro-batch (forward and backward), and gathers that leave a subgroup,
+    whose links are the slow ones."""
+    scenario = scenario_with(precision="bfloat16", global_batch_size=16)
+    found = {name: run_ranks(_gathered_bytes, 4, scenario, name) for name in ("zero3dp4", "hierarchical")}
+    for (seen, crossing, weights), (hier_seen, hier_crossing, _) in zip(*found.values(), strict=True):
+        passes = seen / (weights * 3 / 4) / 2
+        print(
+            f"{seen:,} bytes, {crossing:,} from the other half; in subgroups {hier_seen:,}; {passes:.2f} a micro-batch"
+        )
+        assert hier_crossing == 0 and crossing == pytest.approx(seen * 2 / 3)
+        # Layers near the end of the forward pass are kept for their backward pass; the rest is gathered twice.
+        assert 1.0 <= passes <= 2.0
+        assert hier_seen == pytest.approx(seen * (1 / 2) / (3 / 4), rel=0.02)
+
+
+SCALARS = 2
+"""Elements of the largest message that carries counts, losses or norms, no gradients."""
+
+
+def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
+    """Gradients of a step of four micro-batches, the sum of those of four steps of one, and their dtypes."""
+    parallel = LAYOUTS[layout]
+    engine = build_engine(scenario, parallel)
+    batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
+    assert len(batches) == 4
+    seen: list[dict[Any, np.ndarray]] = []
+    dtypes: set[str] = set()
+
+    def watch(shards: list[Shard]) -> None:
+        dtypes.update(str(shard.tensor.dtype) for shard in shards)
+        seen.append({(s.key, s.offset): s.tensor.double().numpy() for s in shards})
+
+    engine.watch_gradients(watch)
+    for group in (batches, *([batch] for batch in batches)):
+        engine.step(group, 0.0)
+    reductions: set[tuple[str, int]] = set()
+    with RecordedReductions(engine.grid, reductions):
+        engine.step(batches, 0.0)
+    together, *alone = seen[:5]
+    # The same number of tokens in each, so that a step of one weighs its micro-batch four times as much: no rounding.
+    off = max(parity.relative(together[place], sum(one[place] for one in alone) / 4) for place in together)
+    return {"off": off, "dtypes": dtypes, "reductions": {dtype for dtype, numel in reductions if numel > SCALARS}}
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_bf16_gradients_accumulate_and_reduce_in_fp32(layout: str) -> None:
+    """Catches micro-batches that are added up in bf16, which is off by 3e-3 and more, or reduced in bf16 (N7)."""
+    scenario = scenario_with(precision="bfloat16", global_batch_size=16)
+    for found in run_ranks(_accumulated, 2, scenario, layout):
+        assert found["off"] < 1e-6
+        assert found["dtypes"] == found["reductions"] == {"torch.float32"}
+
+
+def _unequal_steps(scenario: Scenario, layout: str) -> dict[str, Any]:
+    parallel = LAYOUTS[layout]
+    engine = build_engine(scenario, parallel)
+    many = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
+    one = step_batches(scenario, 1, engine.grid.dp.rank, parallel.dp)[:1]
+    blind = [replace(batch, loss_mask_bs=torch.zeros_like(batch.loss_mask_bs)) for batch in one]
+    first = engine.step(many, 0.0)
+    before = engine.evaluate(many[:2])
+    return {
+        "first": first,
+        "second": engine.step(one, 0.0),
+        "blind": engine.step(blind, 0.0),
+        "evaluations": [before, engine.evaluate(many[:2])],
+        "again": engine.step(many, 0.0),
+    }
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_steps_do_not_depend_on_what_came_before(layout: str) -> None:
+    """Catches a batch ramp that divides by the first step's micro-batches, gradients left over from the last step,
+    evaluation with dropout, training without it after an evaluation, and a step without any token that is NaN."""
+    model = replace(parity.MODEL, hidden_dropout=0.2, attention_dropout=0.2)
+    scenario = scenario_with(masked=True, model=model, clip_grad=0.0)
+    found, other = run_ranks(_unequal_steps, 2, scenario, layout)
+    assert found == other
+    assert found["first"] == found["again"]
+    assert found["blind"] == StepResult(loss=0.0, tokens=0, grad_norm=0.0)
+    assert found["evaluations"][0] == found["evaluations"][1]
+    reference = GPT(model, scenario.seed, parity.initial_weights(scenario))
+    batches = [step_batches(scenario, 1, rank, 2)[0] for rank in range(2)]
+    tokens = sum(float(b.loss_mask_bs.sum()) for b in batches)
+    loss = sum((token_losses(reference(b.tokens_bs, b.info), b.labels_bs) * b.loss_mask_bs).sum() for b in batches)
+    (loss / tokens).backward()
+    norm = torch.cat([p.grad.flatten() for p in reference.parameters()]).norm().item()
+    assert found["second"].tokens == tokens
+    assert found["second"].loss == pytest.approx(loss.item() / tokens, rel=1e-6)
+    assert found["second"].grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+RANK = 1
+"""The rank whose samples hold a token that no other rank sees."""
+
+
+def _weights_broken_by(where: str, scenario: Scenario, dp: int) -> Callable[[str, tuple[int, ...]], Tensor]:
+    if where != "data":
+        return broken_value(where)
+    tokens = [
+        {t for b in step_batches(scenario, 0, rank, dp) for t in b.tokens_bs.flatten().tolist()} for rank in (0, 1)
+    ]
+    only_there = min(tokens[RANK] - tokens[1 - RANK])
+    hot = parity.hot_value(scenario.seed)
+
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        full = hot(name, shape)
+        if name == "embedding.word.weight":
+            full[only_there] = 3e38  # finite, but its variance is not
+        return full
+
+    return value
+
+
+def _broken_step(where: str, layout: str) -> dict[str, Any]:
+    model = replace(parity.MODEL, tie_embeddings=False, norm_eps=1e-42 if where == "backward" else 1e-5)
+    parallel = LAYOUTS[layout]
+    scenario = scenario_with(model=model)
+    good = build_engine(scenario, parallel)
+    broken = _weights_broken_by(where, scenario, parallel.dp)
+    engine = build_engine(scenario, parallel, broken)
+    before, batches = state(engine), step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
+    result = engine.step(batches, 1e-3)
+    untouched = all(np.array_equal(values, before[place], equal_nan=True) for place, values in state(engine).items())
+    steps = engine.optimizer_steps
+    engine.load_shards(filling_from(state(good)), 0)
+    after = [e.step(batches, 1e-3) for e in (engine, good)] if where != "backward" else []
+    return {"result": result, "untouched": untouched, "steps": steps, "after": after}
+
+
+@pytest.mark.parametrize(
+    ("where", "layout", "blamed", "parameter"),
+    [
+        ("weights", "zero3dp2", "weights", "blocks.2.mlp.down.bias"),
+        ("data", "zero2dp2", "forward", None),
+        ("data", "zero3dp2", "forward", None),
+        ("backward", "zero3dp2", "backward", "embedding.word.weight"),
+    ],
+)
+def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
+    where: str, layout: str, blamed: str, parameter: str | None
+) -> None:
+    """Catches a skipped step that moves moments or counters, a rank blamed for what the reduction spoiled, and a NaN
+    left in the gradient partitions that spoils the next, healthy step."""
+    for found in run_ranks(_broken_step, 2, where, layout):
+        result = found["result"]
+        assert result.skipped and result.culprit is not None and result.culprit.where == blamed
+        assert where != "data" or result.culprit.rank == RANK
+        assert parameter is None or parameter in result.culprit.parameters
+        assert result.grad_norm == float("inf") and found["untouched"] and found["steps"] == 0
+        if found["after"]:
+            assert found["after"][0] == found["after"][1] and not found["after"][0].skipped
+
+
+def _train_save_and_continue(layout: str) -> dict[str, Any]:
+    """Two steps, then the third by this engine and by a second one of the same layout that loads this one's state."""
+    parallel = LAYOUTS[layout]
+    scenario = parity.fitted(ROUND_TRIP, parallel)
+    engine = build_engine(scenario, parallel)
+    batches = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
+    for batch in batches[:2]:
+        engine.step(batch, scenario.lr)
+    saved, owned, steps = state(engine), parity.pieces(engine.named_shards()), engine.optimizer_steps
+    result = engine.step(batches[2], scenario.lr)
+    other = build_engine(replace(scenario, seed=99), parallel)
+    other.load_shards(filling_from(saved), steps)
+    resumed = other.step(batches[2], scenario.lr)
+    after, after_resumed = state(engine), state(other)
+    bitwise = all(np.array_equal(values, after_resumed[place]) for place, values in after.items())
+    return {"owned": owned, "steps": steps, "result": result, "resumed": resumed, "bitwise": bitwise}
+
+
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],
+)
+def test_state_goes_out_of_one_layout_and_into_others(layout: str, others: tuple[str, ...]) -> None:
+    """Catches shards that overlap, leave holes, carry padding or are owned by every subgroup, moments or counters that
+    are not restored, and weights that are loaded into the masters only."""
+    trained = run_ranks(_train_save_and_continue, LAYOUTS[layout].world_size, layout)
+    full, steps, result = everything(trained), trained[0]["steps"], trained[0]["result"]
+    for kind in KINDS:
+        assert {name: values.shape for name, values in full[kind].items()} == parameter_shapes(parity.MODEL)
+        assert all(values.any() for values in full[kind].values()), f"{kind} of some parameter is zero"
+    assert steps == 2
+    for rank in trained:
+        assert rank["bitwise"] and rank["resumed"] == result, "the same layout must continue bit for bit"
+    for name in others:
+        loaded = run_ranks(load_and_continue, LAYOUTS[name].world_size, name, full, steps)
+        back = everything(loaded)
+        for kind in KINDS:
+            assert all(np.array_equal(back[kind][key], values) for key, values in full[kind].items()), (name, kind)
+        assert loaded[0]["steps"] == steps
+        assert loaded[0]["result"].loss == pytest.approx(result.loss, rel=1e-6)
+        assert loaded[0]["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
