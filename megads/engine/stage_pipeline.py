@@ -22,7 +22,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import partition
-from megads.parallel.recompute import block_modes
+from megads.parallel.recompute import block_modes, recompute_blocks
 from megads.parallel.sharding import Placement, materialise, shard_stage
 
 

@@ -26,9 +26,6 @@ from megads.parallel.partition import partition
 from megads.parallel.recompute import block_modes
 from megads.parallel.sharding import local_shape
 from megads.plan.activations import (
-    FP32,
-    INT64,
-    Pass,
     block_ops,
     document_mask_ops,
     embedding_ops,
@@ -38,6 +35,7 @@ from megads.plan.activations import (
     received_ops,
     sent_ops,
 )
+from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.parameters import parameter_count, parameter_shapes
 from megads.plan.sharded_memory import ShardedWeights, sharded_phases
 from megads.plan.tape import Moment, Op, moments

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megads.optim.groups import Role
 from megads.parallel.shard_buckets import bucket_elements
-from megads.plan.activations import FP32
+from megads.plan.micro_batch import FP32
 from megads.plan.tape import Moment, Op, moments
 
 

@@ -19,7 +19,8 @@ from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.recompute import recompute_module
 from megads.parallel.sharding import materialise, shard_stage
-from megads.plan.activations import FP32, Pass, block_ops, embedding_ops, final_norm_ops
+from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
+from megads.plan.micro_batch import FP32, Pass
 from megads.plan.tape import Op, kept_bytes, moments, recomputed
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis

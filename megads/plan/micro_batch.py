@@ -1,0 +1,166 @@
+"""One micro-batch on one rank: the sizes from which the plan's operations are made.
+
+Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
+rank's share of the attention width and the MLP width; n = this rank's heads, s = tokens of a whole sample. With
+sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from megads.model.config import ModelConfig, Position
+from megads.parallel.tensor import padded_rows
+
+FP32, INT64 = 4, 8
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch on one rank.
+
+    Attributes:
+        model: the model's shape.
+        tp: tensor parallel size.
+        cp: context parallel size.
+        micro_batch_size: samples.
+        seq_len: tokens a sample.
+        weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
+        cuda: on a GPU; else on a CPU.
+        sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
+        document_mask: packed documents are hidden from each other.
+    """
+
+    model: ModelConfig
+    tp: int
+    micro_batch_size: int
+    seq_len: int
+    weight_bytes: int
+    cuda: bool = False
+    sequence_parallel: bool = False
+    cp: int = 1
+    document_mask: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """T: those that this rank holds."""
+        return self.micro_batch_size * self.seq_len // self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the sequence outside of the tensor-parallel regions."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of this rank."""
+        return self.model.num_heads // self.tp
+
+    @property
+    def region_hidden(self) -> int:
+        """T h w: bytes of one [b, s, h] tensor inside of a tensor-parallel region, which has all tokens."""
+        return self.tokens * self.model.hidden_size * self.weight_bytes
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of what this rank holds of a [b, s, h] tensor outside of the tensor-parallel regions."""
+        return self.region_hidden // self.shards
+
+    @property
+    def attention(self) -> int:
+        """T h/t w: bytes of this rank's queries, keys, values or context."""
+        return self.region_hidden // self.tp
+
+    @property
+    def reordered(self) -> int:
+        """A copy of a whole sequence in the order of shares, which a micro-batch of one sample does without."""
+        return self.region_hidden if self.micro_batch_size > 1 else 0
+
+    @property
+    def gloo_copy(self) -> int:
+        """Gloo's own copy of what it gathers or reduces and scatters."""
+        return 0 if self.cuda else self.region_hidden
+
+    def opened(self, output: int) -> int:
+        """While a layer opens a region forward: its output of so many bytes, beside the gathered sequence."""
+        if self.shards == 1:
+            return output
+        return self.region_hidden + max(self.gloo_copy, self.reordered, output)
+
+    def closed(self) -> int:
+        """While a layer closes a region forward: the product and, biased, the sum over ranks."""
+        if self.shards == 1:
+            return 2 * self.hidden
+        return self.region_hidden + self.reordered + self.gloo_copy + self.hidden
+
+    def opened_backward(self, output: int, gradient: int) -> int:
+        """While a layer that opened a region runs backward, the gradient of its weight left out.
+
+        Where the sequence is cut the input is gathered again, beside the gradient of it; this is then scattered while
+        the gradient of the weight is made.
+
+        Args:
+            output: bytes of the layer's output, whose gradient is there.
+            gradient: bytes of the gradient of its weight.
+        """
+        if self.shards == 1:
+            summed = 2 * self.hidden if self.tp > 1 else 0
+            return max(self.hidden + output, summed)
+        whole = self.region_hidden
+        gathering = whole + max(self.gloo_copy, self.reordered)
+        scattering = whole + self.gloo_copy + self.hidden
+        return output + whole + max(gathering - gradient, self.reordered + scattering - gradient, scattering)
+
+    def closed_backward(self, inside: int) -> int:
+        """While a layer that closed a region runs backward: the gradient inside, beside the gathered one outside."""
+        return inside if self.shards == 1 else self.region_hidden + max(self.gloo_copy, self.reordered, inside)
+
+    @property
+    def ffn(self) -> int:
+        """T f/t w: bytes of this rank's MLP activation."""
+        return self.tokens * self.model.ffn_width // self.tp * self.weight_bytes
+
+    @property
+    def scores(self) -> int:
+        """Elements of this rank's attention scores, [b, n, s/cp, s]."""
+        return self.tokens * self.seq_len * self.heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding on this rank, padding included."""
+        return padded_rows(self.model.vocabulary, self.tp)
+
+    @property
+    def logits(self) -> int:
+        """Bytes of this rank's logits, [b, s, rows]."""
+        return self.tokens * self.vocab_rows * self.weight_bytes
+
+    @property
+    def norm_statistics(self) -> int:
+        """Mean and reciprocal deviation of a LayerNorm: in the weights' dtype on a CPU, in fp32 on a GPU."""
+        return 2 * self.tokens // self.shards * (FP32 if self.cuda else self.weight_bytes)
+
+    @property
+    def bias_table(self) -> int:
+        """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
+        return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of one element of the additive mask."""
+        return self.weight_bytes if self.cuda and not self.model.attention_dropout else FP32
+
+    @property
+    def rotary_tables(self) -> int:
+        """Bytes of the cached cosines and sines of rotary positions, each [s/cp, d/2] in fp32."""
+        return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
+
+    @property
+    def gathered_keys_and_values(self) -> int:
+        """Bytes of the whole sample's keys and values where samples are cut, else 0."""
+        return 2 * self.cp * self.attention if self.cp > 1 else 0
+
+    def matrix(self, *shape: int) -> int:
+        """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""
+        return prod(shape) * self.weight_bytes
