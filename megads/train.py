@@ -277,6 +277,7 @@ def announce(
         parameters=parameter_count(config.model),
         precision=config.train.precision.value,
         layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
+        zero_stage=config.parallel.zero_stage,
         stages=engine.bounds,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         threads_per_rank=torch.get_num_threads(),

@@ -91,6 +91,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         # The running step, those in the queue, and the one being read.
         steps_loaded=config.data.prefetch_steps + 2,
         cuda=cuda,
+        document_mask=config.data.document_mask,
     )
 
 

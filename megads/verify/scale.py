@@ -106,7 +106,8 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
         ConfigError: it needs more.
     """
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
-    fewest = math.prod(min(2, size) for size in sizes.values())
+    smallest = _smallest(parallel)
+    fewest = math.prod(smallest.values())
     limit = max(DEFAULT_RANKS, fewest) if max_ranks is None else max_ranks
     if fewest > limit:
         wide = ", ".join(f"parallel.{axis}" for axis in AXES if sizes[axis] > 1)
@@ -117,9 +118,26 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
     for axis in _SHRINK_FIRST:
         others = math.prod(size for other, size in sizes.items() if other != axis)
         if sizes[axis] > 1:
-            sizes[axis] = min(sizes[axis], max(2, limit // others))
+            sizes[axis] = min(sizes[axis], max(smallest[axis], limit // others))
+    if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] % 2:
+        sizes["dp" if sizes["dp"] > smallest["dp"] else "cp"] -= 1
     small = replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
+    if parallel.zero_shard_size is not None:
+        small.zero_shard_size = 2 if _has_shard_groups(parallel) else small.data_size
     return _with_recomputation(small)
+
+
+def _has_shard_groups(parallel: ParallelConfig) -> bool:
+    """Whether several groups of data ranks each hold the whole model."""
+    return parallel.zero_shard_size is not None and parallel.zero_shard_size < parallel.data_size
+
+
+def _smallest(parallel: ParallelConfig) -> dict[str, int]:
+    """Every axis at 2 where it is above 1; four data ranks where two groups of two must be left."""
+    sizes = {axis: min(2, getattr(parallel, axis)) for axis in AXES}
+    if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] < 4:
+        sizes["dp" if parallel.dp > 1 else "cp"] = 4
+    return sizes
 
 
 def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:

@@ -49,6 +49,27 @@ def test_layout_keeps_its_shape(given: tuple[int, ...], limit: int | None, expec
     assert found.world_size <= (limit or max(DEFAULT_RANKS, 2 ** sum(size > 1 for size in given)))
 
 
+@pytest.mark.parametrize(
+    ("cp", "dp", "shard", "limit", "expected"),
+    [
+        (1, 64, 8, None, (1, 8, 2)),
+        (1, 64, 64, None, (1, 8, 8)),
+        (2, 64, 8, 4, (2, 2, 2)),
+        (16, 1, 8, None, (8, 1, 2)),
+        (1, 6, 3, 5, (1, 4, 2)),
+        (3, 4, 6, None, (3, 2, 2)),
+        (7, 2, 7, 7, (3, 2, 2)),
+    ],
+)
+def test_groups_of_shards_stay_groups(cp: int, dp: int, shard: int, limit: int | None, expected: tuple) -> None:
+    """Catches a hierarchical layout with a single group, or with groups that do not divide the ranks."""
+    given = ParallelConfig(cp=cp, dp=dp, zero_stage=3, zero_shard_size=shard)
+    given.check()
+    found = scale_layout(given, limit)
+    found.check()
+    assert (found.cp, found.dp, found.zero_shard_size) == expected
+
+
 def test_layout_that_cannot_be_kept_is_refused() -> None:
     """Catches a verification of another layout than the one that was asked for."""
     with pytest.raises(ConfigError, match=r"parallel\.tp, parallel\.pp above 1 need at least 4 ranks; raise it"):
