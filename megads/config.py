@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,6 +23,10 @@ from megads.model.config import ModelConfig, Position
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+
+if TYPE_CHECKING:
+    from megads.data.blend import BlendedSamples
+    from megads.data.samples import TrainSamples, ValidationSamples
 
 _LENGTHS = ("steps", "samples", "tokens")
 
@@ -282,6 +286,17 @@ def planned_steps(config: RootConfig) -> int:
         return train.steps
     samples = train.samples if train.samples is not None else (train.tokens or 0) // train.seq_len
     return batch_size_schedule(config).steps_for(samples)
+
+
+def open_run_data(config: RootConfig) -> tuple[TrainSamples | BlendedSamples, dict[str, ValidationSamples]]:
+    """Opens a run's training and validation data, see `megads.data.datasets.open_datasets`."""
+    from megads.data.datasets import open_datasets
+
+    schedule = batch_size_schedule(config)
+    samples = schedule.samples_after(planned_steps(config))
+    return open_datasets(
+        config.data, config.train.seq_len, config.train.seed, config.model.vocabulary, samples, schedule
+    )
 
 
 def config_dict(config: RootConfig) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import check_model, find_checkpoint, read_into
-from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, planned_steps
-from megads.data.datasets import open_datasets
+from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, open_run_data, planned_steps
+from megads.data.blend import BlendedSamples
 from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
 from megads.engine.build import build_train_engine
@@ -58,9 +58,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     with world(device, config.cluster.timeout_s):
         require_equal("the frozen config", config_digest(config))
         grid = build_grid(config.parallel, environment.rank, environment.world_size)
-        train_samples, valid_samples = open_datasets(
-            config.data, config.train.seq_len, config.train.seed, config.model.vocabulary
-        )
+        train_samples, valid_sets = open_run_data(config)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
         engine = build_engine(config, grid, device)
@@ -72,9 +70,9 @@ def train(config: RootConfig, run_dir: Path) -> int:
             NonFiniteHook(events, config.train.max_nonfinite_steps),
             checkpoint_hook(config, run_dir, engine, state, events),
         ]
-        if valid_samples is not None:
-            hooks.append(validation_hook(config, grid, engine, valid_samples, metrics))
+        hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         announce(config, engine, device, state, events)
+        announce_data(config, train_samples, state, events)
         stop = StopSignal(run_dir, grid.rank, device)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop)
@@ -199,7 +197,9 @@ def needs_tokens(grid: ParallelGrid) -> bool:
     return grid.pp.is_first or grid.pp.is_last
 
 
-def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, state: TrainState) -> TrainLoader:
+def train_loader(
+    config: RootConfig, grid: ParallelGrid, samples: TrainSamples | BlendedSamples, state: TrainState
+) -> TrainLoader:
     """This rank's share of the training stream from where the state is."""
     return TrainLoader(
         samples,
@@ -246,9 +246,14 @@ def checkpoint_hook(
 
 
 def validation_hook(
-    config: RootConfig, grid: ParallelGrid, engine: TrainEngine, valid: ValidationSamples, metrics: MetricsWriter
+    config: RootConfig,
+    grid: ParallelGrid,
+    engine: TrainEngine,
+    name: str,
+    valid: ValidationSamples,
+    metrics: MetricsWriter,
 ) -> ValidationHook:
-    """Validates; rank 0, which writes, also knows the unigram loss."""
+    """Validates on one set; rank 0, which writes, also knows the unigram loss."""
     unigram = unigram_entropy(valid.dataset, valid.documents) if grid.rank == 0 else 0.0
 
     def batches() -> Iterator[list[MicroBatch]]:
@@ -263,7 +268,7 @@ def validation_hook(
             packing(config),
         )
 
-    return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, planned_steps(config), metrics)
+    return ValidationHook(engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics)
 
 
 def announce(
@@ -283,6 +288,26 @@ def announce(
         threads_per_rank=torch.get_num_threads(),
         config_digest=config_digest(config),
     )
+
+
+def announce_data(
+    config: RootConfig, samples: TrainSamples | BlendedSamples, state: TrainState, events: EventWriter
+) -> None:
+    """Records which datasets are blended and which samples of the stream are left out."""
+    if not isinstance(samples, BlendedSamples):
+        return
+    taken = samples.taken(batch_size_schedule(config).samples_after(planned_steps(config)))
+    events.write(
+        "blend",
+        step=state.step,
+        datasets=[part.dataset.prefix for part in samples.parts],
+        samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
+        planned_samples=taken.tolist(),
+        order=config.data.order.value,
+    )
+    if config.data.skip:
+        ranges = samples.skips.left_out()
+        events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
 
 
 def exit_code(stop_reason: str) -> int:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megads.config import RootConfig
+from megads.config import RootConfig, open_run_data
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError, DataError
 from megads.runtime.console import Console
@@ -55,9 +55,7 @@ def require_data(config: RootConfig) -> None:
 
     Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
     """
-    from megads.data.datasets import open_datasets
-
-    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocabulary)
+    open_run_data(config)
 
 
 def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: Path, console: Console) -> RootConfig:
@@ -117,7 +115,7 @@ def describe_data(config: RootConfig, preparation: Preparation | None) -> tuple[
     Returns:
         The config with the vocabulary the model would have at most, and a line of text.
     """
-    path = config.data.train[0].path
+    path = ", ".join(item.path for item in config.data.train)
     if preparation is None:
         return config, path
     try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import PurePath
 from typing import Any
 
 from omegaconf import MISSING
@@ -13,12 +17,71 @@ SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
 
 
+class Weighting(StrEnum):
+    """Where the weights of a blend come from."""
+
+    explicit = "explicit"
+    tokens = "tokens"
+    documents = "documents"
+    temperature = "temperature"
+
+
+class Order(StrEnum):
+    """Who defines the order of the samples."""
+
+    default = "default"
+    megatron = "megatron"
+
+
 @dataclass
 class DatasetConfig:
     """One dataset on disk."""
 
     path: str = MISSING
     """Prefix of <path>.bin and <path>.idx."""
+    weight: float | None = None
+    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit."""
+    name: str | None = None
+    """Name of its validation share in metrics (valid/<name>/loss); null is the last part of the path."""
+    max_epochs: float | None = None
+    """Passes over the dataset that the run may take; null is one where it is blended with others, and any number where
+    it is alone."""
+
+    @property
+    def shown_name(self) -> str:
+        """The name in metrics."""
+        return self.name if self.name is not None else PurePath(self.path).name
+
+
+@dataclass
+class PhaseConfig:
+    """Another mix of the same datasets, from a sample on."""
+
+    from_sample: int = MISSING
+    """Samples consumed (`samples` in metrics.jsonl) when it begins."""
+    weights: list[float] = field(default_factory=list)
+    """One a dataset of data.train, in their order; 0 leaves it out."""
+
+
+@dataclass
+class SkipConfig:
+    """A range of the training stream to leave out: either steps or samples."""
+
+    steps: list[int] | None = None
+    """[first, last] step as counted in metrics.jsonl, both left out."""
+    samples: list[int] | None = None
+    """[from, to]: what is consumed between these two values of `samples` in metrics.jsonl."""
+
+    def check(self) -> None:
+        """Raises ConfigError unless it is exactly one range with something in it."""
+        ranges = [value for value in (self.steps, self.samples) if value is not None]
+        shown = f"data.skip: steps = {self.steps}, samples = {self.samples}"
+        if len(ranges) != 1 or len(ranges[0]) != 2:
+            raise ConfigError(f"{shown}: want one range of one kind, for example data.skip='[{{steps: [501, 700]}}]'")
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
+            raise ConfigError(f"{shown}: want [first, last] with 1 <= first <= last")
+        if self.samples is not None and not 0 <= self.samples[0] < self.samples[1]:
+            raise ConfigError(f"{shown}: want [from, to] with 0 <= from < to")
 
 
 @dataclass
@@ -31,11 +94,27 @@ class DataConfig:
     text_field: str = "text"
     """JSON field or parquet column of data.raw that holds the document."""
     train: list[DatasetConfig] = field(default_factory=list)
-    """Datasets to train on; one for now."""
-    valid: str | None = None
-    """Prefix of a validation dataset; null takes the second share of data.split."""
+    """Datasets to train on: one, or several that are blended."""
+    weights: Weighting = Weighting.explicit
+    """Where a blend's weights come from: each dataset's own weight (explicit), its tokens, its documents, or its tokens
+    to the power of 1 / data.temperature."""
+    temperature: float = 1.0
+    """With data.weights=temperature: 1 is by tokens, larger is more even."""
+    phases: list[PhaseConfig] = field(default_factory=list)
+    """Other weights from given samples on; every dataset goes on where it was."""
+    order: Order = Order.default
+    """default, or megatron: Megatron-LM's own index maps and blending, for continuing a run of it."""
+    megatron_theta: float = 0.80
+    """With data.order=megatron: the last epoch is shuffled apart when it gives fewer than this share of its samples;
+    0.80 in Megatron-LM, 0.95 in BLOOM's fork."""
+    skip: list[SkipConfig] = field(default_factory=list)
+    """Ranges of steps or samples to leave out, for example [{steps: [501, 700]}]; what follows moves up. Each is
+    counted as the run counts with the entries before it."""
+    valid: Any = None
+    """Prefix of a validation dataset, or several by name ({code: <prefix>, web: <prefix>}); null takes the second share
+    of data.split."""
     split: list[float] = field(default_factory=lambda: [0.98, 0.02])
-    """Shares of the training dataset's documents, in order, for training and validation."""
+    """Shares of each training dataset's documents, in order, for training and validation."""
     cache_dir: str | None = None
     """Where prepared text and index maps are cached; null is data-cache/ beside the run for text, and beside the
     dataset, or the user's cache where that is not writable, for index maps."""
@@ -61,15 +140,89 @@ class DataConfig:
             raise ConfigError(f"data.split = {self.split}: want two shares [train, valid], train above 0")
         if self.prefetch_steps < 1:
             raise ConfigError(f"data.prefetch_steps = {self.prefetch_steps}: must be at least 1")
+        self._check_blend()
+        self._check_phases()
+        for item in self.skip:
+            item.check()
+        self._check_valid()
+
+    @property
+    def valid_paths(self) -> dict[str, str]:
+        """Validation datasets by name; empty when data.split makes them."""
+        if self.valid is None:
+            return {}
+        return {"held_out": self.valid} if isinstance(self.valid, str) else dict(self.valid)
+
+    def _check_blend(self) -> None:
+        """Weights where they are wanted, and only there."""
+        explicit = self.weights is Weighting.explicit and len(self.train) > 1
+        for place, item in enumerate(self.train):
+            where = f"data.train[{place}] ({item.path})"
+            if item.max_epochs is not None and not 0 < item.max_epochs < math.inf:
+                raise ConfigError(f"{where}: max_epochs = {item.max_epochs}: must be above 0")
+            if item.weight is not None and self.weights is not Weighting.explicit:
+                raise ConfigError(
+                    f"{where}: weight = {item.weight}, but data.weights = {self.weights.value} computes the weights: "
+                    "leave one of them out"
+                )
+            if explicit and (item.weight is None or not 0 < item.weight < math.inf):
+                raise ConfigError(
+                    f"{where}: weight = {item.weight}: every dataset of a blend needs one above 0; or set "
+                    "data.weights=tokens, documents or temperature"
+                )
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(f"data.temperature = {self.temperature}: must be above 0")
+        if not 0 < self.megatron_theta <= 1:
+            raise ConfigError(f"data.megatron_theta = {self.megatron_theta}: must be above 0 and at most 1")
+
+    def _check_phases(self) -> None:
+        """Phases in order, with a weight a dataset; none in Megatron's order, which knows one mix."""
+        before = 0
+        for place, phase in enumerate(self.phases):
+            where = f"data.phases[{place}]"
+            if phase.from_sample <= before:
+                raise ConfigError(
+                    f"{where}.from_sample = {phase.from_sample}: must be above {before}, where the mix before it starts"
+                )
+            weights = phase.weights
+            if len(weights) != len(self.train) or min(weights) < 0 or not 0 < sum(weights) < math.inf:
+                raise ConfigError(
+                    f"{where}.weights = {weights}: want {len(self.train)}, one for each dataset of data.train, none "
+                    "negative and one above 0"
+                )
+            before = phase.from_sample
+        if self.phases and self.order is Order.megatron:
+            raise ConfigError(
+                "data.phases is set and data.order = megatron: Megatron's order has one mix for the whole run; use "
+                "data.order=default"
+            )
+
+    def _check_valid(self) -> None:
+        """A prefix, or prefixes by names that metrics can hold."""
+        if self.valid is None:
+            names = [item.shown_name for item in self.train]
+            if len(names) > 1 and self.split[1] > 0 and len(set(names)) < len(names):
+                raise ConfigError(
+                    f"data.train: the names {names} of the validation shares are not distinct: give each dataset a name"
+                )
+            return
+        paths = {"held_out": self.valid} if isinstance(self.valid, str) else self.valid
+        if not isinstance(paths, dict) or not paths or not all(isinstance(p, str) and p for p in paths.values()):
+            raise ConfigError(
+                f"data.valid = {self.valid!r}: want a prefix, or prefixes by name, for example "
+                "data.valid='{code: data/code-valid, web: data/web-valid}'"
+            )
+        for name in paths:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(f"data.valid: the name {name!r} may hold letters, digits and _ . - only")
 
     def _check_source(self) -> None:
         """Exactly one of raw text and a dataset."""
         if self.raw is None:
-            if len(self.train) != 1:
+            if not self.train:
                 raise ConfigError(
-                    f"data.train has {len(self.train)} datasets: give exactly one, for example "
-                    "data.train='[{path: data/corpus}]' (blends of several are not built yet), or your own text, for "
-                    "example data.raw='my/*.jsonl'"
+                    "data.train has 0 datasets: give one, for example data.train='[{path: data/corpus}]', several with "
+                    "weights, or your own text, for example data.raw='my/*.jsonl'"
                 )
             return
         names = [self.raw] if isinstance(self.raw, str) else self.raw

@@ -2,50 +2,147 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
-from megads.data.config import DataConfig
+import numpy as np
+
+from megads.data.batch_size import BatchSizeSchedule
+from megads.data.blend import BalancedOrder, BlendedSamples, Interleaving, Mix, Phase
+from megads.data.config import DataConfig, Order, Weighting
 from megads.data.indexed import IndexedDataset
+from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
-from megads.errors import DataError
+from megads.data.skip import skips_of
+from megads.errors import ConfigError, DataError
+
+HELD_OUT = "held_out"
+"""Name of the validation set where the config gives none."""
 
 
 def open_datasets(
-    config: DataConfig, seq_len: int, seed: int, vocab_size: int
-) -> tuple[TrainSamples, ValidationSamples | None]:
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    vocab_size: int,
+    samples: int = 0,
+    schedule: BatchSizeSchedule | None = None,
+) -> tuple[TrainSamples | BlendedSamples, dict[str, ValidationSamples]]:
     """Opens training and validation data and checks that they fit the model and each other.
 
-    With data.valid set, training takes all documents of its dataset; else data.split divides them.
+    With data.valid set, training takes all documents of its datasets; else data.split divides each.
 
     Args:
         config: which data.
         seq_len: tokens that a sample predicts.
         seed: of the training order.
         vocab_size: the model's; every token must be below it.
+        samples: that the run is planned for; 0 when that is not known, and no dataset is too small then.
+        schedule: which samples a step trains on; None is one a step.
 
     Returns:
-        Training samples, and validation windows or None when data.split gives validation nothing.
+        Training samples, and validation windows by the set's name; none when data.split gives validation nothing.
 
     Raises:
-        ConfigError: the config names no data.
+        ConfigError: the config names no data, or the run takes more of a dataset than it may.
         DataError: data is missing, corrupt, too small, or made for another vocabulary.
     """
     config.check()
-    path = config.train[0].path
-    dataset = IndexedDataset(path)
-    sidecar = _checked_sidecar(dataset, vocab_size)
-    if config.valid is None:
-        train_documents, valid_documents = split_documents(dataset, config.split)
-        valid_dataset = dataset
+    datasets = [IndexedDataset(item.path) for item in config.train]
+    valid_datasets = {name: IndexedDataset(path) for name, path in config.valid_paths.items()}
+    _check_sidecars([*datasets, *valid_datasets.values()], vocab_size)
+    if valid_datasets:
+        train_documents = [range(dataset.num_documents) for dataset in datasets]
+        held_out = {name: (dataset, range(dataset.num_documents)) for name, dataset in valid_datasets.items()}
     else:
-        train_documents = range(dataset.num_documents)
-        valid_dataset = IndexedDataset(config.valid)
-        valid_documents = range(valid_dataset.num_documents)
-        _check_same_tokenizer(path, sidecar, config.valid, _checked_sidecar(valid_dataset, vocab_size))
-    train = TrainSamples(dataset, train_documents, seq_len, seed, config.cache_dir)
-    valid = ValidationSamples(valid_dataset, valid_documents, seq_len) if valid_documents else None
+        splits = [split_documents(dataset, config.split) for dataset in datasets]
+        train_documents = [train for train, _ in splits]
+        names = [item.shown_name for item in config.train] if len(datasets) > 1 else [HELD_OUT]
+        held_out = {name: (dataset, split[1]) for name, dataset, split in zip(names, datasets, splits, strict=True)}
+    train = _train_samples(config, datasets, train_documents, seq_len, seed, samples, schedule or BatchSizeSchedule(1))
+    valid = {
+        name: ValidationSamples(dataset, documents, seq_len)
+        for name, (dataset, documents) in held_out.items()
+        if documents
+    }
     return train, valid
+
+
+def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], documents: Sequence[range]) -> list[float]:
+    """Returns each dataset's share of the samples, which sum to 1.
+
+    Args:
+        config: where the weights come from.
+        datasets: those of data.train.
+        documents: what of each is trained on.
+    """
+    tokens = [float(dataset.stream(part).size) for dataset, part in zip(datasets, documents, strict=True)]
+    if len(datasets) == 1:
+        return [1.0]
+    if config.weights is Weighting.tokens:
+        weights = tokens
+    elif config.weights is Weighting.documents:
+        weights = [float(len(part)) for part in documents]
+    elif config.weights is Weighting.temperature:
+        largest = max(tokens)
+        weights = [(count / largest) ** (1 / config.temperature) for count in tokens]
+    else:
+        weights = [item.weight or 0.0 for item in config.train]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _train_samples(
+    config: DataConfig,
+    datasets: Sequence[IndexedDataset],
+    documents: Sequence[range],
+    seq_len: int,
+    seed: int,
+    samples: int,
+    schedule: BatchSizeSchedule,
+) -> TrainSamples | BlendedSamples:
+    weights = blend_weights(config, datasets, documents)
+    skips = skips_of(config.skip, schedule)
+    # The end of the run's stream, what is left out included.
+    total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
+    megatron = config.order is Order.megatron
+    parts: list[TrainSamples] = []
+    for dataset, part, weight in zip(datasets, documents, weights, strict=True):
+        if megatron:
+            wanted = megatron_share(total, weight) if len(datasets) > 1 else total
+            parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
+        else:
+            parts.append(TrainSamples(dataset, part, seq_len, seed, config.cache_dir))
+    if len(parts) == 1 and not skips.ranges and config.train[0].max_epochs is None:
+        return parts[0]
+    order: Interleaving
+    if megatron and len(parts) > 1:
+        order = MegatronOrder(weights, total)
+    else:
+        mixes = [(0, weights), *((phase.from_sample, phase.weights) for phase in config.phases)]
+        order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in mixes])
+    _check_epochs(config, parts, order, total)
+    return BlendedSamples(parts, order, skips)
+
+
+def _check_epochs(config: DataConfig, parts: Sequence[TrainSamples], order: Interleaving, total: int) -> None:
+    """Refuses a run that reads more of a dataset than it may: a small one would be learnt by heart unnoticed."""
+    taken = order.counts(total)
+    for place, (item, part) in enumerate(zip(config.train, parts, strict=True)):
+        allowed = item.max_epochs if item.max_epochs is not None else (1.0 if len(parts) > 1 else None)
+        count = int(taken[place])
+        if allowed is None or count <= int(allowed * part.samples_per_epoch):
+            continue
+        limit = int(allowed * part.samples_per_epoch)
+        enough = bisect_right(range(total), limit, key=lambda number: int(order.counts(number)[place])) - 1
+        raise ConfigError(
+            f"data.train[{place}] ({item.path}) has {part.samples_per_epoch} samples an epoch and the run of {total} "
+            f"samples takes {count} of it, {count / part.samples_per_epoch:.2f} epochs; max_epochs = {allowed:g} "
+            f"allows {limit}: set its max_epochs to {count / part.samples_per_epoch + 0.005:.2f}, lower its weight, or "
+            f"train on at most {enough} samples"
+        )
 
 
 def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None:
@@ -67,10 +164,17 @@ def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None
     return sidecar
 
 
-def _check_same_tokenizer(train_path: str, train: Sidecar | None, valid_path: str, valid: Sidecar | None) -> None:
-    if train is None or valid is None or train.tokenizer_sha256 == valid.tokenizer_sha256:
-        return
-    raise DataError(
-        f"{sidecar_path(valid_path)}: made with the tokenizer {valid.tokenizer_sha256[:12]}, "
-        f"{Path(train_path).name} with {train.tokenizer_sha256[:12]}; preprocess both with one tokenizer"
-    )
+def _check_sidecars(datasets: Sequence[IndexedDataset], vocab_size: int) -> None:
+    """Each dataset must fit its own description and the model, and all of them one tokenizer."""
+    first: tuple[str, Sidecar] | None = None
+    for dataset in datasets:
+        sidecar = _checked_sidecar(dataset, vocab_size)
+        if sidecar is None:
+            continue
+        if first is None:
+            first = (dataset.prefix, sidecar)
+        elif sidecar.tokenizer_sha256 != first[1].tokenizer_sha256:
+            raise DataError(
+                f"{sidecar_path(dataset.prefix)}: made with the tokenizer {sidecar.tokenizer_sha256[:12]}, "
+                f"{Path(first[0]).name} with {first[1].tokenizer_sha256[:12]}; preprocess both with one tokenizer"
+            )

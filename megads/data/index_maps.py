@@ -5,12 +5,15 @@ The order of an epoch depends on the dataset, the seed and the epoch alone: a lo
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +71,37 @@ class EpochMapKey:
         content = json.dumps(asdict(self) | {"format": FORMAT_VERSION}, sort_keys=True)
         return f"{hashlib.sha256(content.encode()).hexdigest()[:16]}-epoch{self.epoch:05d}"
 
+    def build(self, dataset: IndexedDataset) -> EpochMap:
+        """Computes the map of one epoch over a range of the dataset's documents."""
+        random = np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))
+        documents = range(self.first_document, self.end_document)
+        order = _permutation(random, len(documents))
+        sample_index = build_sample_index(dataset.document_sizes(documents)[order], self.seq_len)
+        return EpochMap(
+            document_order=order + order.dtype.type(self.first_document),
+            sample_index=sample_index,
+            shuffle=_permutation(random, len(sample_index) - 1),
+        )
+
+
+class MapKey(Protocol):
+    """All that determines a map, which it can build."""
+
+    @property
+    def first_document(self) -> int: ...
+
+    @property
+    def end_document(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def name(self) -> str:
+        """Returns a file name that differs wherever the map may."""
+
+    def build(self, dataset: IndexedDataset) -> EpochMap:
+        """Computes the map."""
+
 
 @dataclass(frozen=True)
 class EpochMap:
@@ -82,19 +116,6 @@ class EpochMap:
     document_order: npt.NDArray[np.integer[Any]]
     sample_index: IntArray
     shuffle: npt.NDArray[np.integer[Any]]
-
-    @staticmethod
-    def build(dataset: IndexedDataset, key: EpochMapKey) -> EpochMap:
-        """Computes the map of one epoch over a range of the dataset's documents."""
-        random = np.random.PCG64(np.random.SeedSequence([key.seed, key.epoch]))
-        documents = range(key.first_document, key.end_document)
-        order = _permutation(random, len(documents))
-        sample_index = build_sample_index(dataset.document_sizes(documents)[order], key.seq_len)
-        return EpochMap(
-            document_order=order + order.dtype.type(key.first_document),
-            sample_index=sample_index,
-            shuffle=_permutation(random, len(sample_index) - 1),
-        )
 
 
 def _permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[Any]]:
@@ -111,8 +132,9 @@ def _permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[
 class EpochMapCache:
     """Epoch maps on disk: memory-mapped, shared by the ranks of a node, rebuilt where damaged.
 
-    A map is three `.npy` files and a `.json` with their sizes and checksums, written last. All are renamed into
-    place and their content is determined by the name, so concurrent builders do no harm.
+    One process of a node builds, the others wait for it. A map is three `.npy` files and a `.json` with their sizes and
+    checksums, written last. All are renamed into place and their content is determined by the name, so builders on
+    several nodes that share a disk do no harm.
 
     Args:
         prefix: the dataset's; the cache is `<prefix>.cache/`, or the user's cache where that is not writable.
@@ -125,7 +147,7 @@ class EpochMapCache:
             [Path(cache_dir)] if cache_dir is not None else [Path(f"{prefix}.cache"), Path.home() / ".cache" / "megads"]
         )
 
-    def get(self, dataset: IndexedDataset, key: EpochMapKey) -> EpochMap:
+    def get(self, dataset: IndexedDataset, key: MapKey) -> EpochMap:
         """Returns the map of one epoch, from the cache or built and cached.
 
         Raises:
@@ -134,15 +156,21 @@ class EpochMapCache:
         documents = range(key.first_document, key.end_document)
         samples = dataset.stream(documents).size // key.seq_len
         if len(documents) + samples < SMALL_MAP_ENTRIES:
-            return EpochMap.build(dataset, key)
+            return key.build(dataset)
         for directory in self._directories:
             found = load_epoch_map(directory, key)
             if found is not None:
                 return found
-        built = EpochMap.build(dataset, key)
+        built: EpochMap | None = None
         for directory in self._directories:
             try:
-                save_epoch_map(directory, key, built)
+                with _one_builder(directory, key):
+                    # Another rank of this node may have built it while this one waited.
+                    found = load_epoch_map(directory, key)
+                    if found is not None:
+                        return found
+                    built = built or key.build(dataset)
+                    save_epoch_map(directory, key, built)
             except OSError as error:
                 if self._configured is not None:
                     raise ConfigError(
@@ -152,10 +180,26 @@ class EpochMapCache:
                 log.info("no index map cache in %s: %s", directory, error)
                 continue
             return load_epoch_map(directory, key) or built
-        return built
+        return built or key.build(dataset)
 
 
-def save_epoch_map(directory: Path, key: EpochMapKey, epoch_map: EpochMap) -> None:
+@contextmanager
+def _one_builder(directory: Path, key: MapKey) -> Iterator[None]:
+    """Lets one process of a node build while the others wait; a killed builder's lock goes with it.
+
+    Where the file system has no locks several build the same thing, which does no harm.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{key.name()}.lock"
+    with path.open("ab") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    # A process that still waits holds the open file: it finds the map, or builds it once more.
+    path.unlink(missing_ok=True)
+
+
+def save_epoch_map(directory: Path, key: MapKey, epoch_map: EpochMap) -> None:
     """Writes a map; raises OSError where the folder cannot be written."""
     directory.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, int | str]] = {}
@@ -165,10 +209,10 @@ def save_epoch_map(directory: Path, key: EpochMapKey, epoch_map: EpochMap) -> No
             np.save(file, getattr(epoch_map, field.name))
         files[field.name] = _file_record(path)
     with atomic_writer(_record_path(directory, key)) as file:
-        file.write(json.dumps({"key": asdict(key), "files": files}, indent=1).encode())
+        file.write(json.dumps({"key": asdict(cast(Any, key)), "files": files}, indent=1).encode())
 
 
-def load_epoch_map(directory: Path, key: EpochMapKey) -> EpochMap | None:
+def load_epoch_map(directory: Path, key: MapKey) -> EpochMap | None:
     """Returns a cached map, memory-mapped, or None when there is none or it is damaged."""
     record_path = _record_path(directory, key)
     if not record_path.is_file():
@@ -193,9 +237,9 @@ def _file_record(path: Path) -> dict[str, int | str]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _array_path(directory: Path, key: EpochMapKey, field: str) -> Path:
+def _array_path(directory: Path, key: MapKey, field: str) -> Path:
     return directory / f"{key.name()}-{field}.npy"
 
 
-def _record_path(directory: Path, key: EpochMapKey) -> Path:
+def _record_path(directory: Path, key: MapKey) -> Path:
     return directory / f"{key.name()}.json"

@@ -17,6 +17,7 @@ import torch
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.batch_size import BatchSizeSchedule
+from megads.data.blend import BlendedSamples
 from megads.data.indexed import IntArray
 from megads.data.sampler import batch_hash, micro_batch_ids
 from megads.data.samples import TrainSamples, ValidationSamples
@@ -37,7 +38,7 @@ class Packing:
     document_mask: bool = False
     reset_positions: bool = False
 
-    def info(self, samples: TrainSamples | ValidationSamples, ids: IntArray) -> BatchInfo:
+    def info(self, samples: BlendedSamples | TrainSamples | ValidationSamples, ids: IntArray) -> BatchInfo:
         """BatchInfo of the samples with these numbers, int64 [b]; reads no token."""
         sample_ids = torch.from_numpy(ids)
         if not (self.document_mask or self.reset_positions):
@@ -91,7 +92,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        samples: TrainSamples,
+        samples: BlendedSamples | TrainSamples,
         schedule: BatchSizeSchedule,
         micro_batch_size: int,
         dp_rank: int,
@@ -240,12 +241,15 @@ def _with_tokens(info: BatchInfo, block: IntArray, mask: npt.NDArray[np.float32]
     return MicroBatch(info, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.from_numpy(mask))
 
 
-def _check_tokens(samples: TrainSamples | ValidationSamples, ids: IntArray, block: IntArray, vocab_size: int) -> None:
+def _check_tokens(
+    samples: BlendedSamples | TrainSamples | ValidationSamples, ids: IntArray, block: IntArray, vocab_size: int
+) -> None:
     if block.min() >= 0 and block.max() < vocab_size:
         return
     row, column = (int(place) for place in np.argwhere((block < 0) | (block >= vocab_size))[0])
+    sample = int(ids[row])
     raise DataError(
-        f"{samples.dataset.prefix}: document {samples.document_at(int(ids[row]), column)} holds token "
+        f"{samples.dataset_at(sample).prefix}: document {samples.document_at(sample, column)} holds token "
         f"{block[row, column]}, model.vocab_size is {vocab_size}; use the vocabulary size of the tokenizer that made "
         "the dataset, or make the dataset anew with `megads preprocess`"
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.index_maps import EpochMap, EpochMapCache, EpochMapKey
+from megads.data.index_maps import EpochMap, EpochMapCache, EpochMapKey, MapKey
 from megads.data.indexed import IndexedDataset, IntArray
 from megads.errors import DataError
 
@@ -46,6 +46,8 @@ class TrainSamples:
         tokens = dataset.stream(documents).size
         self.samples_per_epoch = max(tokens - 1, 0) // seq_len
         """Samples in one pass over the documents."""
+        self.samples_per_map = self.samples_per_epoch
+        """Samples of one index map, after which the next one begins."""
         if self.samples_per_epoch == 0:
             raise DataError(
                 f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {tokens} tokens, one "
@@ -55,12 +57,12 @@ class TrainSamples:
 
     def dataset_sample(self, sample: int) -> tuple[int, int]:
         """Returns (epoch, row of that epoch's sample index) of the run's sample with that number."""
-        epoch, position = divmod(sample, self.samples_per_epoch)
+        epoch, position = divmod(sample, self.samples_per_map)
         return epoch, int(self._epoch_map(epoch).shuffle[position])
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
         """Returns int64 [n, 2], `dataset_sample` of each of n sample numbers."""
-        epochs, positions = np.divmod(samples, self.samples_per_epoch)
+        epochs, positions = np.divmod(samples, self.samples_per_map)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
@@ -110,13 +112,19 @@ class TrainSamples:
     def _epoch_map(self, epoch: int) -> EpochMap:
         found = self._maps.get(epoch)
         if found is None:
-            key = EpochMapKey(
-                self._fingerprint, self.documents.start, self.documents.stop, self.seq_len, self._seed, epoch
-            )
-            found = self._maps[epoch] = self._cache.get(self.dataset, key)
+            found = self._maps[epoch] = self._cache.get(self.dataset, self._map_key(epoch))
             if len(self._maps) > KEPT_EPOCHS:
                 self._maps.popitem(last=False)
         return found
+
+    def _map_key(self, epoch: int) -> MapKey:
+        return EpochMapKey(
+            self._fingerprint, self.documents.start, self.documents.stop, self.seq_len, self._seed, epoch
+        )
+
+    def dataset_at(self, sample: int) -> IndexedDataset:
+        """Returns the dataset of a sample, which is the same for all."""
+        return self.dataset
 
 
 class ValidationSamples:
@@ -183,6 +191,10 @@ class ValidationSamples:
         while document < self.documents.stop and (place := self.dataset.document_start(document) - begin) < out.size:
             out[place:] = place
             document += 1
+
+    def dataset_at(self, window: int) -> IndexedDataset:
+        """Returns the dataset of a window, which is the same for all."""
+        return self.dataset
 
     def document_at(self, window: int, token: int) -> int:
         """Returns the number of the document from which a window's token with that index comes."""

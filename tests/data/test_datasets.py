@@ -9,6 +9,7 @@ import pytest
 from megads.data.config import DataConfig, DatasetConfig
 from megads.data.datasets import open_datasets
 from megads.data.indexed import IndexedDataset
+from megads.data.samples import TrainSamples
 from megads.data.sidecar import Sidecar, write_sidecar
 from megads.errors import ConfigError, DataError
 
@@ -37,22 +38,24 @@ def test_split_of_one_dataset(make_dataset: MakeDataset) -> None:
     dataset = make_dataset([20] * 100)
     describe(dataset)
     train, valid = open_datasets(config_of(dataset, split=[0.9, 0.1]), SEQ_LEN, 1, VOCAB_SIZE)
-    assert valid is not None
-    assert (train.documents, valid.documents) == (range(90), range(90, 100))
+    assert isinstance(train, TrainSamples)
+    assert (train.documents, valid["held_out"].documents) == (range(90), range(90, 100))
 
 
 def test_no_validation_share(make_dataset: MakeDataset) -> None:
     """Catches an error where the user wants no validation."""
     train, valid = open_datasets(config_of(make_dataset([20] * 3), split=[1.0, 0.0]), SEQ_LEN, 1, VOCAB_SIZE)
-    assert valid is None and train.documents == range(3)
+    assert isinstance(train, TrainSamples)
+    assert valid == {} and train.documents == range(3)
 
 
 def test_a_validation_dataset_of_its_own(make_dataset: MakeDataset) -> None:
     """Catches a split that still takes documents from training."""
     dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
     train, valid = open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
-    assert valid is not None
-    assert (train.documents, valid.documents, valid.dataset.prefix) == (range(10), range(2), held_out.prefix)
+    assert isinstance(train, TrainSamples)
+    found = valid["held_out"]
+    assert (train.documents, found.documents, found.dataset.prefix) == (range(10), range(2), held_out.prefix)
 
 
 def test_seed_and_cache_folder_arrive(make_dataset: MakeDataset) -> None:

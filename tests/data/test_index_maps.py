@@ -50,19 +50,19 @@ def assert_equal(first: EpochMap, second: EpochMap) -> None:
 def test_an_epoch_is_a_permutation_of_its_own(make_dataset: MakeDataset) -> None:
     """Catches epochs that repeat one order, lose documents, or leave the range; and a seed that is ignored."""
     dataset = make_dataset(range(3, 60))
-    maps = [EpochMap.build(dataset, key_of(dataset, epoch, seed)) for epoch, seed in ((0, 7), (1, 7), (0, 8))]
+    maps = [key_of(dataset, epoch, seed).build(dataset) for epoch, seed in ((0, 7), (1, 7), (0, 8))]
     for found in maps:
         assert sorted(found.document_order) == list(range(2, dataset.num_documents))
         assert sorted(found.shuffle) == list(range(len(found.sample_index) - 1))
     orders = {tuple(found.document_order) for found in maps}
     assert len(orders) == 3
-    assert_equal(maps[1], EpochMap.build(dataset, key_of(dataset, 1)))
+    assert_equal(maps[1], key_of(dataset, 1).build(dataset))
 
 
 def test_the_order_is_this_one_for_ever(make_dataset: MakeDataset) -> None:
     """Catches a change of the order by an edit or by another NumPy: it would break every resumed run."""
     dataset = make_dataset([10] * 10)
-    found = EpochMap.build(dataset, key_of(dataset))
+    found = key_of(dataset).build(dataset)
     assert found.document_order.tolist() == [8, 5, 6, 2, 4, 9, 7, 3]
     assert found.shuffle.tolist() == [4, 3, 2, 5, 1, 6, 7, 0, 8]
 
@@ -91,7 +91,7 @@ def test_cache_gives_back_what_was_built(make_dataset: MakeDataset, always_cache
     again = EpochMapCache(dataset.prefix).get(dataset, key_of(dataset))
     assert len(times) == 4
     assert times == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert_equal(built, EpochMap.build(dataset, key_of(dataset)))
+    assert_equal(built, key_of(dataset).build(dataset))
     assert_equal(again, built)
     assert not again.sample_index.flags.owndata
 
@@ -102,7 +102,7 @@ def test_a_damaged_cache_is_rebuilt(make_dataset: MakeDataset, always_cached: No
     """Catches a flipped bit or a half-written file changing the data order without a word."""
     dataset = make_dataset(range(3, 60))
     cache = EpochMapCache(dataset.prefix)
-    expected = EpochMap.build(dataset, key_of(dataset))
+    expected = key_of(dataset).build(dataset)
     cache.get(dataset, key_of(dataset))
     path = next(path for path in Path(f"{dataset.prefix}.cache").iterdir() if path.name.endswith(name))
     content = bytearray(path.read_bytes())
@@ -118,7 +118,7 @@ def test_a_damaged_cache_is_rebuilt(make_dataset: MakeDataset, always_cached: No
 def test_concurrent_builders_are_harmless(make_dataset: MakeDataset, always_cached: None) -> None:
     """Catches ranks that build at once and read each other's half-written files."""
     dataset = make_dataset(range(3, 60))
-    expected = EpochMap.build(dataset, key_of(dataset))
+    expected = key_of(dataset).build(dataset)
     found: list[EpochMap] = []
     builders = [
         threading.Thread(target=lambda: found.append(EpochMapCache(dataset.prefix).get(dataset, key_of(dataset))))

@@ -1,0 +1,255 @@
+"""Several datasets in one stream of samples: which dataset gives which sample is a function of the sample's number.
+
+Nothing is built, cached or counted: any rank of any layout, at any resume, computes the same answer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.data.indexed import IndexedDataset, IntArray
+from megads.data.samples import TrainSamples
+from megads.data.skip import Skips
+
+# So many samples at a time stay in the processor's cache on their way down the tree.
+CHUNK = 1 << 14
+
+
+class Interleaving(Protocol):
+    """Deals consecutive numbers to datasets."""
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns, int64 [n] each, the dataset of each of n numbers, and how many it had before that one."""
+
+    def counts(self, total: int) -> IntArray:
+        """Returns int64 [datasets], how many of the numbers below `total` each dataset has."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A dataset, or two nodes that share what comes; `share` is the left one's part."""
+
+    weight: float
+    dataset: int = -1
+    left: _Node | None = None
+    right: _Node | None = None
+
+    @cached_property
+    def share(self) -> float:
+        assert self.left is not None
+        return self.left.weight / self.weight
+
+
+class BalancedOrder:
+    """Deals by a Huffman tree of the weights: at each node the left side has had round(n * share) of the first n.
+
+    A node's count is off by at most 1/2 and passes on its share of that, so dataset d is never further from its exact
+    proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is below 1 for
+    weights of like size and below 2 for any, at every prefix, while a random choice strays without limit. Time is the
+    entropy of the weights a sample; memory none.
+
+    Args:
+        weights: one a dataset, above or equal to 0; need not sum to 1.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._datasets = len(weights)
+        self._root = _huffman(weights)
+
+    @cached_property
+    def bound(self) -> npt.NDArray[np.float64]:
+        """float64 [datasets], samples by which a dataset may be off its exact proportion at any prefix."""
+        bounds = np.zeros(self._datasets)
+
+        def visit(node: _Node, inherited: float) -> None:
+            if node.left is None or node.right is None:
+                bounds[node.dataset] = inherited
+                return
+            for child in (node.left, node.right):
+                visit(child, 0.5 + inherited * child.weight / node.weight)
+
+        visit(self._root, 0.0)
+        return bounds
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """See `Interleaving`."""
+        datasets, places = np.empty_like(numbers), np.empty_like(numbers)
+        for begin in range(0, numbers.size, CHUNK):
+            part = slice(begin, begin + CHUNK)
+            _deal(self._root, numbers[part].astype(np.float64), None, datasets[part], places[part])
+        return datasets, places
+
+    def counts(self, total: int) -> IntArray:
+        """See `Interleaving`."""
+        counts = np.zeros(self._datasets, np.int64)
+
+        def visit(node: _Node, count: float) -> None:
+            if node.left is None or node.right is None:
+                counts[node.dataset] = int(count)
+                return
+            left = float(_left_count(np.array([count]), node.share)[0])
+            visit(node.left, left)
+            visit(node.right, count - left)
+
+        visit(self._root, float(total))
+        return counts
+
+
+def _huffman(weights: Sequence[float]) -> _Node:
+    # The serial number settles equal weights: nodes themselves have no order.
+    serial = itertools.count()
+    heap = [(w, next(serial), _Node(w, dataset)) for dataset, w in enumerate(weights) if w > 0]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, _, small), (_, _, large) = heapq.heappop(heap), heapq.heappop(heap)
+        node = _Node(small.weight + large.weight, left=small, right=large)
+        heapq.heappush(heap, (node.weight, next(serial), node))
+    return heap[0][2]
+
+
+def _left_count(numbers: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.float64]:
+    """How many of a node's first numbers go left. Exact integers in float64 up to 2**53; IEEE makes it the same
+    everywhere."""
+    product = numbers * share
+    product += 0.5
+    return np.floor(product, out=product)
+
+
+def _deal(
+    node: _Node, numbers: npt.NDArray[np.float64], at: IntArray | None, datasets: IntArray, places: IntArray
+) -> None:
+    """Fills datasets and places at `at` (None is everywhere) for a node's own numbers."""
+    if node.left is None or node.right is None:
+        where = slice(None) if at is None else at
+        datasets[where], places[where] = node.dataset, numbers
+        return
+    before = _left_count(numbers, node.share)
+    goes_left = _left_count(numbers + 1, node.share) != before
+    left, right = np.flatnonzero(goes_left), np.flatnonzero(~goes_left)
+    if left.size:
+        _deal(node.left, before[left], left if at is None else at[left], datasets, places)
+    if right.size:
+        rest = numbers[right] - before[right]
+        _deal(node.right, rest, right if at is None else at[right], datasets, places)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A mix that holds from a sample on.
+
+    Attributes:
+        first_sample: number of its first sample.
+        order: deals the samples from there, numbered from 0.
+    """
+
+    first_sample: int
+    order: Interleaving
+
+
+class Mix:
+    """Mixes that follow each other; every dataset goes on where the phase before left it.
+
+    Args:
+        phases: in order; the first one starts at sample 0.
+    """
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        assert phases[0].first_sample == 0
+        self._phases = list(phases)
+        self._starts = np.array([phase.first_sample for phase in phases], np.int64)
+        had = [np.zeros_like(phases[0].order.counts(0))]
+        for phase, following in itertools.pairwise(phases):
+            had.append(had[-1] + phase.order.counts(following.first_sample - phase.first_sample))
+        self._had = had
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """See `Interleaving`."""
+        datasets, places = np.empty_like(numbers), np.empty_like(numbers)
+        phases = np.searchsorted(self._starts, numbers, side="right") - 1
+        for phase in np.unique(phases):
+            inside = phases == phase
+            found, within = self._phases[phase].order.place(numbers[inside] - self._starts[phase])
+            datasets[inside], places[inside] = found, within + self._had[phase][found]
+        return datasets, places
+
+    def counts(self, total: int) -> IntArray:
+        """See `Interleaving`."""
+        phase = int(np.searchsorted(self._starts, total, side="right")) - 1
+        return self._had[phase] + self._phases[phase].order.counts(total - int(self._starts[phase]))
+
+
+class BlendedSamples:
+    """The stream of a run's training samples out of one or several datasets, with ranges left out.
+
+    Args:
+        parts: the datasets' own streams, all of one sequence length.
+        order: deals the samples to them.
+        skips: what is left out; None is nothing.
+    """
+
+    def __init__(self, parts: Sequence[TrainSamples], order: Interleaving, skips: Skips | None = None) -> None:
+        self.parts = list(parts)
+        self.seq_len = parts[0].seq_len
+        self._order = order
+        self.skips = skips or Skips()
+
+    def place(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns, int64 [n] each, the dataset of each of n samples and its number in that dataset's stream."""
+        return self._order.place(self.skips.apply(samples))
+
+    def taken(self, samples: int) -> IntArray:
+        """Returns int64 [datasets], how many of the run's first samples each dataset gives.
+
+        Left-out ranges are subtracted, so that the sum is `samples`.
+        """
+        end = int(self.skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
+        taken = self._order.counts(end)
+        for first, last in self.skips.left_out():
+            taken = taken - self._order.counts(min(last, end)) + self._order.counts(min(first, end))
+        return taken
+
+    def dataset_samples(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 3], (dataset, epoch, row of the epoch's sample index) of each of n samples.
+
+        With one dataset it is [n, 2], as without a blend, so that the hash of its batches is the same.
+        """
+        datasets, places = self.place(samples)
+        if len(self.parts) == 1:
+            return self.parts[0].dataset_samples(places)
+        found = np.empty((samples.size, 3), np.int64)
+        found[:, 0] = datasets
+        for dataset in np.unique(datasets):
+            inside = datasets == dataset
+            found[inside, 1:] = self.parts[dataset].dataset_samples(places[inside])
+        return found
+
+    def read(self, sample: int, out: IntArray) -> None:
+        """Reads the S + 1 tokens of a sample, see `TrainSamples.read`."""
+        part, number = self._part_of(sample)
+        part.read(number, out)
+
+    def read_document_starts(self, sample: int, out: IntArray) -> None:
+        """Tells where the documents of a sample start, see `TrainSamples.read_document_starts`."""
+        part, number = self._part_of(sample)
+        part.read_document_starts(number, out)
+
+    def document_at(self, sample: int, token: int) -> int:
+        """Returns the number, in its dataset, of the document from which a sample's token with that index comes."""
+        part, number = self._part_of(sample)
+        return part.document_at(number, token)
+
+    def dataset_at(self, sample: int) -> IndexedDataset:
+        """Returns the dataset of a sample."""
+        return self._part_of(sample)[0].dataset
+
+    def _part_of(self, sample: int) -> tuple[TrainSamples, int]:
+        datasets, places = self.place(np.array([sample], np.int64))
+        return self.parts[int(datasets[0])], int(places[0])

@@ -1,0 +1,55 @@
+"""Ranges of training samples that a run leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megads.data.batch_size import BatchSizeSchedule
+from megads.data.config import SkipConfig
+from megads.data.indexed import IntArray
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Ranges left out of a stream; what follows moves up, so nothing else is lost or repeated.
+
+    Attributes:
+        ranges: (first number, end) in the stream as it is with the ranges before it left out.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def apply(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n], the numbers in the whole stream of a run's samples."""
+        # The last range is told in numbers that all others have made, so it is undone first.
+        for first, end in reversed(self.ranges):
+            samples = samples + (samples >= first) * np.int64(end - first)
+        return samples
+
+    def left_out(self) -> list[tuple[int, int]]:
+        """Returns (first number, end) in the whole stream of what is left out, in order, each number once."""
+        found: list[tuple[int, int]] = []
+        for place, (first, end) in enumerate(self.ranges):
+            numbers = Skips(self.ranges[:place]).apply(np.arange(first, end, dtype=np.int64))
+            breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+            found += [(int(part[0]), int(part[-1]) + 1) for part in np.split(numbers, breaks)]
+        return sorted(found)
+
+
+def skips_of(config: Sequence[SkipConfig], schedule: BatchSizeSchedule) -> Skips:
+    """Translates data.skip into ranges of samples.
+
+    Args:
+        config: checked.
+        schedule: tells which samples a step trains on.
+    """
+    ranges = []
+    for item in config:
+        if item.steps is not None:
+            ranges.append((schedule.samples_after(item.steps[0] - 1), schedule.samples_after(item.steps[1])))
+        elif item.samples is not None:
+            ranges.append((item.samples[0], item.samples[1]))
+    return Skips(tuple(ranges))

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megads.data.batch_size import BatchSizeSchedule
+from megads.data.blend import BalancedOrder, BlendedSamples, Mix, Phase
+from megads.data.config import DataConfig, DatasetConfig, PhaseConfig, SkipConfig, Weighting
+from megads.data.datasets import open_datasets
+from megads.data.loader import TrainLoader
+from megads.data.samples import TrainSamples
+from megads.errors import ConfigError
+
+from .conftest import VOCAB_SIZE, MakeDataset
+
+SEQ_LEN = 8
+
+
+@pytest.mark.parametrize("datasets", [1, 2, 3, 10, 40])
+def test_proportions_at_every_prefix(datasets: int) -> None:
+    """Catches a blend that strays, and a number dealt twice or never: every dataset's places count from 0 on."""
+    random = np.random.default_rng(datasets)
+    for weights in (random.random(datasets), random.pareto(1, datasets) + 0.01, np.ones(datasets)):
+        order = BalancedOrder(weights.tolist())
+        chosen, places = order.place(np.arange(5000))
+        had = np.cumsum(chosen[:, None] == np.arange(datasets), axis=0)
+        assert (places == had[np.arange(5000), chosen] - 1).all()
+        off = np.abs(had - np.arange(1, 5001)[:, None] * weights / weights.sum())
+        assert (off.max(axis=0) <= order.bound + 1e-6).all() and order.bound.max() < 2
+        assert order.counts(3210).tolist() == had[3209].tolist()
+
+
+def test_like_weights_stay_within_about_one_sample() -> None:
+    """Catches a lopsided tree, whose errors add up on the way down."""
+    for weights in ([1] * 10, [5, 3, 2], [0.7, 0.2, 0.1], [0.9, 0.05, 0.05], [1] * 100):
+        assert BalancedOrder(weights).bound.max() < 1.02
+
+
+def test_the_order_is_this_one_for_ever() -> None:
+    """Catches an edit that changes the order of running blends."""
+    datasets, _ = BalancedOrder([5, 3, 2]).place(np.arange(20))
+    assert datasets.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+
+
+def test_any_part_of_the_stream_alone() -> None:
+    """N2. Catches a place that depends on what was asked before: ranks ask for parts, resumes for later ones."""
+    mix = Mix([Phase(0, BalancedOrder([1, 2, 4])), Phase(100, BalancedOrder([3, 0, 1]))])
+    chosen, places = mix.place(np.arange(300))
+    picks = np.random.default_rng(0).permutation(300)[:150]
+    assert [part.tolist() for part in mix.place(picks)] == [chosen[picks].tolist(), places[picks].tolist()]
+
+
+def test_a_changed_mix_loses_and_repeats_nothing() -> None:
+    """Catches a phase that starts its datasets anew, or that leaves a gap."""
+    mix = Mix(
+        [Phase(0, BalancedOrder([1, 2, 4])), Phase(97, BalancedOrder([3, 0, 1])), Phase(200, BalancedOrder([1, 1, 1]))]
+    )
+    chosen, places = mix.place(np.arange(400))
+    for dataset in range(3):
+        assert places[chosen == dataset].tolist() == list(range(int(mix.counts(400)[dataset])))
+    assert 1 not in chosen[97:200]
+    assert (chosen[:97] == BalancedOrder([1, 2, 4]).place(np.arange(97))[0]).all()
+
+
+@pytest.fixture
+def blend(make_dataset: MakeDataset) -> DataConfig:
+    """Datasets of 1500, 500 and 250 tokens."""
+    names = {"web": 60, "code": 20, "books": 10}
+    sets = [DatasetConfig(make_dataset([25] * count, name=name).prefix) for name, count in names.items()]
+    return DataConfig(train=sets, weights=Weighting.tokens, split=[1.0, 0.0])
+
+
+def batches(config: DataConfig, dp_rank: int, dp: int, start_sample: int = 0, steps: int = 4) -> tuple[list, list[str]]:
+    samples, _ = open_datasets(config, SEQ_LEN, 3, VOCAB_SIZE, 96, BatchSizeSchedule(12))
+    found, hashes = [], []
+    with TrainLoader(samples, BatchSizeSchedule(12), 2, dp_rank, dp, VOCAB_SIZE, start_sample) as loader:
+        for step in itertools.islice(loader, steps):
+            hashes.append(step.batch_hash)
+            for batch in step.micro_batches:
+                assert batch.tokens_bs is not None
+                found += list(zip(batch.info.sample_ids.tolist(), batch.tokens_bs.tolist(), strict=True))
+    return sorted(found), hashes
+
+
+def test_every_layout_and_resume_reads_the_same_blend(blend: DataConfig) -> None:
+    """N2. Catches a blend or a skip that depends on the layout or on where the run started."""
+    blend.skip = [SkipConfig(steps=[2, 2]), SkipConfig(samples=[30, 37])]
+    blend.phases = [PhaseConfig(from_sample=40, weights=[1, 1, 1])]
+    alone, hashes = batches(blend, 0, 1)
+    by_rank = [batches(blend, rank, 3) for rank in range(3)]
+    assert sorted(itertools.chain.from_iterable(found for found, _ in by_rank)) == alone and by_rank[1][1] == hashes
+    assert batches(blend, 0, 1, start_sample=24, steps=2) == (alone[24:], hashes[2:])
+
+
+def test_a_skipped_step_is_the_next_one(blend: DataConfig) -> None:
+    """Catches a skip that the batch_hash does not show, or that loses more than was asked for."""
+    _, hashes = batches(blend, 0, 1, steps=5)
+    blend.skip = [SkipConfig(steps=[2, 3])]
+    assert batches(blend, 0, 1, steps=3)[1] == [hashes[0], *hashes[3:]]
+
+
+def test_one_dataset_with_a_skip_keeps_its_hashes(blend: DataConfig) -> None:
+    """Catches a skip added after a spike that changes the hashes of a run of one dataset before and after it."""
+    blend.train = blend.train[:1]
+    _, hashes = batches(blend, 0, 1, steps=4)
+    blend.skip = [SkipConfig(steps=[2, 2])]
+    assert batches(blend, 0, 1, steps=3)[1] == [hashes[0], *hashes[2:]]
+
+
+@pytest.mark.parametrize(
+    "weighting,temperature,expected",
+    [(Weighting.tokens, 1.0, [6, 2, 1]), (Weighting.documents, 1.0, [6, 2, 1]),
+     (Weighting.temperature, 2.0, [6**0.5, 2**0.5, 1.0])],
+)  # fmt: skip
+def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, expected: list[float]) -> None:
+    """Catches a weighting by the wrong size, or a temperature the wrong way up."""
+    blend.weights, blend.temperature = weighting, temperature
+    samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
+    assert isinstance(samples, BlendedSamples)
+    shares = samples.taken(100_000) / 100_000
+    assert shares == pytest.approx(np.array(expected) / sum(expected), abs=2e-5)
+
+
+def test_no_dataset_is_overrun_unasked(blend: DataConfig) -> None:
+    """Catches a small dataset that is learnt by heart, and an error that does not say how far the data goes."""
+    blend.weights = Weighting.explicit
+    for item, weight in zip(blend.train, (0.5, 0.25, 0.25), strict=True):
+        item.weight = weight
+    with pytest.raises(
+        ConfigError, match=r"train\[2\].*31 samples an epoch.*200 samples takes 50 .*at most 12\d samples"
+    ) as error:
+        open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 200)
+    enough = int(str(error.value).split("at most ")[1].split()[0])
+    open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, enough)
+    with pytest.raises(ConfigError, match=r"train\[2\]"):
+        open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, enough + 1)
+    blend.train[2].max_epochs = 1.7
+    samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 200)
+    taken = Counter(map(tuple, samples.dataset_samples(np.arange(200)).tolist()))
+    assert max(taken.values()) == 1
+
+
+def test_one_dataset_goes_on_for_ever(blend: DataConfig) -> None:
+    """Catches a limit that was never set, and today's order changing."""
+    blend.train = blend.train[:1]
+    samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 10_000)
+    assert isinstance(samples, TrainSamples)
+    blend.train[0].max_epochs = 2
+    with pytest.raises(ConfigError, match="max_epochs = 2 allows 374"):
+        open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 375)
+
+
+def test_validation_sets_by_name(blend: DataConfig, make_dataset: MakeDataset) -> None:
+    """Catches sets that share a name, or a split that forgets a dataset of the blend."""
+    blend.split = [0.5, 0.5]
+    train, valid = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
+    assert isinstance(train, BlendedSamples)
+    assert [part.documents for part in train.parts] == [range(30), range(10), range(5)]
+    assert {name: found.documents for name, found in valid.items()} == {
+        "web": range(30, 60), "code": range(10, 20), "books": range(5, 10)
+    }  # fmt: skip
+    blend.valid = {"a": make_dataset([9], name="first").prefix, "b": make_dataset([5], name="second").prefix}
+    _, valid = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
+    assert {name: found.num_predicted_tokens for name, found in valid.items()} == {"a": 8, "b": 4}
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"weights": Weighting.explicit}, r"train\[0\] .* weight = None"),
+        ({"temperature": 0.0}, r"data\.temperature"),
+        ({"phases": [PhaseConfig(10, [1, 2])]}, r"phases\[0\]\.weights = \[1, 2\]: want 3"),
+        ({"phases": [PhaseConfig(10, [1, 2, 3]), PhaseConfig(10, [1, 2, 3])]}, r"phases\[1\]\.from_sample = 10"),
+        ({"valid": {"a/b": "x"}}, r"the name 'a/b'"),
+        ({"valid": ["x"]}, r"data\.valid = \['x'\]"),
+    ],
+)
+def test_bad_blends_are_refused(blend: DataConfig, changes: dict[str, object], message: str) -> None:
+    """Catches a mistake that would only show as another mix."""
+    for name, value in changes.items():
+        setattr(blend, name, value)
+    with pytest.raises(ConfigError, match=message):
+        blend.check()

@@ -1,0 +1,48 @@
+"""A blend with phases, skips and named validation sets, through the real command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.command import StartCommand, events_of, small_model, steps_of, validations_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def reversed_corpus(corpus: Path, prefix: Path, documents: int) -> Path:
+    """Other documents of the same vocabulary."""
+    dataset = IndexedDataset(corpus)
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for document in range(documents):
+            writer.append(dataset.document_tokens(document)[::-1])
+    return prefix
+
+
+def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCommand) -> None:
+    """N2. Catches a blend, phase or skip that depends on the layout or on the start of the process; a skip that no
+    event records; and a validation that knows one set only."""
+    other = reversed_corpus(corpus, megads.folder / "other", 6)
+    changes = {
+        "data__train": f"[{{path: {corpus}, weight: 3}}, {{path: {other}, weight: 1, max_epochs: 9}}]",
+        "data__skip": "[{steps: [2, 2]}]",
+        "data__phases": "[{from_sample: 36, weights: [1, 1]}]",
+        "data__valid": f"{{same: {corpus}, reversed: {other}}}",
+        "evaluation__every_steps": 0,
+    }
+    whole, parted = megads.folder / "whole", megads.folder / "parted"
+    assert megads("train", *small_model(corpus, train__steps=4, run__dir=whole, **changes)).end().code == 0
+    halves = ({"train__steps": 2, "parallel__dp": 2}, {"train__steps": 4, "parallel__dp": 2})
+    for half in halves:
+        ended = megads("train", *small_model(corpus, run__dir=parted, run__id="x", **changes, **half)).end()
+        assert ended.code == 0, ended.err
+    hashes = [[line["batch_hash"] for line in steps_of(run)] for run in (whole, parted)]
+    assert len(set(hashes[0])) == 4 and hashes[0] == hashes[1]
+    (skip,), (blend,) = events_of(whole, "skip"), events_of(whole, "blend")
+    assert skip["left_out"] == [[12, 24]] and skip["samples"] == 12
+    assert sum(blend["planned_samples"]) == 48 and min(blend["planned_samples"]) > 10
+    names = {key for line in validations_of(whole) for key in line if key.endswith("/loss")}
+    assert names == {"valid/same/loss", "valid/reversed/loss"}
