@@ -19,8 +19,9 @@ from megads.data.indexed import IndexedDataset, IntArray
 from megads.data.samples import TrainSamples
 from megads.data.skip import Skips
 
-# So many samples at a time stay in the processor's cache on their way down the tree.
-CHUNK = 1 << 14
+# So many samples at a time go down the tree together: enough for the work at its nodes to count, and
+# few enough for the processor's cache.
+CHUNK = 1 << 18
 
 
 class Interleaving(Protocol):
@@ -52,8 +53,8 @@ class BalancedOrder:
     """Deals by a Huffman tree of the weights: at each node the left side has had round(n * share) of the first n.
 
     A node's count is off by at most 1/2 and passes on its share of that, so dataset d is never further from its exact
-    proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is below 1 for
-    weights of like size and below 2 for any, at every prefix, while a random choice strays without limit. Time is the
+    proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is about 1 for
+    weights of like size and was below 2 for any tried, at every prefix, while a random choice strays without limit. Time is the
     entropy of the weights a sample; memory none.
 
     Args:
@@ -84,7 +85,11 @@ class BalancedOrder:
         datasets, places = np.empty_like(numbers), np.empty_like(numbers)
         for begin in range(0, numbers.size, CHUNK):
             part = slice(begin, begin + CHUNK)
-            _deal(self._root, numbers[part].astype(np.float64), None, datasets[part], places[part])
+            asked = numbers[part]
+            if asked[-1] - asked[0] == asked.size - 1 and (np.diff(asked) == 1).all():
+                _deal_run(self._root, int(asked[0]), np.arange(asked.size), datasets[part], places[part])
+            else:
+                _deal(self._root, asked.astype(np.float64), np.arange(asked.size), datasets[part], places[part])
         return datasets, places
 
     def counts(self, total: int) -> IntArray:
@@ -123,22 +128,34 @@ def _left_count(numbers: npt.NDArray[np.float64], share: float) -> npt.NDArray[n
     return np.floor(product, out=product)
 
 
-def _deal(
-    node: _Node, numbers: npt.NDArray[np.float64], at: IntArray | None, datasets: IntArray, places: IntArray
-) -> None:
-    """Fills datasets and places at `at` (None is everywhere) for a node's own numbers."""
+def _deal(node: _Node, numbers: npt.NDArray[np.float64], at: IntArray, datasets: IntArray, places: IntArray) -> None:
+    """Fills datasets and places at `at` for any numbers of a node's own."""
     if node.left is None or node.right is None:
-        where = slice(None) if at is None else at
-        datasets[where], places[where] = node.dataset, numbers
+        datasets[at], places[at] = node.dataset, numbers
         return
     before = _left_count(numbers, node.share)
     goes_left = _left_count(numbers + 1, node.share) != before
     left, right = np.flatnonzero(goes_left), np.flatnonzero(~goes_left)
     if left.size:
-        _deal(node.left, before[left], left if at is None else at[left], datasets, places)
+        _deal(node.left, before[left], at[left], datasets, places)
     if right.size:
-        rest = numbers[right] - before[right]
-        _deal(node.right, rest, right if at is None else at[right], datasets, places)
+        _deal(node.right, numbers[right] - before[right], at[right], datasets, places)
+
+
+def _deal_run(node: _Node, first: int, at: IntArray, datasets: IntArray, places: IntArray) -> None:
+    """The same for consecutive numbers from `first` on, several times as fast: they stay consecutive on both sides."""
+    if node.left is None or node.right is None:
+        datasets[at] = node.dataset
+        places[at] = np.arange(first, first + at.size)
+        return
+    before = _left_count(np.arange(first, first + at.size + 1, dtype=np.float64), node.share)
+    goes_left = before[1:] != before[:-1]
+    left, right = at.take(np.flatnonzero(goes_left)), at.take(np.flatnonzero(~goes_left))
+    first_left = int(before[0])
+    if left.size:
+        _deal_run(node.left, first_left, left, datasets, places)
+    if right.size:
+        _deal_run(node.right, first - first_left, right, datasets, places)
 
 
 @dataclass(frozen=True)
