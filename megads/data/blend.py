@@ -54,8 +54,8 @@ class BalancedOrder:
 
     A node's count is off by at most 1/2 and passes on its share of that, so dataset d is never further from its exact
     proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is about 1 for
-    weights of like size and was below 2 for any tried, at every prefix, while a random choice strays without limit. Time is the
-    entropy of the weights a sample; memory none.
+    weights of like size and was below 2 for any tried, at every prefix, while a random choice strays without limit.
+    A sample takes the time of the weights' entropy, and the order no memory.
 
     Args:
         weights: one a dataset, above or equal to 0; need not sum to 1.
