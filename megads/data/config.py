@@ -139,7 +139,7 @@ class PreprocessConfig:
 
     input: list[str] = field(default_factory=list)
     """Files, folders or globs: .jsonl (a "text" field a line), .txt or .md (one document each), also .gz or .zst;
-    .parquet."""
+    .parquet; '[-]' reads JSON lines from the standard input."""
     tokenizer: str = MISSING
     """Tokenizer file in Hugging Face `tokenizers` format."""
     output: str = MISSING
@@ -150,3 +150,12 @@ class PreprocessConfig:
     """Token appended to every document; null appends none."""
     overwrite: bool = False
     """Replace an existing dataset."""
+    workers: int | None = None
+    """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
+
+    def check(self) -> None:
+        """Raises ConfigError on no workers, and on the standard input beside files."""
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
+        if "-" in self.input and len(self.input) > 1:
+            raise ConfigError(f"input = {self.input}: - is the standard input and must stand alone; leave the rest out")
