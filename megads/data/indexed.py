@@ -146,6 +146,11 @@ class IndexedDataset:
         starts[inside] = self._offsets[first[inside]] // self.dtype.itemsize
         return np.diff(starts)
 
+    def sequences_of(self, documents: range) -> tuple[Array, IntArray]:
+        """Returns int32 tokens of each sequence of consecutive documents, and int64 how many end with each document."""
+        ends = self._document_index[documents.start : documents.stop + 1]
+        return self._sizes[ends[0] : ends[-1]], ends[1:] - ends[0]
+
     def document_of(self, position: int) -> int:
         """Returns the number of the document that holds the token at `position` in `.bin`."""
         return bisect_right(range(self.num_documents), position, key=self.document_start) - 1

@@ -60,23 +60,18 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
         Raises:
             DataError: a sequence is longer than 2^31 - 1 tokens, or the disk is full.
         """
-        if not sizes.size:
-            return
-        first = int(sizes[0])
-        if self._open:
-            first += self._sizes.pop()
-            self._document_ends.pop()
-        if first > LONGEST_SEQUENCE:
+        if self._open and sizes.size:
+            sizes = np.concatenate(([self._take_back() + int(sizes[0])], sizes[1:]))
+        if sizes.max(initial=0) > LONGEST_SEQUENCE:
             raise DataError(
-                f"{self.prefix}: document {self.num_documents} has {first} tokens, the format's limit is 2^31 - 1; "
-                "split the document"
+                f"{self.prefix}: document {self.num_documents} has {sizes.max()} tokens, the format's limit is 2^31 - "
+                "1; split the document"
             )
-        base = len(self._sizes)
-        self._sizes.append(first)
-        self._sizes.frombytes(sizes[1:].astype(np.int32).tobytes())
         ends = np.arange(1, sizes.size + 1) if documents is None else documents
-        self._document_ends.frombytes((base + ends.astype(np.int64)).tobytes())
-        self._open = continues
+        self._document_ends.frombytes((len(self._sizes) + ends.astype(np.int64)).tobytes())
+        self._sizes.frombytes(sizes.astype(np.int32).tobytes())
+        # A piece without documents neither ends nor begins one.
+        self._open = continues if sizes.size else self._open
         try:
             for piece in tokens:
                 self._digest.update(piece)
@@ -85,6 +80,11 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
         except OSError as error:
             raise self._write_error(error) from error
 
+    def _take_back(self) -> int:
+        """Takes back the last document, which was not at its end, and returns its length."""
+        self._document_ends.pop()
+        return self._sizes.pop()
+
     def _document_index_bytes(self) -> Iterator[bytes]:
         yield np.zeros(1, "<i8").tobytes()
         ends = np.frombuffer(self._document_ends, np.int64)
@@ -92,8 +92,7 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
             yield ends[begin : begin + CHUNK].astype("<i8").tobytes()
 
 
-def copied(tokens: npt.NDArray[Any]) -> Iterator[bytes]:
-    """Yields the bytes of mapped tokens in pieces, so that no more than one is in memory."""
-    step = COPY_BYTES // tokens.dtype.itemsize
-    for begin in range(0, tokens.size, step):
-        yield tokens[begin : begin + step].tobytes()
+def in_pieces(tokens: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yields mapped tokens in pieces, so that no more than one is in memory."""
+    for begin in range(0, tokens.size, COPY_BYTES // tokens.dtype.itemsize):
+        yield tokens[begin : begin + COPY_BYTES // tokens.dtype.itemsize]
