@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -145,6 +145,11 @@ class IndexedDataset:
         inside = first < self.num_sequences
         starts[inside] = self._offsets[first[inside]] // self.dtype.itemsize
         return np.diff(starts)
+
+    def sequences_of(self, documents: range) -> tuple[Array, IntArray]:
+        """Returns int32 tokens of each sequence of consecutive documents, and int64 how many end with each document."""
+        ends = self._document_index[documents.start : documents.stop + 1]
+        return self._sizes[ends[0] : ends[-1]], ends[1:] - ends[0]
 
     def document_of(self, position: int) -> int:
         """Returns the number of the document that holds the token at `position` in `.bin`."""
@@ -356,7 +361,7 @@ class IndexedDatasetWriter:
         self._temporary_bin.unlink(missing_ok=True)
         self._temporary_idx.unlink(missing_ok=True)
 
-    def __enter__(self) -> IndexedDatasetWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -371,15 +376,18 @@ class IndexedDatasetWriter:
     def _index_bytes(self) -> Iterator[bytes]:
         sizes = np.frombuffer(self._sizes, np.int32)
         count = sizes.size
-        yield HEADER.pack(MAGIC, VERSION, self._code, count, count + 1)
+        yield HEADER.pack(MAGIC, VERSION, self._code, count, self.num_documents + 1)
         yield sizes.astype("<i4").tobytes()
         end = 0
         for begin in range(0, count, CHUNK):
             ends = end + np.cumsum(sizes[begin : begin + CHUNK], dtype=np.int64) * self.dtype.itemsize
             yield np.concatenate(([end], ends[:-1])).astype("<i8").tobytes()
             end = int(ends[-1])
-        for begin in range(0, count + 1, CHUNK):
-            yield np.arange(begin, min(begin + CHUNK, count + 1), dtype="<i8").tobytes()
+        yield from self._document_index_bytes()
+
+    def _document_index_bytes(self) -> Iterator[bytes]:
+        for begin in range(0, self.num_documents + 1, CHUNK):
+            yield np.arange(begin, min(begin + CHUNK, self.num_documents + 1), dtype="<i8").tobytes()
 
     def _write_error(self, error: OSError) -> DataError:
         return DataError(
