@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,8 +15,9 @@ from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import check_model, find_checkpoint, read_into
 from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, planned_steps
+from megads.data.batches import Packing
 from megads.data.datasets import open_datasets
-from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
+from megads.data.loader import StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
@@ -217,7 +218,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, 
 
 def packing(config: RootConfig) -> Packing:
     """What training and validation batches say of document borders."""
-    return Packing(config.data.document_mask, config.data.reset_positions)
+    return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
 
 
 def metrics_hook(
@@ -260,7 +261,7 @@ def validation_hook(
             config.model.vocabulary,
             needs_tokens(grid),
             VALIDATION_MICRO_BATCHES,
-            packing(config),
+            replace(packing(config), mask_eod=False),
         )
 
     return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, planned_steps(config), metrics)

@@ -46,6 +46,9 @@ class DataConfig:
     reset_positions: bool = False
     """Learned and rotary positions start from 0 in every document, or in its part in the sample; else in every sample.
     ALiBi knows distances only."""
+    mask_eod: bool = False
+    """No training loss on the first token of a document that starts within a sample, which the end of the document
+    before cannot predict. Megatron's eod_mask_loss, by the borders in the index. Validation counts every token."""
 
     @property
     def raw_patterns(self) -> list[str]:
