@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -11,6 +12,13 @@ from megads.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
+
+
+class PackingMode(StrEnum):
+    """How documents become samples."""
+
+    stream = "stream"
+    best_fit = "best_fit"
 
 
 @dataclass
@@ -41,6 +49,9 @@ class DataConfig:
     dataset, or the user's cache where that is not writable, for index maps."""
     prefetch_steps: int = 2
     """Steps that the loader thread prepares ahead."""
+    packing: PackingMode = PackingMode.stream
+    """stream: documents are laid end to end and cut into samples. best_fit: samples are filled with whole documents; of
+    documents of several sequences (prompt, response, and so on) the loss counts on responses only."""
     document_mask: bool = False
     """A token attends to its own document only; else also to the documents before it in the same sample."""
     reset_positions: bool = False
@@ -64,6 +75,11 @@ class DataConfig:
             raise ConfigError(f"data.split = {self.split}: want two shares [train, valid], train above 0")
         if self.prefetch_steps < 1:
             raise ConfigError(f"data.prefetch_steps = {self.prefetch_steps}: must be at least 1")
+        if self.packing is PackingMode.best_fit and not (self.document_mask and self.reset_positions):
+            raise ConfigError(
+                f"data.packing = best_fit with data.document_mask = {self.document_mask} and data.reset_positions = "
+                f"{self.reset_positions}: pairs that share a sample would read each other; set both to true"
+            )
 
     def _check_source(self) -> None:
         """Exactly one of raw text and a dataset."""

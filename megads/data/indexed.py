@@ -141,19 +141,17 @@ class IndexedDataset:
     def document_bounds(self, documents: IntArray) -> tuple[IntArray, IntArray]:
         """Returns, int64 [n] each, the positions in `.bin` of the first tokens of n documents and of their ends."""
         index = self.document_index
-        return self._sequence_starts(index[documents]), self._sequence_starts(index[documents + 1])
+        return self.sequence_starts(index[documents]), self.sequence_starts(index[documents + 1])
 
     def document_sizes(self, documents: range) -> IntArray:
         """Returns int64 [len(documents)], tokens in each of consecutive documents."""
         assert documents.step == 1
-        return np.diff(self._sequence_starts(self.document_index[documents.start : documents.stop + 1]))
+        return np.diff(self.sequence_starts(self.document_index[documents.start : documents.stop + 1]))
 
-    def _sequence_starts(self, sequences: IntArray) -> IntArray:
-        """Positions in `.bin` of sequences' first tokens; that of `num_sequences` is the end."""
-        starts = np.full(sequences.size, self.num_tokens, np.int64)
-        inside = sequences < self.num_sequences
-        starts[inside] = self._offsets[sequences[inside]] // self.dtype.itemsize
-        return starts
+    def sequence_starts(self, sequences: IntArray) -> IntArray:
+        """Returns int64 [n], positions in `.bin` of the first tokens of n sequences; `num_sequences` gives the end."""
+        starts = self._offsets[np.minimum(sequences, self.num_sequences - 1)] // self.dtype.itemsize
+        return np.where(sequences < self.num_sequences, starts, self.num_tokens)
 
     def document_of(self, position: int) -> int:
         """Returns the number of the document that holds the token at `position` in `.bin`."""
@@ -379,16 +377,20 @@ class IndexedDatasetWriter:
 
     def _index_bytes(self) -> Iterator[bytes]:
         sizes = np.frombuffer(self._sizes, np.int32)
-        count = sizes.size
-        yield HEADER.pack(MAGIC, VERSION, self._code, count, count + 1)
+        count, entries = sizes.size, self.num_documents + 1
+        yield HEADER.pack(MAGIC, VERSION, self._code, count, entries)
         yield sizes.astype("<i4").tobytes()
         end = 0
         for begin in range(0, count, CHUNK):
             ends = end + np.cumsum(sizes[begin : begin + CHUNK], dtype=np.int64) * self.dtype.itemsize
             yield np.concatenate(([end], ends[:-1])).astype("<i8").tobytes()
             end = int(ends[-1])
-        for begin in range(0, count + 1, CHUNK):
-            yield np.arange(begin, min(begin + CHUNK, count + 1), dtype="<i8").tobytes()
+        for begin in range(0, entries, CHUNK):
+            yield self._document_index(begin, min(begin + CHUNK, entries)).astype("<i8").tobytes()
+
+    def _document_index(self, begin: int, end: int) -> IntArray:
+        """Entries begin to end - 1: the first sequence of each document."""
+        return np.arange(begin, end)
 
     def _write_error(self, error: OSError) -> DataError:
         return DataError(

@@ -172,11 +172,12 @@ def document_starts(runs: Sequence[Runs], batch: int, seq_len: int) -> IntArray:
 
     0 for a document in whose middle the sample starts. What follows the last run of a row goes on with its document.
     """
-    starts_bs = np.zeros((batch, seq_len), np.int64)
+    borders = [np.arange(batch) * seq_len]
     for part in runs:
         inside = part.places < seq_len
-        starts_bs[part.rows[inside], part.places[inside]] = part.places[inside]
-    return np.maximum.accumulate(starts_bs, axis=1)
+        borders.append(part.rows[inside] * seq_len + part.places[inside])
+    flat = np.unique(np.concatenate(borders))
+    return np.repeat(flat % seq_len, np.diff(flat, append=batch * seq_len)).reshape(batch, seq_len)
 
 
 def loss_mask(runs: Sequence[Runs], batch: int, seq_len: int, mask_eod: bool) -> npt.NDArray[np.float32]:

@@ -16,9 +16,6 @@ from megads.data.runs import Runs, runs_of_samples, runs_of_windows
 from megads.errors import DataError
 
 KEPT_EPOCHS = 16
-CHUNK_TOKENS = 1 << 22
-# A token id above this is damage: counting it would take memory for that many tokens.
-MAX_TOKEN_ID = 1 << 24
 
 
 class TrainSamples:
@@ -245,34 +242,3 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
             counts[part] = 1
     ends = [sum(counts[: part + 1]) for part in parts]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def unigram_entropy(dataset: IndexedDataset, documents: range) -> float:
-    """Computes the loss of the best model that ignores context, on exactly the tokens that validation predicts.
-
-    Args:
-        dataset: where the tokens are.
-        documents: the validation documents.
-
-    Returns:
-        Entropy, in nats, of the distribution of all tokens of the stream but the first.
-
-    Raises:
-        DataError: a token that cannot be one.
-    """
-    labels = dataset.stream(documents)[1:]
-    counts = np.zeros(0, np.int64)
-    for begin in range(0, labels.size, CHUNK_TOKENS):
-        chunk = labels[begin : begin + CHUNK_TOKENS].astype(np.int64)
-        if chunk.min() < 0 or chunk.max() > MAX_TOKEN_ID:
-            bad = int(np.argmax((chunk < 0) | (chunk > MAX_TOKEN_ID)))
-            document = dataset.document_of(dataset.document_start(documents.start) + 1 + begin + bad)
-            raise DataError(
-                f"{dataset.prefix}: document {document} holds token {chunk[bad]}, which no vocabulary has; "
-                "make the dataset anew with `megads preprocess`"
-            )
-        more = np.bincount(chunk, minlength=counts.size)
-        more[: counts.size] += counts
-        counts = more
-    probabilities = counts[counts > 0] / counts.sum()
-    return float(-(probabilities * np.log(probabilities)).sum())
