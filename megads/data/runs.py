@@ -6,7 +6,7 @@ Shape suffixes: b = samples, s = sequence length, t = s + 1 tokens of a sample, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -142,6 +142,25 @@ def places_in_rows(rows: IntArray, lengths: IntArray) -> IntArray:
         return before
     new_row = np.concatenate(([True], rows[1:] != rows[:-1]))
     return before - before[new_row][np.cumsum(new_row) - 1]
+
+
+def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArray) -> list[Runs]:
+    """Runs of a batch whose samples come from several sources.
+
+    Args:
+        parts: the sources, all of one sequence length.
+        which: int64 [b], index into `parts` of each sample.
+        numbers: int64 [b], its number there.
+    """
+    found = []
+    for part in np.unique(which):
+        rows = np.flatnonzero(which == part)
+        for runs in parts[part].runs(numbers[rows]):
+            counted = runs.counted
+            if counted is not None:
+                counted = np.column_stack((rows[counted[:, 0]], counted[:, 1:]))
+            found.append(replace(runs, rows=rows[runs.rows], counted=counted))
+    return found
 
 
 def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
