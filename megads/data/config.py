@@ -47,6 +47,9 @@ class DataConfig:
     cache_dir: str | None = None
     """Where prepared text and index maps are cached; null is data-cache/ beside the run for text, and beside the
     dataset, or the user's cache where that is not writable, for index maps."""
+    stage_to: str | None = None
+    """Folder on a disk of each node, for data on a remote filesystem: the datasets are copied there once, checksummed,
+    and read from there. An unchanged dataset is not copied again. A copy may take as long as cluster.timeout_s."""
     prefetch_steps: int = 2
     """Steps that the loader thread prepares ahead."""
     packing: PackingMode = PackingMode.stream

@@ -162,11 +162,11 @@ def loss_of_pairs_alone(model: GPT, pairs: list[Pair]) -> tuple[float, int]:
     return float(total) / count, count
 
 
-def train_pairs(megads: StartCommand, prefix: Path, name: str, **layout: int) -> Ended:
+def train_pairs(megads: StartCommand, prefix: Path, name: str, **changes: int | Path) -> Ended:
     overrides = small_model(
         prefix, data__packing="best_fit", data__document_mask="true", data__reset_positions="true",
         data__split="[0.8, 0.2]", model__position="learned", model__init_std=0.2, model__vocab_size=VOCAB_SIZE,
-        train__seq_len=SEQ_LEN, train__steps=3, run__dir=name, **layout,
+        train__seq_len=SEQ_LEN, train__steps=3, run__dir=name, **changes,
     )  # fmt: skip
     return megads("train", *overrides).end()
 
@@ -177,18 +177,20 @@ def test_pairs_train_as_if_each_were_alone(tmp_path: Path, megads: StartCommand)
     over the response tokens of the global batch, and layouts that differ in any of it (N9)."""
     pairs = random_pairs(150)
     dataset = write_pairs(tmp_path / "pairs", pairs)
-    for name, layout in (("one", {}), ("four", {"parallel__dp": 2, "parallel__pp": 2})):
-        ended = train_pairs(megads, tmp_path / "pairs", name, **layout)
+    four: dict[str, int | Path] = {"parallel__dp": 2, "parallel__pp": 2, "data__stage_to": tmp_path / "local"}
+    for name, changes in (("one", {}), ("four", four)):
+        ended = train_pairs(megads, tmp_path / "pairs", name, **changes)
         assert ended.code == 0, ended.err
     config = load_frozen(tmp_path / "one" / "config.yaml")
     source = PackedSamples(dataset, range(120), SEQ_LEN, config.train.seed)
     first_step = [pairs[tokens[0]] for tokens, _, _ in documents_of(source, range(12))]
     loss, count = loss_of_pairs_alone(GPT(config.model, config.train.seed).eval(), first_step)
-    one, four = steps_of(tmp_path / "one"), steps_of(tmp_path / "four")
+    one, other = steps_of(tmp_path / "one"), steps_of(tmp_path / "four")
     assert one[0]["tokens"] == count and one[0]["loss"] == pytest.approx(loss, rel=1e-6)
     assert events_of(tmp_path / "one", "packed")[0]["documents"] == 120
-    for ours, theirs in zip(one, four, strict=True):
+    for ours, theirs in zip(one, other, strict=True):
         assert (ours["tokens"], ours["batch_hash"]) == (theirs["tokens"], theirs["batch_hash"])
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert len(list((tmp_path / "local").glob("*.bin"))) == 1, "ranks of a node copied twice, or read the original"
     held_out = [validations_of(tmp_path / name)[-1]["valid/held_out/loss"] for name in ("one", "four")]
     assert held_out[0] == pytest.approx(held_out[1], rel=1e-5)
