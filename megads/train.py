@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,12 @@ from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import check_model, find_checkpoint, read_into
 from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, planned_steps
+from megads.data.batches import Packing
 from megads.data.datasets import open_datasets
-from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
-from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
+from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.packed import PackedSamples
+from megads.data.runs import TrainSource, ValidationSource
+from megads.data.unigram import unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
@@ -75,6 +78,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
         if valid_samples is not None:
             hooks.append(validation_hook(config, grid, engine, valid_samples, metrics))
         announce(config, engine, device, state, events)
+        if isinstance(train_samples, PackedSamples):
+            events.write("packed", **asdict(train_samples.counts))
         stop = StopSignal(run_dir, grid.rank, device)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop)
@@ -199,7 +204,7 @@ def needs_tokens(grid: ParallelGrid) -> bool:
     return grid.pp.is_first or grid.pp.is_last
 
 
-def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, state: TrainState) -> TrainLoader:
+def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState) -> TrainLoader:
     """This rank's share of the training stream from where the state is."""
     return TrainLoader(
         samples,
@@ -217,7 +222,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSamples, 
 
 def packing(config: RootConfig) -> Packing:
     """What training and validation batches say of document borders."""
-    return Packing(config.data.document_mask, config.data.reset_positions)
+    return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
 
 
 def metrics_hook(
@@ -246,10 +251,10 @@ def checkpoint_hook(
 
 
 def validation_hook(
-    config: RootConfig, grid: ParallelGrid, engine: TrainEngine, valid: ValidationSamples, metrics: MetricsWriter
+    config: RootConfig, grid: ParallelGrid, engine: TrainEngine, valid: ValidationSource, metrics: MetricsWriter
 ) -> ValidationHook:
     """Validates; rank 0, which writes, also knows the unigram loss."""
-    unigram = unigram_entropy(valid.dataset, valid.documents) if grid.rank == 0 else 0.0
+    unigram = unigram_entropy(valid) if grid.rank == 0 else 0.0
 
     def batches() -> Iterator[list[MicroBatch]]:
         return validation_batches(
@@ -260,7 +265,7 @@ def validation_hook(
             config.model.vocabulary,
             needs_tokens(grid),
             VALIDATION_MICRO_BATCHES,
-            packing(config),
+            replace(packing(config), mask_eod=False),
         )
 
     return ValidationHook(engine, batches, "held_out", unigram, config.evaluation, planned_steps(config), metrics)

@@ -57,7 +57,9 @@ def require_data(config: RootConfig) -> None:
     """
     from megads.data.datasets import open_datasets
 
-    open_datasets(config.data, config.train.seq_len, config.train.seed, config.model.vocabulary)
+    # The launcher may run on a node that does not train: only ranks copy.
+    data = dataclasses.replace(config.data, stage_to=None)
+    open_datasets(data, config.train.seq_len, config.train.seed, config.model.vocabulary)
 
 
 def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: Path, console: Console) -> RootConfig:

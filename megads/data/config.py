@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 from omegaconf import MISSING
@@ -12,6 +12,13 @@ from megads.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
+
+
+class PackingMode(StrEnum):
+    """How documents become samples."""
+
+    stream = "stream"
+    best_fit = "best_fit"
 
 
 @dataclass
@@ -40,13 +47,22 @@ class DataConfig:
     cache_dir: str | None = None
     """Where prepared text and index maps are cached; null is data-cache/ beside the run for text, and beside the
     dataset, or the user's cache where that is not writable, for index maps."""
+    stage_to: str | None = None
+    """Folder on a disk of each node, for data on a remote filesystem: the datasets are copied there once, checksummed,
+    and read from there. An unchanged dataset is not copied again. A copy may take as long as cluster.timeout_s."""
     prefetch_steps: int = 2
     """Steps that the loader thread prepares ahead."""
+    packing: PackingMode = PackingMode.stream
+    """stream: documents are laid end to end and cut into samples. best_fit: samples are filled with whole documents; of
+    documents of several sequences (prompt, response, and so on) the loss counts on responses only."""
     document_mask: bool = False
     """A token attends to its own document only; else also to the documents before it in the same sample."""
     reset_positions: bool = False
     """Learned and rotary positions start from 0 in every document, or in its part in the sample; else in every sample.
     ALiBi knows distances only."""
+    mask_eod: bool = False
+    """No training loss on the first token of a document that starts within a sample, which the end of the document
+    before cannot predict. Megatron's eod_mask_loss, by the borders in the index. Validation counts every token."""
 
     @property
     def raw_patterns(self) -> list[str]:
@@ -62,6 +78,11 @@ class DataConfig:
             raise ConfigError(f"data.split = {self.split}: want two shares [train, valid], train above 0")
         if self.prefetch_steps < 1:
             raise ConfigError(f"data.prefetch_steps = {self.prefetch_steps}: must be at least 1")
+        if self.packing is PackingMode.best_fit and not (self.document_mask and self.reset_positions):
+            raise ConfigError(
+                f"data.packing = best_fit with data.document_mask = {self.document_mask} and data.reset_positions = "
+                f"{self.reset_positions}: pairs that share a sample would read each other; set both to true"
+            )
 
     def _check_source(self) -> None:
         """Exactly one of raw text and a dataset."""

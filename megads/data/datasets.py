@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megads.data.config import DataConfig
+from megads.data.config import DataConfig, PackingMode
 from megads.data.indexed import IndexedDataset
+from megads.data.packed import PackedSamples, PackedValidation
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
+from megads.data.staging import staged
 from megads.errors import DataError
 
 
 def open_datasets(
     config: DataConfig, seq_len: int, seed: int, vocab_size: int
-) -> tuple[TrainSamples, ValidationSamples | None]:
+) -> tuple[TrainSamples | PackedSamples, ValidationSamples | PackedValidation | None]:
     """Opens training and validation data and checks that they fit the model and each other.
 
     With data.valid set, training takes all documents of its dataset; else data.split divides them.
@@ -33,19 +35,42 @@ def open_datasets(
     """
     config.check()
     path = config.train[0].path
-    dataset = IndexedDataset(path)
+    dataset = open_dataset(config, path)
     sidecar = _checked_sidecar(dataset, vocab_size)
     if config.valid is None:
         train_documents, valid_documents = split_documents(dataset, config.split)
         valid_dataset = dataset
     else:
         train_documents = range(dataset.num_documents)
-        valid_dataset = IndexedDataset(config.valid)
+        valid_dataset = open_dataset(config, config.valid)
         valid_documents = range(valid_dataset.num_documents)
         _check_same_tokenizer(path, sidecar, config.valid, _checked_sidecar(valid_dataset, vocab_size))
-    train = TrainSamples(dataset, train_documents, seq_len, seed, config.cache_dir)
-    valid = ValidationSamples(valid_dataset, valid_documents, seq_len) if valid_documents else None
+    train = train_source(config, dataset, train_documents, seq_len, seed)
+    valid = validation_source(config, valid_dataset, valid_documents, seq_len) if valid_documents else None
     return train, valid
+
+
+def open_dataset(config: DataConfig, path: str) -> IndexedDataset:
+    """The dataset at a prefix, or its copy on this node where data.stage_to asks for one."""
+    return IndexedDataset(path if config.stage_to is None else staged(path, config.stage_to))
+
+
+def train_source(
+    config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int, seed: int
+) -> TrainSamples | PackedSamples:
+    """Training samples of some documents of one dataset, as data.packing says."""
+    if config.packing is PackingMode.best_fit:
+        return PackedSamples(dataset, documents, seq_len, seed)
+    return TrainSamples(dataset, documents, seq_len, seed, config.cache_dir)
+
+
+def validation_source(
+    config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int
+) -> ValidationSamples | PackedValidation:
+    """Validation windows of some documents of one dataset, as data.packing says."""
+    if config.packing is PackingMode.best_fit:
+        return PackedValidation(dataset, documents, seq_len)
+    return ValidationSamples(dataset, documents, seq_len)
 
 
 def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None:

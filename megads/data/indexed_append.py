@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megads.data.indexed import CHUNK, IndexedDatasetWriter, IntArray
+from megads.data.indexed import IndexedDatasetWriter, IntArray
 from megads.errors import DataError
 
 LONGEST_SEQUENCE = np.iinfo(np.int32).max
@@ -85,11 +85,9 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
         self._document_ends.pop()
         return self._sizes.pop()
 
-    def _document_index_bytes(self) -> Iterator[bytes]:
-        yield np.zeros(1, "<i8").tobytes()
+    def _document_index(self, begin: int, end: int) -> IntArray:
         ends = np.frombuffer(self._document_ends, np.int64)
-        for begin in range(0, ends.size, CHUNK):
-            yield ends[begin : begin + CHUNK].astype("<i8").tobytes()
+        return np.concatenate((np.zeros(int(begin == 0), np.int64), ends[max(0, begin - 1) : end - 1]))
 
 
 def in_pieces(tokens: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:

@@ -111,7 +111,8 @@ def _append(
 ) -> None:
     for begin in range(documents.start, documents.stop, _DOCUMENTS):
         some = range(begin, min(begin + _DOCUMENTS, documents.stop))
-        sizes, ends = dataset.sequences_of(some)
+        sequences = dataset.document_index[some.start : some.stop + 1]
+        sizes, ends = dataset.sequence_sizes[sequences[0] : sequences[-1]], sequences[1:] - sequences[0]
         writer.extend(sizes, counted.through(dataset.stream(some), writer.dtype, progress), documents=ends)
 
 
