@@ -13,6 +13,8 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from megads.data.blocks import Block, LoadedBlock
+from megads.data.config import Engine
+from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
 from megads.data.text import Document, RejectedLine
 from megads.data.tokenizer import load_tokenizer
@@ -31,6 +33,7 @@ class TokenizeSettings:
         text_field: field of JSON objects that holds the text.
         end_id: token that ends every document, None for none.
         dtype: token dtype, as numpy spells it.
+        engine: hf or fast.
     """
 
     tokenizer_file: str
@@ -38,6 +41,7 @@ class TokenizeSettings:
     text_field: str
     end_id: int | None
     dtype: str
+    engine: str = Engine.hf.value
 
     @cached_property
     def identity(self) -> str:
@@ -55,12 +59,14 @@ class Finished:
         tokens: in its shard.
         input_bytes: of input that it stands for.
         kept: the shard was there already.
+        restarted: the fast engine gave other ids than the reference, which then made the shard.
     """
 
     documents: int
     tokens: int
     input_bytes: int
     kept: bool
+    restarted: bool = False
 
 
 class BlockTokenizer:
@@ -77,7 +83,10 @@ class BlockTokenizer:
     def __init__(self, settings: TokenizeSettings, folder: Path) -> None:
         self._settings = settings
         self._folder = folder
-        self._tokenizer = _unchanged_tokenizer(settings)
+        self._reference = HuggingFaceEngine(_unchanged_tokenizer(settings))
+        self._engine: TextEngine = self._reference
+        if settings.engine == Engine.fast.value:
+            self._engine = FastEngine(settings.tokenizer_file, self._reference)
 
     def __call__(self, number: int, block: Block) -> Finished:
         """Makes the shard of a block, unless an earlier start did.
@@ -94,11 +103,15 @@ class BlockTokenizer:
         shard = kept_shard(path, identity)
         if shard is not None:
             return Finished(shard.header.sequences, shard.header.tokens, loaded.input_bytes, kept=True)
-        header = self._make(path, loaded, identity)
-        return Finished(header.sequences, header.tokens, loaded.input_bytes, kept=False)
+        restarted = False
+        try:
+            header = self._make(path, loaded, identity, self._engine)
+        except EngineMismatch:
+            header, restarted = self._make(path, loaded, identity, self._reference), True
+        return Finished(header.sequences, header.tokens, loaded.input_bytes, kept=False, restarted=restarted)
 
-    def _make(self, path: Path, block: LoadedBlock, identity: str) -> ShardHeader:
-        built = _ShardBuilder(self._tokenizer, self._settings)
+    def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
+        built = _ShardBuilder(engine, self._settings)
         for row in block.rows(self._settings.text_field):
             built.add(row)
         return built.write(path, block, identity)
@@ -107,8 +120,8 @@ class BlockTokenizer:
 class _ShardBuilder:
     """Collects the tokens of one block, a batch of documents at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: TokenizeSettings) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, engine: TextEngine, settings: TokenizeSettings) -> None:
+        self._engine = engine
         self._settings = settings
         self._tokens = bytearray()
         self._lengths = array("i")
@@ -148,18 +161,15 @@ class _ShardBuilder:
 
     def _tokenize_batch(self) -> None:
         texts = [document.text for document in self._batch]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        flat: list[int] = []
-        for document, encoding in zip(self._batch, encodings, strict=True):
-            before = len(flat)
-            flat += encoding.ids
-            if self._settings.end_id is not None and not document.continues:
-                flat.append(self._settings.end_id)
-            length = len(flat) - before
+        ids, lengths = self._engine.encode(texts)
+        if self._settings.end_id is not None:
+            ended = np.array([not document.continues for document in self._batch], bool)
+            ids = np.insert(ids, np.cumsum(lengths, dtype=np.int64)[ended], self._settings.end_id)
+            lengths = [length + int(end) for length, end in zip(lengths, ended, strict=True)]
+        for document, length in zip(self._batch, lengths, strict=True):
             self._lengths.append(self._lengths.pop() + length if self._continues else length)
             self._continues = document.continues
-        ids = np.array(flat, dtype=self._settings.dtype)
-        self._tokens += ids.tobytes()
+        self._tokens += ids.astype(self._settings.dtype).tobytes()
         self._max_token_id = max(self._max_token_id, int(ids.max(initial=0)))
         self._text_bytes += sum(len(text.encode()) for text in texts)
         self._batch, self._batch_characters = [], 0

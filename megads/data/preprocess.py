@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from megads.data.block_tokenizer import BlockTokenizer, Finished, TokenizeSettings
 from megads.data.blocks import STDIN, Block, block_bytes_of, blocks_of, stdin_blocks
 from megads.data.carried_tokenizer import carried_path, write_carried
-from megads.data.config import PreprocessConfig
+from megads.data.config import Engine, PreprocessConfig
 from megads.data.content_digest import file_state, require_unchanged
+from megads.data.engine import choose_engine
 from megads.data.indexed import bin_path, idx_path, token_dtype
 from megads.data.indexed_append import IndexedDatasetAppender
 from megads.data.progress import ByteProgress
@@ -35,6 +36,8 @@ from megads.runtime.environment import available_cores, exported
 
 # In the folder of shards: the dataset under the output's name is ours, unfinished, and may be replaced.
 _COMMITTING = "committing"
+# The fast engine must give the same ids as the reference on so many documents, before it is used.
+SAMPLE_DOCUMENTS = 300
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,21 @@ class PreprocessReport:
         sidecar: the numbers, as written beside it.
         seconds: how long it took.
         kept_shards: parts that an earlier start had finished.
+        engine: what tokenized.
     """
 
     output: str
     sidecar: Sidecar
     seconds: float
     kept_shards: int = 0
+    engine: str = ""
 
     def __str__(self) -> str:
         made = self.sidecar
         lines = [
             f"{self.output}: {made.documents:,} documents, {made.tokens:,} tokens, {made.text_bytes / 1e6:,.1f} MB "
             f"of text ({made.text_bytes / made.tokens:.2f} bytes a token), largest token {made.max_token_id}",
-            f"{self.seconds:.1f} s, {made.tokens / max(self.seconds, 1e-9):,.0f} tokens/s",
+            f"{self.seconds:.1f} s, {made.tokens / max(self.seconds, 1e-9):,.0f} tokens/s, engine {self.engine}",
         ]
         if self.kept_shards:
             lines[1] = f"{self.seconds:.1f} s; {self.kept_shards} parts kept from an earlier start"
@@ -91,8 +96,10 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     source = None if config.input == [STDIN] else DocumentReader(config.input, config.text_field)
     _refuse_to_overwrite(config, source.files if source else [])
     tokenizing = Tokenizing(config.tokenizer, config.output, config.end_of_document, "end_of_document")
-    sidecar = tokenizing.run(source, config.text_field, config.workers)
-    return PreprocessReport(config.output, sidecar, time.monotonic() - start_s, tokenizing.kept_shards)
+    sidecar = tokenizing.run(source, config.text_field, config.workers, config.engine)
+    return PreprocessReport(
+        config.output, sidecar, time.monotonic() - start_s, tokenizing.kept_shards, tokenizing.engine
+    )
 
 
 class Tokenizing:
@@ -113,6 +120,8 @@ class Tokenizing:
 
     def __init__(self, tokenizer_file: str, output: str, end_of_document: str | None, end_key: str) -> None:
         tokenizer = load_tokenizer(tokenizer_file)
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True
         self._tokenizer_file = tokenizer_file
         self._tokenizer_text = Path(tokenizer_file).read_bytes()
         self._end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
@@ -120,14 +129,18 @@ class Tokenizing:
         self._dtype = token_dtype(self._vocab_size)
         self._output = output
         self.kept_shards = 0
+        self.engine = ""
 
-    def run(self, source: DocumentReader | None, text_field: str, workers: int | None) -> Sidecar:
+    def run(
+        self, source: DocumentReader | None, text_field: str, workers: int | None, engine: Engine = Engine.auto
+    ) -> Sidecar:
         """Tokenizes documents.
 
         Args:
             source: the files; None is JSON lines from the standard input.
             text_field: field or column that holds the text.
             workers: processes; None takes as many as there are cores.
+            engine: what tokenizes.
 
         Returns:
             The sidecar, as written.
@@ -137,17 +150,23 @@ class Tokenizing:
             UnhealthyNode: a worker process died.
         """
         states = {path: file_state(path) for path in source.files} if source else {}
+        blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
+        first = list(islice(blocks, 2))
+        chosen = choose_engine(engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], text_field))
+        self.engine = chosen.value
         settings = TokenizeSettings(
             os.path.realpath(self._tokenizer_file),
             hashlib.sha256(self._tokenizer_text).hexdigest(),
             text_field,
             self._end_id,
             self._dtype.str,
+            chosen.value,
         )
-        blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
         with parts_folder(self._output) as folder:
             make = functools.partial(BlockTokenizer, settings, folder)
-            num_shards = self._tokenize(make, blocks, source.total_bytes if source else 0, workers or available_cores())
+            # One block is not worth a process.
+            workers = 1 if len(first) < 2 else workers or available_cores()
+            num_shards = self._tokenize(make, chain(first, blocks), source.total_bytes if source else 0, workers)
             for path, state in states.items():
                 require_unchanged(path, state)
             return self._join(folder, num_shards, source, settings)
@@ -156,25 +175,24 @@ class Tokenizing:
         self, make: Callable[[], BlockTokenizer], blocks: Iterator[Block], total_bytes: int, workers: int
     ) -> int:
         """Makes all shards, showing progress; returns their number."""
-        first = list(islice(blocks, 2))
-        several = chain(first, blocks)
         finished: Iterator[Finished]
-        # One block is not worth a process.
-        alone = workers == 1 or len(first) < 2
-        if alone:
-            function = make()
-            finished = (function(number, block) for number, block in enumerate(several))
+        if workers > 1:
+            finished = map_in_processes(make, blocks, workers)
         else:
-            finished = map_in_processes(make, several, workers)
-        shards = tokens = done_bytes = 0
+            function = make()
+            finished = (function(number, block) for number, block in enumerate(blocks))
+        shards = tokens = done_bytes = restarted = 0
         threads = exported({"TOKENIZERS_PARALLELISM": "false"}) if workers == 1 else nullcontext()
         with threads, ByteProgress("tokenizing", total_bytes) as progress:
             for one in finished:
                 shards += 1
                 self.kept_shards += one.kept
+                restarted += one.restarted
                 tokens += one.tokens
                 done_bytes += one.input_bytes
                 progress.update(done_bytes, f"{tokens:,} tokens")
+        if restarted:
+            self.engine = f"fast, {restarted} of {shards} parts by hf after ids that differ"
         return shards
 
     def _join(
@@ -224,6 +242,12 @@ class Tokenizing:
         write_sidecar(self._output, sidecar)
         shutil.rmtree(folder)
         return sidecar
+
+
+def _sample(blocks: Sequence[Block], text_field: str) -> list[str]:
+    """The first documents of the corpus."""
+    rows = (row for block in blocks for row in block.load().rows(text_field))
+    return [row.text for row in islice((row for row in rows if not isinstance(row, RejectedLine)), SAMPLE_DOCUMENTS)]
 
 
 def parts_path(output: str) -> Path:

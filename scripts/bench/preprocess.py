@@ -9,6 +9,7 @@ python -m scripts.bench.preprocess --megabytes 24
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import resource
@@ -24,7 +25,7 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
-from megads.data.config import PreprocessConfig, TokenizerConfig
+from megads.data.config import Engine, PreprocessConfig, TokenizerConfig
 from megads.data.indexed import HEADER, MAGIC, VERSION
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import load_tokenizer, train_tokenizer
@@ -82,13 +83,23 @@ def peer(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
         index.write(np.arange(len(sizes) + 1, dtype=np.int64).tobytes())
 
 
-def ours(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
+def ours(text: Path, tokenizer_file: str, output: Path, workers: int, engine: Engine = Engine.hf) -> None:
     """megads preprocess."""
     preprocess(
         PreprocessConfig(
-            input=[str(text)], tokenizer=tokenizer_file, output=str(output), workers=workers, overwrite=True
+            input=[str(text)],
+            tokenizer=tokenizer_file,
+            output=str(output),
+            workers=workers,
+            overwrite=True,
+            engine=engine,
         )
     )
+
+
+def ours_fast(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
+    """The same with the fast engine."""
+    ours(text, tokenizer_file, output, workers, Engine.fast)
 
 
 def cpu_s() -> float:
@@ -116,14 +127,16 @@ def measure(folder: Path, megabytes: int, repeats: int, vocab_size: int) -> dict
     sides = {"peer, 1 process": (peer, 1), "megads, 1 worker": (ours, 1)}
     if many > 1:
         sides |= {f"peer, {many} processes": (peer, many), f"megads, {many} workers": (ours, many)}
+    if importlib.util.find_spec("gigatoken"):
+        sides |= {f"megads fast, {workers}": (ours_fast, workers) for workers in sorted({1, many})}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, (side, workers) in sides.items():
             seconds[name].append(timed(side, text, tokenizer_file, folder / side.__name__, workers))
-            if side is ours:
+            if side is not peer:
                 for ending in (".bin", ".idx"):
                     assert (
-                        Path(f"{folder / 'ours'}{ending}").read_bytes()
+                        Path(f"{folder / side.__name__}{ending}").read_bytes()
                         == Path(f"{folder / 'peer'}{ending}").read_bytes()
                     ), f"{name}: {ending} differs"
     return seconds
