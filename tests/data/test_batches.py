@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from megads.config import load_frozen
 from megads.data.batches import Packing, assemble
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter, IntArray
 from megads.data.runs import Runs, SampleSource, blended_runs, token_at
 from megads.data.samples import TrainSamples, ValidationSamples
 from megads.errors import DataError
+from megads.model.gpt import GPT
+from tests.command import StartCommand, small_model, steps_of
 
 from .conftest import VOCAB_SIZE, MakeDataset
 
@@ -92,3 +95,28 @@ def test_samples_of_several_datasets_share_a_batch(make_dataset: MakeDataset, tm
         assert torch.equal(together.info.document_starts[row], alone.info.document_starts[0])
     with pytest.raises(DataError, match="narrow: document 1 holds token 999"):
         assemble(blend, np.array([[1, 15]]), 900, True, packing)
+
+
+@pytest.mark.distributed
+def test_masked_ends_of_documents_in_a_run(corpus: Path, megads: StartCommand) -> None:
+    """Catches data.mask_eod that does not reach the loss, or is lost where samples are cut."""
+    run_dir = megads.folder / "run"
+    ended = megads(
+        "train",
+        *small_model(
+            corpus, data__mask_eod="true", evaluation__at_end="false", model__init_std=0.2, parallel__cp=2,
+            train__steps=1, run__dir=run_dir,
+        ),
+    ).end()  # fmt: skip
+    assert ended.code == 0, ended.err
+    config = load_frozen(run_dir / "config.yaml")
+    samples = TrainSamples(IndexedDataset(corpus), range(144), 16, config.train.seed)
+    [batch] = assemble(samples, np.arange(12)[None], 509, True, Packing(mask_eod=True))
+    assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+    with torch.no_grad():
+        logits = GPT(config.model, config.train.seed).eval()(batch.tokens_bs, batch.info)[..., :509].double()
+    losses_bs = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels_bs, reduction="none")
+    [step] = steps_of(run_dir)
+    assert step["tokens"] == int(batch.loss_mask_bs.sum()) < 12 * 16
+    assert step["loss"] == pytest.approx(float(losses_bs[batch.loss_mask_bs == 1].mean()), rel=1e-6)
+    assert step["loss"] != pytest.approx(float(losses_bs.mean()), rel=1e-4)
