@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -25,8 +26,7 @@ from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 
 if TYPE_CHECKING:
-    from megads.data.blend import BlendedSamples
-    from megads.data.samples import TrainSamples, ValidationSamples
+    from megads.data.runs import TrainSource, ValidationSource
 
 _LENGTHS = ("steps", "samples", "tokens")
 
@@ -288,7 +288,7 @@ def planned_steps(config: RootConfig) -> int:
     return batch_size_schedule(config).steps_for(samples)
 
 
-def open_run_data(config: RootConfig) -> tuple[TrainSamples | BlendedSamples, dict[str, ValidationSamples]]:
+def open_run_data(config: RootConfig) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
     """Opens a run's training and validation data, see `megads.data.datasets.open_datasets`."""
     from megads.data.datasets import open_datasets
 

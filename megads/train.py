@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -15,9 +15,12 @@ from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import check_model, find_checkpoint, read_into
 from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, open_run_data, planned_steps
+from megads.data.batches import Packing
 from megads.data.blend import BlendedSamples
-from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
-from megads.data.samples import TrainSamples, ValidationSamples, unigram_entropy
+from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.packed import PackedSamples
+from megads.data.runs import TrainSource, ValidationSource
+from megads.data.unigram import unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
 from megads.errors import Preempted, StopRequested
@@ -197,9 +200,7 @@ def needs_tokens(grid: ParallelGrid) -> bool:
     return grid.pp.is_first or grid.pp.is_last
 
 
-def train_loader(
-    config: RootConfig, grid: ParallelGrid, samples: TrainSamples | BlendedSamples, state: TrainState
-) -> TrainLoader:
+def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState) -> TrainLoader:
     """This rank's share of the training stream from where the state is."""
     return TrainLoader(
         samples,
@@ -217,7 +218,7 @@ def train_loader(
 
 def packing(config: RootConfig) -> Packing:
     """What training and validation batches say of document borders."""
-    return Packing(config.data.document_mask, config.data.reset_positions)
+    return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
 
 
 def metrics_hook(
@@ -250,11 +251,11 @@ def validation_hook(
     grid: ParallelGrid,
     engine: TrainEngine,
     name: str,
-    valid: ValidationSamples,
+    valid: ValidationSource,
     metrics: MetricsWriter,
 ) -> ValidationHook:
     """Validates on one set; rank 0, which writes, also knows the unigram loss."""
-    unigram = unigram_entropy(valid.dataset, valid.documents) if grid.rank == 0 else 0.0
+    unigram = unigram_entropy(valid) if grid.rank == 0 else 0.0
 
     def batches() -> Iterator[list[MicroBatch]]:
         return validation_batches(
@@ -265,7 +266,7 @@ def validation_hook(
             config.model.vocabulary,
             needs_tokens(grid),
             VALIDATION_MICRO_BATCHES,
-            packing(config),
+            replace(packing(config), mask_eod=False),
         )
 
     return ValidationHook(engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics)
@@ -290,10 +291,11 @@ def announce(
     )
 
 
-def announce_data(
-    config: RootConfig, samples: TrainSamples | BlendedSamples, state: TrainState, events: EventWriter
-) -> None:
-    """Records which datasets are blended and which samples of the stream are left out."""
+def announce_data(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+    """Records how documents were packed, which datasets are blended and which samples of the stream are left out."""
+    for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
+        if isinstance(part, PackedSamples):
+            events.write("packed", dataset=part.dataset.prefix, **asdict(part.counts))
     if not isinstance(samples, BlendedSamples):
         return
     taken = samples.taken(batch_size_schedule(config).samples_after(planned_steps(config)))

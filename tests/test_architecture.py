@@ -190,7 +190,7 @@ def config_fields() -> list[tuple[str, bool]]:
     """Lists the fields of every config dataclass, and whether a docstring follows each."""
     found = []
     for module in modules():
-        if module.name.split(".")[-1] != "config":
+        if not module.name.endswith("config"):
             continue
         for node in module.tree.body:
             if not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")):

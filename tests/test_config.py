@@ -17,7 +17,7 @@ from megads.config import (
     load_frozen,
     planned_steps,
 )
-from megads.data.config import DatasetConfig
+from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError
 from megads.model.config import Position
 

@@ -30,7 +30,6 @@ from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.sharded_engine import ShardedEngine
 from megads.engine.token_mean import TokenMeanLoss
-from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import Position
 from megads.model.dropout import Dropout
@@ -384,17 +383,10 @@ def positions_counted_from_the_rank() -> None:
 
 
 def tokens_summed_over_data_parallel_only() -> None:
-    inner = PipelineTrainEngine._global_tokens
-
-    def tokens(self: PipelineTrainEngine, micro_batches: Any) -> Tensor:
-        grid = self.grid
-        self.grid = replace(grid, data=grid.dp)
-        try:
-            return inner(self, micro_batches)
-        finally:
-            self.grid = grid
-
-    PipelineTrainEngine._global_tokens = tokens
+    inner = megads.engine.training.global_tokens
+    megads.engine.training.global_tokens = lambda batches, grid, device: inner(
+        batches, replace(grid, data=grid.dp), device
+    )
 
 
 def dropout_of_local_places() -> None:

@@ -71,7 +71,8 @@ def complete(words: Sequence[str], verbs: Mapping[str, str], commands: Mapping[s
     # +key=value and ++key=value are overrides too.
     sign = current[: len(current) - len(current.lstrip("+~"))]
     found = _override(verb, current[len(sign) :], own_config_dirs(words))
-    return [Candidate(sign + text, explanation) for text, explanation in found]
+    words_alone = {flag: override for flag, override in verb.flags.items() if not flag.startswith("-")}
+    return _matching(words_alone, current) + [Candidate(sign + text, explanation) for text, explanation in found]
 
 
 def _override(verb: Verb, current: str, own_dirs: Sequence[Path]) -> list[Candidate]:

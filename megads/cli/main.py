@@ -16,6 +16,7 @@ VERBS = {
     "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
     "verify_layout": "does a layout train the same model as one process?",
     "preprocess": "turn raw text into an indexed dataset",
+    "dataset": "merge, split, inspect, count or check indexed datasets",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",
     "report": "draw a run as one HTML page and pictures",

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megads.evaluate.completion import Prompt, TextGenerator
 
 
-def stream(generator: TextGenerator, prompt: Prompt, number: int, echo: bool) -> None:
-    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted."""
+def stream(
+    generator: TextGenerator, prompt: Prompt, number: int, echo: bool, interrupted: Callable[[], bool] = lambda: False
+) -> None:
+    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted.
+
+    Raises:
+        KeyboardInterrupt: `interrupted`, which is asked after every token, said so.
+    """
     from megads.evaluate.completion import Speed
 
     speed = Speed()
@@ -20,6 +27,8 @@ def stream(generator: TextGenerator, prompt: Prompt, number: int, echo: bool) ->
         for _, text, _ in generator.complete([prompt], [number], speed):
             if text:
                 print(text, end="", flush=True)
+            if interrupted():
+                raise KeyboardInterrupt
     finally:
         print(flush=True)
         say(speed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.config import RootConfig, open_run_data
-from megads.data.config import DatasetConfig
+from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError, DataError
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
@@ -55,7 +55,8 @@ def require_data(config: RootConfig) -> None:
 
     Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
     """
-    open_run_data(config)
+    # The launcher may run on a node that does not train: only ranks copy.
+    open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
 
 
 def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: Path, console: Console) -> RootConfig:

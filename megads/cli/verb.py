@@ -28,7 +28,8 @@ class Verb:
         name: the verb.
         schema: dataclass of its config.
         run: does the work and returns the exit code; gets an instance of `schema`.
-        flags: the override that each flag of the verb's own stands for, as in --json for json=true.
+        flags: the override that each flag of the verb's own stands for, as in --json for json=true, or each
+            word alone, as in merge for action=merge.
         text_keys: keys whose values are taken as they stand, commas and brackets included.
     """
 

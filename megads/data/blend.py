@@ -15,13 +15,19 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.indexed import IndexedDataset, IntArray
+from megads.data.indexed import IntArray
+from megads.data.packed import PackedSamples
+from megads.data.runs import Runs, blended_runs
 from megads.data.samples import TrainSamples
 from megads.data.skip import Skips
 
 # So many samples at a time go down the tree together: enough for the work at its nodes to count, and
 # few enough for the processor's cache.
 CHUNK = 1 << 18
+
+
+BlendPart = TrainSamples | PackedSamples
+"""The stream of one dataset."""
 
 
 class Interleaving(Protocol):
@@ -212,7 +218,7 @@ class BlendedSamples:
         skips: what is left out; None is nothing.
     """
 
-    def __init__(self, parts: Sequence[TrainSamples], order: Interleaving, skips: Skips | None = None) -> None:
+    def __init__(self, parts: Sequence[BlendPart], order: Interleaving, skips: Skips | None = None) -> None:
         self.parts = list(parts)
         self.seq_len = parts[0].seq_len
         self._order = order
@@ -248,25 +254,6 @@ class BlendedSamples:
             found[inside, 1:] = self.parts[dataset].dataset_samples(places[inside])
         return found
 
-    def read(self, sample: int, out: IntArray) -> None:
-        """Reads the S + 1 tokens of a sample, see `TrainSamples.read`."""
-        part, number = self._part_of(sample)
-        part.read(number, out)
-
-    def read_document_starts(self, sample: int, out: IntArray) -> None:
-        """Tells where the documents of a sample start, see `TrainSamples.read_document_starts`."""
-        part, number = self._part_of(sample)
-        part.read_document_starts(number, out)
-
-    def document_at(self, sample: int, token: int) -> int:
-        """Returns the number, in its dataset, of the document from which a sample's token with that index comes."""
-        part, number = self._part_of(sample)
-        return part.document_at(number, token)
-
-    def dataset_at(self, sample: int) -> IndexedDataset:
-        """Returns the dataset of a sample."""
-        return self._part_of(sample)[0].dataset
-
-    def _part_of(self, sample: int) -> tuple[TrainSamples, int]:
-        datasets, places = self.place(np.array([sample], np.int64))
-        return self.parts[int(datasets[0])], int(places[0])
+    def runs(self, samples: IntArray) -> list[Runs]:
+        """Where the tokens of samples are, see `SampleSource`."""
+        return blended_runs(self.parts, *self.place(samples))

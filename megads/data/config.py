@@ -5,83 +5,23 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import PurePath
+from enum import Enum, StrEnum
 from typing import Any
 
 from omegaconf import MISSING
 
+from megads.data.blend_config import DatasetConfig, Order, PhaseConfig, SkipConfig, Weighting
 from megads.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
 
 
-class Weighting(StrEnum):
-    """Where the weights of a blend come from."""
+class PackingMode(StrEnum):
+    """How documents become samples."""
 
-    explicit = "explicit"
-    tokens = "tokens"
-    documents = "documents"
-    temperature = "temperature"
-
-
-class Order(StrEnum):
-    """Who defines the order of the samples."""
-
-    default = "default"
-    megatron = "megatron"
-
-
-@dataclass
-class DatasetConfig:
-    """One dataset on disk."""
-
-    path: str = MISSING
-    """Prefix of <path>.bin and <path>.idx."""
-    weight: float | None = None
-    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit."""
-    name: str | None = None
-    """Name of its validation share in metrics (valid/<name>/loss); null is the last part of the path."""
-    max_epochs: float | None = None
-    """Passes over the dataset that the run may take; null is one where it is blended with others, and any number where
-    it is alone."""
-
-    @property
-    def shown_name(self) -> str:
-        """The name in metrics."""
-        return self.name if self.name is not None else PurePath(self.path).name
-
-
-@dataclass
-class PhaseConfig:
-    """Another mix of the same datasets, from a sample on."""
-
-    from_sample: int = MISSING
-    """Samples consumed (`samples` in metrics.jsonl) when it begins."""
-    weights: list[float] = field(default_factory=list)
-    """One a dataset of data.train, in their order; 0 leaves it out."""
-
-
-@dataclass
-class SkipConfig:
-    """A range of the training stream to leave out: either steps or samples."""
-
-    steps: list[int] | None = None
-    """[first, last] step as counted in metrics.jsonl, both left out."""
-    samples: list[int] | None = None
-    """[from, to]: what is consumed between these two values of `samples` in metrics.jsonl."""
-
-    def check(self) -> None:
-        """Raises ConfigError unless it is exactly one range with something in it."""
-        ranges = [value for value in (self.steps, self.samples) if value is not None]
-        shown = f"data.skip: steps = {self.steps}, samples = {self.samples}"
-        if len(ranges) != 1 or len(ranges[0]) != 2:
-            raise ConfigError(f"{shown}: want one range of one kind, for example data.skip='[{{steps: [501, 700]}}]'")
-        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
-            raise ConfigError(f"{shown}: want [first, last] with 1 <= first <= last")
-        if self.samples is not None and not 0 <= self.samples[0] < self.samples[1]:
-            raise ConfigError(f"{shown}: want [from, to] with 0 <= from < to")
+    stream = "stream"
+    best_fit = "best_fit"
 
 
 @dataclass
@@ -118,13 +58,22 @@ class DataConfig:
     cache_dir: str | None = None
     """Where prepared text and index maps are cached; null is data-cache/ beside the run for text, and beside the
     dataset, or the user's cache where that is not writable, for index maps."""
+    stage_to: str | None = None
+    """Folder on a disk of each node, for data on a remote filesystem: the datasets are copied there once, checksummed,
+    and read from there. An unchanged dataset is not copied again. A copy may take as long as cluster.timeout_s."""
     prefetch_steps: int = 2
     """Steps that the loader thread prepares ahead."""
+    packing: PackingMode = PackingMode.stream
+    """stream: documents are laid end to end and cut into samples. best_fit: samples are filled with whole documents; of
+    documents of several sequences (prompt, response, and so on) the loss counts on responses only."""
     document_mask: bool = False
     """A token attends to its own document only; else also to the documents before it in the same sample."""
     reset_positions: bool = False
     """Learned and rotary positions start from 0 in every document, or in its part in the sample; else in every sample.
     ALiBi knows distances only."""
+    mask_eod: bool = False
+    """No training loss on the first token of a document that starts within a sample, which the end of the document
+    before cannot predict. Megatron's eod_mask_loss, by the borders in the index. Validation counts every token."""
 
     @property
     def raw_patterns(self) -> list[str]:
@@ -140,6 +89,7 @@ class DataConfig:
             raise ConfigError(f"data.split = {self.split}: want two shares [train, valid], train above 0")
         if self.prefetch_steps < 1:
             raise ConfigError(f"data.prefetch_steps = {self.prefetch_steps}: must be at least 1")
+        self._check_packing()
         self._check_blend()
         self._check_phases()
         for item in self.skip:
@@ -216,6 +166,21 @@ class DataConfig:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 raise ConfigError(f"data.valid: the name {name!r} may hold letters, digits and _ . - only")
 
+    def _check_packing(self) -> None:
+        """Best-fit packing wants documents apart, and an order of its own."""
+        if self.packing is not PackingMode.best_fit:
+            return
+        if not (self.document_mask and self.reset_positions):
+            raise ConfigError(
+                f"data.packing = best_fit with data.document_mask = {self.document_mask} and data.reset_positions = "
+                f"{self.reset_positions}: pairs that share a sample would read each other; set both to true"
+            )
+        if self.order is Order.megatron:
+            raise ConfigError(
+                "data.packing = best_fit and data.order = megatron: Megatron's order cuts documents laid end to end; "
+                "use data.order=default or data.packing=stream"
+            )
+
     def _check_source(self) -> None:
         """Exactly one of raw text and a dataset."""
         if self.raw is None:
@@ -286,13 +251,21 @@ class TokenizerConfig:
     """Special token that ends every document."""
 
 
+class Engine(Enum):
+    """What tokenizes."""
+
+    auto = "auto"
+    hf = "hf"
+    fast = "fast"
+
+
 @dataclass
 class PreprocessConfig:
     """`megads preprocess`: turns raw text into an indexed dataset in Megatron's format."""
 
     input: list[str] = field(default_factory=list)
     """Files, folders or globs: .jsonl (a "text" field a line), .txt or .md (one document each), also .gz or .zst;
-    .parquet."""
+    .parquet; '[-]' reads JSON lines from the standard input."""
     tokenizer: str = MISSING
     """Tokenizer file in Hugging Face `tokenizers` format."""
     output: str = MISSING
@@ -303,3 +276,80 @@ class PreprocessConfig:
     """Token appended to every document; null appends none."""
     overwrite: bool = False
     """Replace an existing dataset."""
+    engine: Engine = Engine.auto
+    """hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids on the first documents and on one in a
+    thousand after them; auto takes fast where it is installed and gives the same ids."""
+    workers: int | None = None
+    """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
+
+    def check(self) -> None:
+        """Raises ConfigError on no workers, and on the standard input beside files."""
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
+        if "-" in self.input and len(self.input) > 1:
+            raise ConfigError(f"input = {self.input}: - is the standard input and must stand alone; leave the rest out")
+
+
+class DatasetAction(Enum):
+    """What `megads dataset` does."""
+
+    merge = "merge"
+    split = "split"
+    inspect = "inspect"
+    stats = "stats"
+    check = "check"
+
+
+@dataclass
+class DatasetActionConfig:
+    """`megads dataset`: merges, splits, shows, counts and checks indexed datasets."""
+
+    action: DatasetAction = MISSING
+    """What to do; the word alone is enough: megads dataset merge."""
+    input: Any = MISSING
+    """Prefix of a dataset, or a list of them: <input>.bin and <input>.idx."""
+    output: str | None = None
+    """Prefix of the dataset to write (merge), of <output>-<part> (split), or a .png file for the histogram (stats)."""
+    parts: Any = None
+    """Names and shares of the parts of a split, by documents and in their order; null is {train: 0.98, valid: 0.02}."""
+    first: int = 0
+    """First document to inspect."""
+    count: int = 5
+    """Documents to inspect."""
+    max_characters: int = 500
+    """Of each inspected document."""
+    tokenizer: str | None = None
+    """Tokenizer file to decode with; null is the one beside the dataset."""
+    overwrite: bool = False
+    """Replace existing datasets."""
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The datasets as a list."""
+        return [self.input] if isinstance(self.input, str) else list(self.input)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the parts of a split, by name."""
+        return {"train": 0.98, "valid": 0.02} if self.parts is None else self.parts
+
+    def check(self) -> None:
+        """Raises ConfigError on a missing output, on too many inputs, and on parts or documents that are none."""
+        if not isinstance(self.input, str | list) or not self.input or not all(isinstance(x, str) for x in self.input):
+            raise ConfigError(f"input = {self.input!r}: want the prefix of a dataset, or a list, as in input='[a, b]'")
+        if self.action in (DatasetAction.merge, DatasetAction.split) and not self.output:
+            raise ConfigError(f"{self.action.value} needs output=<prefix>")
+        if self.action in (DatasetAction.split, DatasetAction.inspect) and len(self.prefixes) != 1:
+            raise ConfigError(f"{self.action.value} takes one dataset, input names {len(self.prefixes)}")
+        given = self.shares.values() if isinstance(self.shares, dict) else [None]
+        if not self.shares or not all(isinstance(share, int | float) and share > 0 for share in given):
+            raise ConfigError(
+                f"parts = {self.shares}: want names with shares above 0, as in parts='{{train: 9, test: 1}}'"
+            )
+        if self.first < 0 or self.count < 1 or self.max_characters < 1:
+            raise ConfigError(
+                f"first = {self.first}, count = {self.count}, max_characters = {self.max_characters}: want a document "
+                "from 0 on, and at least one of the others"
+            )
+        if self.action is DatasetAction.stats and self.output is not None and not self.output.endswith(".png"):
+            raise ConfigError(f"output = {self.output}: the picture of stats is a .png file")

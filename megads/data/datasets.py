@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.blend import BalancedOrder, BlendedSamples, Interleaving, Mix, Phase
-from megads.data.config import DataConfig, Order, Weighting
+from megads.data.blend import BalancedOrder, BlendedSamples, BlendPart, Interleaving, Mix, Phase
+from megads.data.blend_config import Order, Weighting
+from megads.data.config import DataConfig, PackingMode
 from megads.data.indexed import IndexedDataset
 from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share
+from megads.data.packed import PackedSamples, PackedValidation
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megads.data.skip import skips_of
+from megads.data.staging import staged
 from megads.errors import ConfigError, DataError
 
 HELD_OUT = "held_out"
@@ -29,7 +32,7 @@ def open_datasets(
     vocab_size: int,
     samples: int = 0,
     schedule: BatchSizeSchedule | None = None,
-) -> tuple[TrainSamples | BlendedSamples, dict[str, ValidationSamples]]:
+) -> tuple[BlendPart | BlendedSamples, dict[str, ValidationSamples | PackedValidation]]:
     """Opens training and validation data and checks that they fit the model and each other.
 
     With data.valid set, training takes all documents of its datasets; else data.split divides each.
@@ -50,8 +53,8 @@ def open_datasets(
         DataError: data is missing, corrupt, too small, or made for another vocabulary.
     """
     config.check()
-    datasets = [IndexedDataset(item.path) for item in config.train]
-    valid_datasets = {name: IndexedDataset(path) for name, path in config.valid_paths.items()}
+    datasets = [open_dataset(config, item.path) for item in config.train]
+    valid_datasets = {name: open_dataset(config, path) for name, path in config.valid_paths.items()}
     _check_sidecars([*datasets, *valid_datasets.values()], vocab_size)
     if valid_datasets:
         train_documents = [range(dataset.num_documents) for dataset in datasets]
@@ -63,7 +66,7 @@ def open_datasets(
         held_out = {name: (dataset, split[1]) for name, dataset, split in zip(names, datasets, splits, strict=True)}
     train = _train_samples(config, datasets, train_documents, seq_len, seed, samples, schedule or BatchSizeSchedule(1))
     valid = {
-        name: ValidationSamples(dataset, documents, seq_len)
+        name: validation_source(config, dataset, documents, seq_len)
         for name, (dataset, documents) in held_out.items()
         if documents
     }
@@ -102,19 +105,19 @@ def _train_samples(
     seed: int,
     samples: int,
     schedule: BatchSizeSchedule,
-) -> TrainSamples | BlendedSamples:
+) -> BlendPart | BlendedSamples:
     weights = blend_weights(config, datasets, documents)
     skips = skips_of(config.skip, schedule)
     # The end of the run's stream, what is left out included.
     total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
     megatron = config.order is Order.megatron
-    parts: list[TrainSamples] = []
+    parts: list[BlendPart] = []
     for dataset, part, weight in zip(datasets, documents, weights, strict=True):
         if megatron:
             wanted = megatron_share(total, weight) if len(datasets) > 1 else total
             parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
         else:
-            parts.append(TrainSamples(dataset, part, seq_len, seed, config.cache_dir))
+            parts.append(train_source(config, dataset, part, seq_len, seed))
     if len(parts) == 1 and not skips.ranges and config.train[0].max_epochs is None:
         return parts[0]
     order: Interleaving
@@ -127,7 +130,7 @@ def _train_samples(
     return BlendedSamples(parts, order, skips)
 
 
-def _check_epochs(config: DataConfig, parts: Sequence[TrainSamples], order: Interleaving, total: int) -> None:
+def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interleaving, total: int) -> None:
     """Refuses a run that reads more of a dataset than it may: a small one would be learnt by heart unnoticed."""
     taken = order.counts(total)
     for place, (item, part) in enumerate(zip(config.train, parts, strict=True)):
@@ -143,6 +146,29 @@ def _check_epochs(config: DataConfig, parts: Sequence[TrainSamples], order: Inte
             f"allows {limit}: set its max_epochs to {count / part.samples_per_epoch + 0.005:.2f}, lower its weight, or "
             f"train on at most {enough} samples"
         )
+
+
+def open_dataset(config: DataConfig, path: str) -> IndexedDataset:
+    """The dataset at a prefix, or its copy on this node where data.stage_to asks for one."""
+    return IndexedDataset(path if config.stage_to is None else staged(path, config.stage_to))
+
+
+def train_source(
+    config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int, seed: int
+) -> TrainSamples | PackedSamples:
+    """Training samples of some documents of one dataset, as data.packing says."""
+    if config.packing is PackingMode.best_fit:
+        return PackedSamples(dataset, documents, seq_len, seed)
+    return TrainSamples(dataset, documents, seq_len, seed, config.cache_dir)
+
+
+def validation_source(
+    config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int
+) -> ValidationSamples | PackedValidation:
+    """Validation windows of some documents of one dataset, as data.packing says."""
+    if config.packing is PackingMode.best_fit:
+        return PackedValidation(dataset, documents, seq_len)
+    return ValidationSamples(dataset, documents, seq_len)
 
 
 def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megads.data.sidecar import Sidecar, write_sidecar
+from megads.data.indexed import IndexedDataset, IndexedDatasetWriter, idx_path
+from megads.data.sidecar import Sidecar, file_checksum, write_sidecar
 
 WANTED_PARTS = 100
 SMALLEST_PART_TOKENS = 256
@@ -34,6 +34,7 @@ def cut_few_documents(prefix: Path, sidecar: Sidecar) -> Sidecar:
             parts = max(1, tokens.size // part_tokens)
             for part in range(parts):
                 writer.append(tokens[tokens.size * part // parts : tokens.size * (part + 1) // parts])
-    cut = dataclasses.replace(sidecar, documents=writer.num_documents)
+    index = None if sidecar.idx_checksum is None else file_checksum(idx_path(prefix))
+    cut = dataclasses.replace(sidecar, documents=writer.num_documents, idx_checksum=index)
     write_sidecar(prefix, cut)
     return cut

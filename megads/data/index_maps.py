@@ -81,12 +81,12 @@ class EpochMapKey:
         """Computes the map of one epoch over a range of the dataset's documents."""
         random = np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))
         documents = range(self.first_document, self.end_document)
-        order = _permutation(random, len(documents))
+        order = permutation(random, len(documents))
         sample_index = build_sample_index(dataset.document_sizes(documents)[order], self.seq_len)
         return EpochMap(
             document_order=order + order.dtype.type(self.first_document),
             sample_index=sample_index,
-            shuffle=_permutation(random, len(sample_index) - 1),
+            shuffle=permutation(random, len(sample_index) - 1),
         )
 
 
@@ -124,7 +124,7 @@ class EpochMap:
     shuffle: npt.NDArray[np.integer[Any]]
 
 
-def _permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[Any]]:
+def permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[Any]]:
     """Returns a random order of 0..count-1, by sorting random keys.
 
     NumPy promises the raw stream of a bit generator for ever, but lets Generator.permutation change between versions:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -80,9 +80,9 @@ class IndexedDataset:
         self.dtype, self.num_sequences, num_entries = _read_header(index)
         self.num_documents = num_entries - 1
         raw = _map_bytes(index)
-        self._sizes = np.frombuffer(raw, "<i4", self.num_sequences, HEADER.size)
+        self.sequence_sizes = np.frombuffer(raw, "<i4", self.num_sequences, HEADER.size)
         self._offsets = np.frombuffer(raw, "<i8", self.num_sequences, HEADER.size + 4 * self.num_sequences)
-        self._document_index = np.frombuffer(raw, "<i8", num_entries, HEADER.size + 12 * self.num_sequences)
+        self.document_index = np.frombuffer(raw, "<i8", num_entries, HEADER.size + 12 * self.num_sequences)
         self._bin_bytes = tokens.stat().st_size
         end = self._check_offsets()
         self._check_document_index()
@@ -93,12 +93,13 @@ class IndexedDataset:
             )
         if end == 0:
             raise DataError(f"{tokens}: holds no tokens; give `megads preprocess` documents with text")
-        self._tokens: Array = np.frombuffer(_map_bytes(tokens), self.dtype)
+        self.all_tokens: Array = np.frombuffer(_map_bytes(tokens), self.dtype)
+        """[num_tokens], a read-only view of `.bin`."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the dataset."""
-        return self._tokens.size
+        return self.all_tokens.size
 
     def tokens(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
         """Returns tokens of one sequence.
@@ -117,7 +118,7 @@ class IndexedDataset:
         if not 0 <= sequence < self.num_sequences:
             raise IndexError(f"sequence {sequence} of {self.num_sequences}")
         begin = int(self._offsets[sequence]) // self.dtype.itemsize
-        return self._slice(begin, begin + int(self._sizes[sequence]), offset, length)
+        return self._slice(begin, begin + int(self.sequence_sizes[sequence]), offset, length)
 
     def document_tokens(self, document: int, offset: int = 0, length: int | None = None) -> Array:
         """Returns tokens of one document, all its sequences joined; arguments and errors as in `tokens`."""
@@ -128,23 +129,29 @@ class IndexedDataset:
     def stream(self, documents: range) -> Array:
         """Returns the tokens of consecutive documents as one read-only view of the file."""
         assert documents.step == 1
-        return self._tokens[self.document_start(documents.start) : self.document_start(documents.stop)]
+        return self.all_tokens[self.document_start(documents.start) : self.document_start(documents.stop)]
 
     def document_start(self, document: int) -> int:
         """Returns the position of a document's first token in `.bin`; that of `num_documents` is the end."""
-        sequence = int(self._document_index[document])
+        sequence = int(self.document_index[document])
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self._offsets[sequence]) // self.dtype.itemsize
 
+    def document_bounds(self, documents: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns, int64 [n] each, the positions in `.bin` of the first tokens of n documents and of their ends."""
+        index = self.document_index
+        return self.sequence_starts(index[documents]), self.sequence_starts(index[documents + 1])
+
     def document_sizes(self, documents: range) -> IntArray:
         """Returns int64 [len(documents)], tokens in each of consecutive documents."""
         assert documents.step == 1
-        first = self._document_index[documents.start : documents.stop + 1]
-        starts = np.full(first.size, self.num_tokens, np.int64)
-        inside = first < self.num_sequences
-        starts[inside] = self._offsets[first[inside]] // self.dtype.itemsize
-        return np.diff(starts)
+        return np.diff(self.sequence_starts(self.document_index[documents.start : documents.stop + 1]))
+
+    def sequence_starts(self, sequences: IntArray) -> IntArray:
+        """Returns int64 [n], positions in `.bin` of the first tokens of n sequences; `num_sequences` gives the end."""
+        starts = self._offsets[np.minimum(sequences, self.num_sequences - 1)] // self.dtype.itemsize
+        return np.where(sequences < self.num_sequences, starts, self.num_tokens)
 
     def document_of(self, position: int) -> int:
         """Returns the number of the document that holds the token at `position` in `.bin`."""
@@ -154,7 +161,7 @@ class IndexedDataset:
         """Returns 16 hex digits that change with the index or the size of `.bin`; it does not read the tokens."""
         digest = hashlib.sha256(HEADER.pack(*_unpack_header(self._path)))
         digest.update(self._bin_bytes.to_bytes(8, "little"))
-        for part in (self._sizes, self._document_index):
+        for part in (self.sequence_sizes, self.document_index):
             for begin in range(0, part.size, CHUNK):
                 digest.update(part[begin : begin + CHUNK].tobytes())
         return digest.hexdigest()[:16]
@@ -163,17 +170,17 @@ class IndexedDataset:
         wanted = end - begin - offset if length is None else length
         if offset < 0 or wanted < 0 or begin + offset + wanted > end:
             raise IndexError(f"tokens [{offset}, {offset + wanted}) of {end - begin}")
-        return self._tokens[begin + offset : begin + offset + wanted]
+        return self.all_tokens[begin + offset : begin + offset + wanted]
 
     def _check_offsets(self) -> int:
         """Refuses lengths and offsets that do not tile `.bin`; returns the byte at which they end."""
         end = 0
         for begin in range(0, self.num_sequences, CHUNK):
-            sizes = self._sizes[begin : begin + CHUNK].astype(np.int64)
+            sizes = self.sequence_sizes[begin : begin + CHUNK].astype(np.int64)
             if sizes.min() < 0:
                 bad = begin + int(np.argmax(sizes < 0))
                 byte = HEADER.size + 4 * bad
-                raise _refusal(self._path, byte, f"sequence {bad} has a length of {self._sizes[bad]} tokens")
+                raise _refusal(self._path, byte, f"sequence {bad} has a length of {self.sequence_sizes[bad]} tokens")
             ends = end + np.cumsum(sizes) * self.dtype.itemsize
             expected = np.concatenate(([end], ends[:-1]))
             wrong = self._offsets[begin : begin + CHUNK] != expected
@@ -190,7 +197,7 @@ class IndexedDataset:
 
     def _check_document_index(self) -> None:
         base = HEADER.size + 12 * self.num_sequences
-        index = self._document_index
+        index = self.document_index
         if index[0] != 0:
             raise _refusal(self._path, base, f"the document index starts at sequence {index[0]}, not 0")
         for begin in range(0, index.size - 1, CHUNK):
@@ -356,7 +363,7 @@ class IndexedDatasetWriter:
         self._temporary_bin.unlink(missing_ok=True)
         self._temporary_idx.unlink(missing_ok=True)
 
-    def __enter__(self) -> IndexedDatasetWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -370,16 +377,20 @@ class IndexedDatasetWriter:
 
     def _index_bytes(self) -> Iterator[bytes]:
         sizes = np.frombuffer(self._sizes, np.int32)
-        count = sizes.size
-        yield HEADER.pack(MAGIC, VERSION, self._code, count, count + 1)
+        count, entries = sizes.size, self.num_documents + 1
+        yield HEADER.pack(MAGIC, VERSION, self._code, count, entries)
         yield sizes.astype("<i4").tobytes()
         end = 0
         for begin in range(0, count, CHUNK):
             ends = end + np.cumsum(sizes[begin : begin + CHUNK], dtype=np.int64) * self.dtype.itemsize
             yield np.concatenate(([end], ends[:-1])).astype("<i8").tobytes()
             end = int(ends[-1])
-        for begin in range(0, count + 1, CHUNK):
-            yield np.arange(begin, min(begin + CHUNK, count + 1), dtype="<i8").tobytes()
+        for begin in range(0, entries, CHUNK):
+            yield self._document_index(begin, min(begin + CHUNK, entries)).astype("<i8").tobytes()
+
+    def _document_index(self, begin: int, end: int) -> IntArray:
+        """Entries begin to end - 1: the first sequence of each document."""
+        return np.arange(begin, end)
 
     def _write_error(self, error: OSError) -> DataError:
         return DataError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megads.data.record_text import NotText
 from megads.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
 
 _ROWS = 256
 _READ_BYTES = 1 << 20
-
-
-class NotText(ValueError):
-    """A row without text; the message says why."""
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[tuple[float, str | NotText]]:

@@ -18,7 +18,7 @@ from megads.data.config import DataConfig, TextTokenizerConfig
 from megads.data.content_digest import ContentDigests, FileState, require_unchanged
 from megads.data.few_documents import cut_few_documents
 from megads.data.indexed import IndexedDataset
-from megads.data.preprocess import end_of_document_id, tokenize
+from megads.data.preprocess import Tokenizing, end_of_document_id
 from megads.data.sidecar import Sidecar, read_sidecar
 from megads.data.text import DocumentReader
 from megads.data.text_files import text_bytes_estimate
@@ -167,13 +167,10 @@ class Preparation:
                 self.tokenizer.end_of_document,
                 max(1, every),
             )
-        sidecar = tokenize(
-            self._reader(),
-            str(tokenizer_file),
-            str(folder / TOKENS),
-            self.tokenizer.end_of_document,
-            "tokenizer.end_of_document",
+        tokenizing = Tokenizing(
+            str(tokenizer_file), str(folder / TOKENS), self.tokenizer.end_of_document, "tokenizer.end_of_document"
         )
+        sidecar = tokenizing.run(self._reader(), self.data.text_field, workers=None)
         cut_few_documents(folder / TOKENS, sidecar)
 
     def _reader(self) -> DocumentReader:

@@ -1,26 +1,43 @@
-"""From raw text to an indexed dataset, in constant memory."""
+"""From raw text to an indexed dataset: in parallel, in constant memory, and on from where a killed start was."""
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import hashlib
+import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer
 
+from megads.data.block_tokenizer import BlockTokenizer, Finished, TokenizeSettings
+from megads.data.blocks import STDIN, Block, block_bytes_of, blocks_of, stdin_blocks
 from megads.data.carried_tokenizer import carried_path, write_carried
-from megads.data.config import PreprocessConfig
-from megads.data.indexed import IndexedDatasetWriter, bin_path, idx_path, token_dtype
+from megads.data.config import Engine, PreprocessConfig
+from megads.data.content_digest import file_state, require_unchanged
+from megads.data.engine import choose_engine
+from megads.data.indexed import bin_path, idx_path, token_dtype
+from megads.data.indexed_append import IndexedDatasetAppender
 from megads.data.progress import ByteProgress
-from megads.data.sidecar import Sidecar, sidecar_path, write_sidecar
-from megads.data.text import Document, DocumentReader
+from megads.data.record_text import NotText
+from megads.data.shards import open_shard, shard_path
+from megads.data.sidecar import Sidecar, file_checksum, sidecar_path, write_sidecar
+from megads.data.text import DocumentReader, RejectedLine, Rejections, no_documents
 from megads.data.tokenizer import embedding_rows, load_tokenizer
-from megads.errors import ConfigError
+from megads.data.worker_pool import map_in_processes
+from megads.errors import ConfigError, DataError
+from megads.runtime.environment import available_cores, exported
 
-BATCH_CHARACTERS = 1 << 20
+# In the folder of shards: the dataset under the output's name is ours, unfinished, and may be replaced.
+_COMMITTING = "committing"
+# The fast engine must give the same ids as the reference on so many documents, before it is used.
+SAMPLE_DOCUMENTS = 300
 
 
 @dataclass(frozen=True)
@@ -31,19 +48,25 @@ class PreprocessReport:
         output: prefix of the dataset.
         sidecar: the numbers, as written beside it.
         seconds: how long it took.
+        kept_shards: parts that an earlier start had finished.
+        engine: what tokenized.
     """
 
     output: str
     sidecar: Sidecar
     seconds: float
+    kept_shards: int = 0
+    engine: str = ""
 
     def __str__(self) -> str:
         made = self.sidecar
         lines = [
             f"{self.output}: {made.documents:,} documents, {made.tokens:,} tokens, {made.text_bytes / 1e6:,.1f} MB "
             f"of text ({made.text_bytes / made.tokens:.2f} bytes a token), largest token {made.max_token_id}",
-            f"{self.seconds:.1f} s, {made.tokens / max(self.seconds, 1e-9):,.0f} tokens/s",
+            f"{self.seconds:.1f} s, {made.tokens / max(self.seconds, 1e-9):,.0f} tokens/s, engine {self.engine}",
         ]
+        if self.kept_shards:
+            lines[1] = f"{self.seconds:.1f} s; {self.kept_shards} parts kept from an earlier start"
         if made.rejected_lines:
             lines.append(f"{made.rejected_lines} lines rejected, the first of them:")
             lines += [f"  {example}" for example in made.rejected_examples[:5]]
@@ -53,7 +76,9 @@ class PreprocessReport:
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`.
 
-    A copy of the tokenizer goes with them, as `<output>.tokenizer.json`: who has the dataset can read it.
+    A copy of the tokenizer goes with them, as `<output>.tokenizer.json`: who has the dataset can read it. Finished
+    parts are in `<output>.parts` meanwhile; the same call after a kill goes on from them. The bytes written do not
+    depend on the number of workers or on kills.
 
     Args:
         config: input, tokenizer and output.
@@ -63,90 +88,210 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 
     Raises:
         ConfigError: the output exists, or the end-of-document token is not in the tokenizer.
-        DataError: no documents, a damaged input or tokenizer file, or a full disk. Nothing is left behind then.
+        DataError: no documents, a damaged input or tokenizer file, or a full disk.
+        UnhealthyNode: a worker process died.
     """
+    config.check()
     start_s = time.monotonic()
-    reader = DocumentReader(config.input, config.text_field)
-    _refuse_to_overwrite(config, reader.files)
-    sidecar = tokenize(reader, config.tokenizer, config.output, config.end_of_document, "end_of_document")
-    return PreprocessReport(config.output, sidecar, time.monotonic() - start_s)
+    source = None if config.input == [STDIN] else DocumentReader(config.input, config.text_field)
+    _refuse_to_overwrite(config, source.files if source else [])
+    tokenizing = Tokenizing(config.tokenizer, config.output, config.end_of_document, "end_of_document")
+    sidecar = tokenizing.run(source, config.text_field, config.workers, config.engine)
+    return PreprocessReport(
+        config.output, sidecar, time.monotonic() - start_s, tokenizing.kept_shards, tokenizing.engine
+    )
 
 
-def tokenize(
-    reader: DocumentReader, tokenizer_file: str, output: str, end_of_document: str | None, end_key: str
-) -> Sidecar:
-    """Tokenizes documents, in constant memory, into a dataset and its sidecar.
+class Tokenizing:
+    """One way from documents to a dataset and its sidecar.
 
     Text that spells the end-of-document token is encoded as ordinary text, so that only real ends are marked.
 
     Args:
-        reader: the documents.
         tokenizer_file: in the format of Hugging Face `tokenizers`.
         output: prefix of the dataset; one that is there is replaced.
         end_of_document: token appended to every document, or None.
         end_key: the config key it comes from, for messages.
 
-    Returns:
-        The sidecar, as written.
-
     Raises:
         ConfigError: the end-of-document token is not in the tokenizer.
-        DataError: no documents, a damaged input or tokenizer file, or a full disk. Nothing is left behind then.
+        DataError: a damaged tokenizer file.
     """
-    tokenizer = load_tokenizer(tokenizer_file)
-    tokenizer_text = Path(tokenizer_file).read_bytes()
-    end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
-    tokenizer.encode_special_tokens = True
-    vocab_size = embedding_rows(tokenizer)
-    with IndexedDatasetWriter(output, token_dtype(vocab_size)) as writer:
-        text_bytes, max_token_id = _append_documents(reader, tokenizer, end_id, writer)
-        # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
-        sidecar_path(output).unlink(missing_ok=True)
-        if carried_path(output).resolve() != Path(tokenizer_file).resolve():
-            carried_path(output).unlink(missing_ok=True)
-    write_carried(output, tokenizer_text)
-    sidecar = Sidecar(
-        tokenizer_sha256=hashlib.sha256(tokenizer_text).hexdigest(),
-        vocab_size=vocab_size,
-        max_token_id=max_token_id,
-        end_of_document_id=end_id,
-        documents=writer.num_documents,
-        tokens=writer.num_tokens,
-        text_bytes=text_bytes,
-        rejected_lines=reader.rejected.count,
-        rejected_reasons=dict(reader.rejected.reasons),
-        rejected_examples=reader.rejected.examples,
-        input_files=[str(path) for path in reader.files],
-    )
-    write_sidecar(output, sidecar)
-    return sidecar
+
+    def __init__(self, tokenizer_file: str, output: str, end_of_document: str | None, end_key: str) -> None:
+        tokenizer = load_tokenizer(tokenizer_file)
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer_file = tokenizer_file
+        self._tokenizer_text = Path(tokenizer_file).read_bytes()
+        self._end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
+        self._vocab_size = embedding_rows(tokenizer)
+        self._dtype = token_dtype(self._vocab_size)
+        self._output = output
+        self.kept_shards = 0
+        self.engine = ""
+
+    def run(
+        self, source: DocumentReader | None, text_field: str, workers: int | None, engine: Engine = Engine.auto
+    ) -> Sidecar:
+        """Tokenizes documents.
+
+        Args:
+            source: the files; None is JSON lines from the standard input.
+            text_field: field or column that holds the text.
+            workers: processes; None takes as many as there are cores.
+            engine: what tokenizes.
+
+        Returns:
+            The sidecar, as written.
+
+        Raises:
+            DataError: no documents, a damaged input, or a full disk. Finished parts are kept then, where there are any.
+            UnhealthyNode: a worker process died.
+        """
+        states = {path: file_state(path) for path in source.files} if source else {}
+        blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
+        first = list(islice(blocks, 2))
+        chosen = choose_engine(engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], text_field))
+        self.engine = chosen.value
+        settings = TokenizeSettings(
+            os.path.realpath(self._tokenizer_file),
+            hashlib.sha256(self._tokenizer_text).hexdigest(),
+            text_field,
+            self._end_id,
+            self._dtype.str,
+            chosen.value,
+        )
+        with parts_folder(self._output) as folder:
+            make = functools.partial(BlockTokenizer, settings, folder)
+            # One block is not worth a process.
+            workers = 1 if len(first) < 2 else workers or available_cores()
+            num_shards = self._tokenize(make, chain(first, blocks), source.total_bytes if source else 0, workers)
+            for path, state in states.items():
+                require_unchanged(path, state)
+            return self._join(folder, num_shards, source, settings)
+
+    def _tokenize(
+        self, make: Callable[[], BlockTokenizer], blocks: Iterator[Block], total_bytes: int, workers: int
+    ) -> int:
+        """Makes all shards, showing progress; returns their number."""
+        finished: Iterator[Finished]
+        if workers > 1:
+            finished = map_in_processes(make, blocks, workers)
+        else:
+            function = make()
+            finished = (function(number, block) for number, block in enumerate(blocks))
+        shards = tokens = done_bytes = restarted = 0
+        threads = exported({"TOKENIZERS_PARALLELISM": "false"}) if workers == 1 else nullcontext()
+        with threads, ByteProgress("tokenizing", total_bytes) as progress:
+            for one in finished:
+                shards += 1
+                self.kept_shards += one.kept
+                restarted += one.restarted
+                tokens += one.tokens
+                done_bytes += one.input_bytes
+                progress.update(done_bytes, f"{tokens:,} tokens")
+        if restarted:
+            self.engine = f"fast, {restarted} of {shards} parts by hf after ids that differ"
+        return shards
+
+    def _join(
+        self, folder: Path, num_shards: int, source: DocumentReader | None, settings: TokenizeSettings
+    ) -> Sidecar:
+        """Copies the shards into the dataset, which appears whole or not at all."""
+        files = source.files if source else [Path(STDIN)]
+        rejected = Rejections()
+        text_bytes, max_token_id, line_base = 0, 0, 0
+        with IndexedDatasetAppender(self._output, self._dtype) as writer:
+            for number in range(num_shards):
+                shard = open_shard(shard_path(folder, number))
+                header = shard.header
+                line_base = 0 if header.first else line_base
+                for where, line, reason, detail in header.rejected:
+                    rejected.add(RejectedLine(where, line_base + line, NotText(reason, detail)))
+                line_base += header.lines
+                writer.extend(shard.sizes, shard.tokens(), continues=header.continues)
+                text_bytes += header.text_bytes
+                max_token_id = max(max_token_id, header.max_token_id)
+            if not writer.num_documents:
+                # Nothing worth keeping for another start.
+                shutil.rmtree(folder)
+                raise no_documents(files, rejected, settings.text_field)
+            (folder / _COMMITTING).touch()
+            # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data
+            # come.
+            sidecar_path(self._output).unlink(missing_ok=True)
+            if carried_path(self._output).resolve() != Path(self._tokenizer_file).resolve():
+                carried_path(self._output).unlink(missing_ok=True)
+        write_carried(self._output, self._tokenizer_text)
+        sidecar = Sidecar(
+            tokenizer_sha256=settings.tokenizer_sha256,
+            vocab_size=self._vocab_size,
+            max_token_id=max_token_id,
+            end_of_document_id=self._end_id,
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            text_bytes=text_bytes,
+            rejected_lines=rejected.count,
+            rejected_reasons=dict(rejected.reasons),
+            rejected_examples=rejected.examples,
+            input_files=[str(path) for path in files],
+            bin_checksum=writer.bin_checksum,
+            idx_checksum=file_checksum(idx_path(self._output)),
+        )
+        write_sidecar(self._output, sidecar)
+        shutil.rmtree(folder)
+        return sidecar
 
 
-def _append_documents(
-    reader: DocumentReader, tokenizer: Tokenizer, end_id: int | None, writer: IndexedDatasetWriter
-) -> tuple[int, int]:
-    """Tokenizes all documents into the writer, showing progress; returns bytes of text and the largest token."""
-    text_bytes, max_token_id = 0, 0
-    with ByteProgress("tokenizing", reader.total_bytes) as progress:
-        for batch in _batches(reader):
-            texts = [document.text for document in batch]
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for document, encoding in zip(batch, encodings, strict=True):
-                end = [] if end_id is None or document.continues else [end_id]
-                ids = np.asarray([*encoding.ids, *end], dtype=np.int64)
-                writer.append(ids, continues=document.continues)
-                max_token_id = max(max_token_id, int(ids.max(initial=0)))
-            text_bytes += sum(len(text.encode()) for text in texts)
-            progress.update(reader.bytes_read, f"{writer.num_tokens:,} tokens")
-    return text_bytes, max_token_id
+def _sample(blocks: Sequence[Block], text_field: str) -> list[str]:
+    """The first documents of the corpus."""
+    rows = (row for block in blocks for row in block.load().rows(text_field))
+    return [row.text for row in islice((row for row in rows if not isinstance(row, RejectedLine)), SAMPLE_DOCUMENTS)]
+
+
+def parts_path(output: str) -> Path:
+    """Returns the folder of the finished parts of a dataset that is being made."""
+    return Path(f"{output}.parts")
+
+
+@contextmanager
+def parts_folder(output: str) -> Iterator[Path]:
+    """Makes the folder of shards and keeps other processes out of it; an empty one goes again.
+
+    Raises:
+        ConfigError: another process makes the same dataset.
+        DataError: the folder cannot be made.
+    """
+    folder = parts_path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: writing failed: {error.strerror}; free space or permissions there, or choose another output"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"output = {output}: another process is making it; wait for it or choose another output"
+            ) from error
+        yield folder
+    finally:
+        os.close(descriptor)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _refuse_to_overwrite(config: PreprocessConfig, files: list[Path]) -> None:
+    unfinished = (parts_path(config.output) / _COMMITTING).exists()
     written = (bin_path(config.output), idx_path(config.output), sidecar_path(config.output))
     for path in (*written, carried_path(config.output)):
         if path.resolve() in [file.resolve() for file in files]:
             raise ConfigError(f"output = {config.output}: {path} is an input and would be lost; choose another output")
-        if path.exists() and not config.overwrite:
+        if path.exists() and not config.overwrite and not unfinished:
             raise ConfigError(f"output = {config.output}: {path} exists; choose another output or give overwrite=true")
 
 
@@ -167,17 +312,3 @@ def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | N
             "ends"
         )
     return found
-
-
-def _batches(documents: DocumentReader) -> Iterator[list[Document]]:
-    """Yields documents in batches of about as many characters, however long each is."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

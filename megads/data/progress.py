@@ -17,12 +17,12 @@ class ByteProgress:
 
     Args:
         label: what is going on.
-        total_bytes: size of the whole input.
+        total_bytes: size of the whole input; 0 is unknown, such as a pipe's.
     """
 
     def __init__(self, label: str, total_bytes: int) -> None:
         self._label = label
-        self._total_bytes = max(total_bytes, 1)
+        self._total_bytes = total_bytes
         self._start_s = self._last_line_s = time.monotonic()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
@@ -33,7 +33,7 @@ class ByteProgress:
                 TextColumn("{task.fields[note]}"),
                 console=Console(stderr=True),
             )
-            self._task = self._bar.add_task(label, total=self._total_bytes, note="")
+            self._task = self._bar.add_task(label, total=self._total_bytes or None, note="")
 
     def update(self, done_bytes: int, note: str = "") -> None:
         """Shows that `done_bytes` of the input are done; `note` is further text, such as a count of tokens."""
@@ -45,6 +45,10 @@ class ByteProgress:
             return
         self._last_line_s = now_s
         rate = done_bytes / (now_s - self._start_s)
+        if not self._total_bytes:
+            sys.stderr.write(f"{self._label}: {done_bytes / 1e6:,.1f} MB, {rate / 1e6:.2f} MB/s, {note}\n")
+            sys.stderr.flush()
+            return
         remaining_s = (self._total_bytes - done_bytes) / rate
         sys.stderr.write(
             f"{self._label}: {100 * done_bytes / self._total_bytes:.0f}% of {self._total_bytes / 1e6:,.1f} MB, "

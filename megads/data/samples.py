@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from megads.data.index_maps import EpochMap, EpochMapCache, EpochMapKey, MapKey
 from megads.data.indexed import IndexedDataset, IntArray
+from megads.data.runs import Runs, runs_of_samples, runs_of_windows
 from megads.errors import DataError
 
 KEPT_EPOCHS = 16
-CHUNK_TOKENS = 1 << 22
-# A token id above this is damage: counting it would take memory for that many tokens.
-MAX_TOKEN_ID = 1 << 24
 
 
 class TrainSamples:
@@ -68,6 +67,15 @@ class TrainSamples:
             of_epoch = epochs == epoch
             rows[of_epoch] = self._epoch_map(int(epoch)).shuffle[positions[of_epoch]]
         return np.stack((epochs, rows), axis=1)
+
+    def runs(self, samples: IntArray) -> list[Runs]:
+        """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
+        epochs, rows = self.dataset_samples(samples).T
+        found = []
+        for epoch in np.unique(epochs):
+            batch_rows = np.flatnonzero(epochs == epoch)
+            found.append(runs_of_samples(self.dataset, self._epoch_map(int(epoch)), rows[batch_rows], batch_rows))
+        return found
 
     def read(self, sample: int, out: IntArray) -> None:
         """Reads the S + 1 tokens of a sample.
@@ -122,10 +130,6 @@ class TrainSamples:
             self._fingerprint, self.documents.start, self.documents.stop, self.seq_len, self._seed, epoch
         )
 
-    def dataset_at(self, sample: int) -> IndexedDataset:
-        """Returns the dataset of a sample, which is the same for all."""
-        return self.dataset
-
 
 class ValidationSamples:
     """Windows that predict every token of the documents' stream but the first exactly once.
@@ -146,6 +150,8 @@ class ValidationSamples:
         self.documents = documents
         self.seq_len = seq_len
         self._stream = dataset.stream(documents)
+        sizes = dataset.document_sizes(documents)
+        self._document_starts = dataset.document_start(documents.start) + np.concatenate(([0], np.cumsum(sizes)))
         if self._stream.size < 2:
             raise DataError(
                 f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {self._stream.size} "
@@ -159,6 +165,18 @@ class ValidationSamples:
     def num_predicted_tokens(self) -> int:
         """Unmasked labels over all windows."""
         return self._stream.size - 1
+
+    def runs(self, windows: IntArray) -> list[Runs]:
+        """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
+        start, end = self._document_starts[0], self._document_starts[-1]
+        begins = start + windows * self.seq_len
+        ends = np.minimum(begins + self.seq_len + 1, end)
+        ends = np.where(windows < len(self), ends, begins)
+        found = runs_of_windows(self.dataset, self._document_starts, self.documents.start, begins, ends)
+        sizes = ends - begins
+        filled = np.flatnonzero(sizes)
+        counted = np.stack((filled, np.zeros_like(filled), sizes[filled] - 1), axis=1)
+        return [replace(found, counted=counted)]
 
     def read(self, window: int, out_tokens: IntArray, out_mask: npt.NDArray[np.float32]) -> None:
         """Reads one window.
@@ -191,10 +209,6 @@ class ValidationSamples:
         while document < self.documents.stop and (place := self.dataset.document_start(document) - begin) < out.size:
             out[place:] = place
             document += 1
-
-    def dataset_at(self, window: int) -> IndexedDataset:
-        """Returns the dataset of a window, which is the same for all."""
-        return self.dataset
 
     def document_at(self, window: int, token: int) -> int:
         """Returns the number of the document from which a window's token with that index comes."""
@@ -232,34 +246,3 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
             counts[part] = 1
     ends = [sum(counts[: part + 1]) for part in parts]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def unigram_entropy(dataset: IndexedDataset, documents: range) -> float:
-    """Computes the loss of the best model that ignores context, on exactly the tokens that validation predicts.
-
-    Args:
-        dataset: where the tokens are.
-        documents: the validation documents.
-
-    Returns:
-        Entropy, in nats, of the distribution of all tokens of the stream but the first.
-
-    Raises:
-        DataError: a token that cannot be one.
-    """
-    labels = dataset.stream(documents)[1:]
-    counts = np.zeros(0, np.int64)
-    for begin in range(0, labels.size, CHUNK_TOKENS):
-        chunk = labels[begin : begin + CHUNK_TOKENS].astype(np.int64)
-        if chunk.min() < 0 or chunk.max() > MAX_TOKEN_ID:
-            bad = int(np.argmax((chunk < 0) | (chunk > MAX_TOKEN_ID)))
-            document = dataset.document_of(dataset.document_start(documents.start) + 1 + begin + bad)
-            raise DataError(
-                f"{dataset.prefix}: document {document} holds token {chunk[bad]}, which no vocabulary has; "
-                "make the dataset anew with `megads preprocess`"
-            )
-        more = np.bincount(chunk, minlength=counts.size)
-        more[: counts.size] += counts
-        counts = more
-    probabilities = counts[counts > 0] / counts.sum()
-    return float(-(probabilities * np.log(probabilities)).sum())

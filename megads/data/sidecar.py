@@ -6,10 +6,13 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import xxhash
+
 from megads.data.atomic_file import atomic_writer
 from megads.errors import DataError
 
 FORMAT_VERSION = 1
+_BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Sidecar:
     """File, line and reason of the first of them."""
     input_files: list[str]
     """What was read, in order."""
+    bin_checksum: str | None = None
+    """XXH3 of the .bin file, 16 hex digits; None where an older version made the dataset."""
+    idx_checksum: str | None = None
+    """XXH3 of the .idx file."""
     format_version: int = FORMAT_VERSION
     """Of this file."""
 
@@ -45,6 +52,18 @@ class Sidecar:
 def sidecar_path(prefix: str | Path) -> Path:
     """Returns the sidecar's file of the dataset at `prefix`."""
     return Path(f"{prefix}.json")
+
+
+def file_checksum(path: Path) -> str:
+    """Returns the XXH3 of a file, 16 hex digits; raises DataError where it cannot be read."""
+    digest = xxhash.xxh3_64()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; copy the dataset again") from error
+    return str(digest.hexdigest())
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.config import SkipConfig
+from megads.data.blend_config import SkipConfig
 from megads.data.indexed import IntArray
 
 

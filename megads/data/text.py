@@ -5,18 +5,19 @@ A line that is no document is counted and reported; only what spoils a whole fil
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from zstandard import ZstdError
 
-from megads.data.parquet import NotText, parquet_rows
+from megads.data.parquet import parquet_rows
 from megads.data.plain_text import text_pieces, utf8_fault
+from megads.data.record_text import NotText, json_text
 from megads.data.text_files import (
     PARQUET_ENDINGS,
     TEXT_ENDINGS,
@@ -27,7 +28,6 @@ from megads.data.text_files import (
 )
 from megads.errors import DataError
 
-UTF8_MARK = b"\xef\xbb\xbf"
 KEPT_EXAMPLES = 100
 
 
@@ -39,6 +39,17 @@ class Document(NamedTuple):
     line: int
     continues: bool = False
     """More of the same document follows."""
+
+
+class RejectedLine(NamedTuple):
+    """A line that gave no document."""
+
+    source: str
+    line: int
+    why: NotText
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}: {self.why}"
 
 
 @dataclass
@@ -58,11 +69,11 @@ class Rejections:
         """Lines rejected in all."""
         return self.reasons.total()
 
-    def add(self, source: str, line: int, reason: str, detail: str = "") -> None:
+    def add(self, rejected: RejectedLine) -> None:
         """Counts one line."""
-        self.reasons[reason] += 1
+        self.reasons[rejected.why.reason] += 1
         if len(self.examples) < KEPT_EXAMPLES:
-            self.examples.append(f"{source}:{line}: {reason}" + (f" ({detail})" if detail else ""))
+            self.examples.append(str(rejected))
 
     def __str__(self) -> str:
         if not self.count:
@@ -106,53 +117,58 @@ class DocumentReader:
             DataError: a file cannot be read, or all files together have no document.
         """
         found = False
-        finished_bytes = 0
         for path in self.files:
-            try:
-                for document in self._read(path, finished_bytes):
+            for row in self.read(path):
+                if isinstance(row, RejectedLine):
+                    self.rejected.add(row)
+                else:
                     found = True
-                    yield document
-            except (OSError, EOFError, zlib.error, ZstdError) as error:
-                raise DataError(
-                    f"{path}: reading failed after {self.bytes_read - finished_bytes} bytes: {error}; "
-                    f"the file is truncated, damaged or not readable: make it again or leave it out of {self.key}"
-                ) from error
-            finished_bytes += path.stat().st_size
-            self.bytes_read = finished_bytes
+                    yield row
         if not found:
-            raise DataError(
-                f"{first_names(self.files)}: no documents, {self.rejected}; want text, or JSON lines or parquet with "
-                f"the field {self.text_field!r} (another is named with text_field)"
-            )
+            raise no_documents(self.files, self.rejected, self.text_field)
 
-    def _read(self, path: Path, finished_bytes: int) -> Iterator[Document]:
-        if kind(path) in PARQUET_ENDINGS:
-            yield from self._parquet(path, finished_bytes)
-            return
-        if kind(path) in TEXT_ENDINGS:
-            yield from self._plain_text(path, finished_bytes)
-            return
+    def read(self, path: Path) -> Iterator[Document | RejectedLine]:
+        """Yields what one file holds, in order; `bytes_read` counts on from the files read before.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        finished_bytes = self.bytes_read
+        with readable(path, self.key, lambda: self.bytes_read - finished_bytes):
+            if kind(path) in PARQUET_ENDINGS:
+                yield from self._parquet(path, finished_bytes)
+            elif kind(path) in TEXT_ENDINGS:
+                yield from self._plain_text(path, finished_bytes)
+            else:
+                yield from self._json_lines(path, finished_bytes)
+            self.bytes_read = finished_bytes + path.stat().st_size
+
+    def _json_lines(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
         with path.open("rb") as raw, decompressed(raw, path) as file:
             for number, line in enumerate(file, start=1):
                 # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
-                yield from self._json_line(line, str(path), number)
+                text = json_text(line, self.text_field, first=number == 1)
+                if isinstance(text, str):
+                    yield Document(text, str(path), number)
+                elif text is not None:
+                    yield RejectedLine(str(path), number, text)
 
-    def _parquet(self, path: Path, finished_bytes: int) -> Iterator[Document]:
+    def _parquet(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
         size = path.stat().st_size
         for number, (share, text) in enumerate(parquet_rows(path, self.text_field), start=1):
             self.bytes_read = finished_bytes + int(share * size)
             if isinstance(text, NotText):
-                self.rejected.add(str(path), number, str(text))
+                yield RejectedLine(str(path), number, text)
             else:
                 yield Document(text, str(path), number)
 
-    def _plain_text(self, path: Path, finished_bytes: int) -> Iterator[Document]:
+    def _plain_text(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
         # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
         with path.open("rb") as raw, decompressed(raw, path) as file:
             fault = utf8_fault(file)
         if fault is not None:
-            self.rejected.add(str(path), fault[0], "not UTF-8", f"byte {fault[1]:#04x}")
+            yield RejectedLine(str(path), fault[0], NotText("not UTF-8", f"byte {fault[1]:#04x}"))
             return
         piece = ""
         with path.open("rb") as raw, decompressed(raw, path) as file:
@@ -164,34 +180,24 @@ class DocumentReader:
         if piece:
             yield Document(piece, str(path), 1)
         else:
-            self.rejected.add(str(path), 1, "empty text")
+            yield RejectedLine(str(path), 1, NotText("empty text"))
 
-    def _json_line(self, line: bytes, source: str, number: int) -> Iterator[Document]:
-        if number == 1:
-            line = line.removeprefix(UTF8_MARK)
-        if not line.strip():
-            return
-        reason, detail = "", ""
-        try:
-            record = json.loads(line.decode())
-            text = record.get(self.text_field) if isinstance(record, dict) else None
-            if not isinstance(record, dict):
-                reason, detail = "not a JSON object", type(record).__name__
-            elif text is None:
-                reason = f"no field {self.text_field!r}"
-            elif not isinstance(text, str):
-                reason, detail = f"field {self.text_field!r} is not text", type(text).__name__
-            elif not text:
-                reason = "empty text"
-            else:
-                # JSON can spell half a surrogate pair, which is no character and which no tokenizer takes.
-                text.encode()
-                yield Document(text, source, number)
-        except UnicodeDecodeError as error:
-            reason, detail = "not UTF-8", f"byte {line[error.start]:#04x}"
-        except UnicodeEncodeError:
-            reason = "not Unicode: half a surrogate pair"
-        except (ValueError, RecursionError) as error:
-            reason, detail = "not JSON", str(error)[:100]
-        if reason:
-            self.rejected.add(source, number, reason, detail)
+
+@contextmanager
+def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[None]:
+    """Turns what reading a file raises into a DataError with the place in the file and the config key it comes from."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, ZstdError) as error:
+        raise DataError(
+            f"{path}: reading failed after {done_bytes()} bytes: {error}; "
+            f"the file is truncated, damaged or not readable: make it again or leave it out of {key}"
+        ) from error
+
+
+def no_documents(files: Sequence[Path], rejected: Rejections, text_field: str) -> DataError:
+    """Returns the error of an input without a document."""
+    return DataError(
+        f"{first_names(files)}: no documents, {rejected}; want text, or JSON lines or parquet with "
+        f"the field {text_field!r} (another is named with text_field)"
+    )

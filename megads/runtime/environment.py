@@ -82,6 +82,11 @@ def terminal_is_dumb() -> bool:
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
 
 
+def tokenize_on_one_thread() -> None:
+    """Keeps `tokenizers` from using all cores in this process: others tokenize beside it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def wandb_mode() -> str | None:
     """Returns the user's WANDB_MODE, or None."""
     return os.environ.get("WANDB_MODE") or None

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megads.batch import MicroBatch
 from megads.data.batch_size import BatchSizeSchedule
+from megads.data.batches import Packing
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megads.data.loader import Packing, TrainLoader
+from megads.data.loader import TrainLoader
 from megads.data.samples import TrainSamples
 from megads.verify.run import Stream
 from megads.verify.scenario import Scenario

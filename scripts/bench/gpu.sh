@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # For whatever machine with a GPU comes by, without network: versions, the GPU tests, and the speed of a real bf16
-# training of a 125M model on one GPU over NCCL. Appends one line to bench.jsonl.
+# training of a 125M model over NCCL: on one GPU, then in every layout below that its GPUs have room for, whose first
+# loss must be that of one GPU. Appends a line a training to bench.jsonl.
 #   scripts/bench/gpu.sh [key=value ...]    overrides go to `megads train`, for example train.seq_len=1024
 #   scripts/bench/gpu.sh --check            all of it that a CPU can do: imports, data, config; starts nothing
 #   WHEELS=<dir>    installs the wheels of this folder first, into a folder of their own
@@ -54,15 +55,39 @@ echo "== data"
 "$PYTHON" scripts/bench/synthetic_dataset.py --output "$WORK/synthetic" --tokens "$((check ? 100000 : 8000000))" \
     --vocab-size 50257
 
+layouts=(
+    "2 parallel.dp=2"
+    "2 parallel.dp=2 parallel.bucket_elements=1000000000" # nothing overlaps: what overlap is worth
+    "2 parallel.dp=2 parallel.zero_stage=0"
+    "2 parallel.dp=2 parallel.zero_stage=2"
+    "2 parallel.dp=2 parallel.zero_stage=3"
+    "2 parallel.tp=2"
+    "2 parallel.tp=2 parallel.sequence_parallel=true"
+    "2 parallel.cp=2"
+    "2 parallel.pp=2"
+    "2 parallel.pp=2 parallel.recompute=full"
+    "4 parallel.dp=4 parallel.zero_stage=3 parallel.zero_shard_size=2"
+    "8 parallel.tp=2 parallel.sequence_parallel=true parallel.pp=2 parallel.dp=2"
+)
 run_dir="$WORK/gpu-$(date +%Y%m%d-%H%M%S)-$$"
 train=(
-    "$PYTHON" -m megads.cli.main train model=gpt3_125m "run.dir=$run_dir" "data.train=[{path: $WORK/synthetic}]"
+    "$PYTHON" -m megads.cli.main train model=gpt3_125m "data.train=[{path: $WORK/synthetic}]"
     train.precision=bf16 train.steps=40 train.seq_len=2048 train.global_batch_size=64 train.micro_batch_size=8
     optim.lr=6e-4 schedule.warmup_samples=640 evaluation.at_end=false checkpoint.load=none logging.every_steps=5 "$@"
 )
 if ((check)); then
     echo "== config"
-    "${train[@]}" run.dry_run=true
+    printf '%s\n' "${layouts[@]}" | "$PYTHON" -c '
+import contextlib, io, sys
+from megads.cli.main import run
+training = sys.argv[1:]  # Hydra changes it
+for line in sys.stdin:
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = run([*training, *line.split()[1:], "run.dry_run=true", "run.check_memory=false"])
+    if code:
+        sys.exit(f"gpu.sh: {line.strip()}: exit {code}")
+' "${train[@]:3}"
+    "${train[@]}" run.dry_run=true "run.dir=$run_dir"
     echo "gpu.sh: the check passed; on a GPU the tests and the training would follow"
     exit 0
 fi
@@ -72,10 +97,25 @@ echo "== GPU tests"
 "$PYTHON" -m pytest -q -m gpu tests || failed=1
 
 echo "== training in $run_dir"
-"${train[@]}"
+"${train[@]}" "run.dir=$run_dir"
 rm -rf "$run_dir/checkpoints"
 "$PYTHON" scripts/bench/training_speed.py "$run_dir" --skip 10 --append "$BENCH"
+
+gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+for layout in "${layouts[@]}"; do
+    read -r needed overrides <<<"$layout"
+    if ((needed > gpus)); then
+        echo "== not run, $needed GPUs are needed: $overrides"
+        continue
+    fi
+    echo "== $overrides"
+    # shellcheck disable=SC2086 # overrides are words
+    "${train[@]}" "run.dir=$run_dir-layout" $overrides &&
+        "$PYTHON" scripts/bench/training_speed.py "$run_dir-layout" --skip 10 --append "$BENCH" --same-as "$run_dir" ||
+        failed=1
+    rm -rf "$run_dir-layout"
+done
 if ((failed)); then
-    echo "gpu.sh: the training ran, but GPU tests failed (see above)" >&2
+    echo "gpu.sh: the training ran, but GPU tests or layouts failed (see above)" >&2
 fi
 exit "$failed"

@@ -15,6 +15,9 @@ from typing import Any
 from megads.runtime.metrics import JsonLinesWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
+SAME_LOSS = 2e-4
+"""Relative bound on the first loss of two layouts in bf16: N4 of docs/numerics.md."""
+
 MEDIANS = ("tokens_per_s", "tflops_per_device", "mfu", "step_time_s", "data_time_s")
 
 
@@ -52,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--skip", type=int, default=10, help="steps left out at the start")
+    parser.add_argument("--same-as", type=Path, help="run whose first loss this one must have (exit 1)")
     parser.add_argument("--append", type=Path, required=True, help="file of results")
     arguments = parser.parse_args()
     found = figures(arguments.run_dir, arguments.skip)
@@ -63,7 +67,11 @@ def main() -> int:
     writer = JsonLinesWriter(arguments.append)
     writer.write_line(found)
     writer.close()
-    return 0
+    if arguments.same_as is None:
+        return 0
+    off = abs(found["first_loss"] / figures(arguments.same_as, arguments.skip)["first_loss"] - 1)
+    print(f"first loss off by {off:.1e} from {arguments.same_as}, bound {SAME_LOSS:.0e}")
+    return int(off > SAME_LOSS)
 
 
 if __name__ == "__main__":

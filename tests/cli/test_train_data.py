@@ -14,7 +14,7 @@ import zstandard
 
 from megads.cli.train_data import locate_data
 from megads.config import RootConfig, check_config, load_frozen
-from megads.data.config import DatasetConfig
+from megads.data.blend_config import DatasetConfig
 from megads.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.parallel.config import Recompute

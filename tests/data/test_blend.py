@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from megads.data.batch_size import BatchSizeSchedule
+from megads.data.batches import Packing, assemble
 from megads.data.blend import BalancedOrder, BlendedSamples, Mix, Phase
-from megads.data.config import DataConfig, DatasetConfig, PhaseConfig, SkipConfig, Weighting
+from megads.data.blend_config import DatasetConfig, Order, PhaseConfig, SkipConfig, Weighting
+from megads.data.config import DataConfig, PackingMode
 from megads.data.datasets import open_datasets
 from megads.data.loader import TrainLoader
+from megads.data.packed import PackedSamples
 from megads.data.samples import TrainSamples
 from megads.errors import ConfigError
 
@@ -108,6 +111,36 @@ def test_one_dataset_with_a_skip_keeps_its_hashes(blend: DataConfig) -> None:
     _, hashes = batches(blend, 0, 1, steps=4)
     blend.skip = [SkipConfig(steps=[2, 2])]
     assert batches(blend, 0, 1, steps=3)[1] == [hashes[0], *hashes[2:]]
+
+
+def test_a_batch_holds_what_its_datasets_hold(make_dataset: MakeDataset) -> None:
+    """Catches rows of one dataset that land in another's, masks included, in batches that mix datasets."""
+    sets = [make_dataset([25] * 40, name="web"), make_dataset([7, 30] * 20, name="code")]
+    parts = [PackedSamples(sets[0], range(40), 31, 3), TrainSamples(sets[1], range(40), 31, 3)]
+    blend, packing = BlendedSamples(parts, BalancedOrder([2, 1])), Packing(True, True, mask_eod=True)
+    ids = np.random.default_rng(0).permutation(30)
+    [mixed] = assemble(blend, ids[None], VOCAB_SIZE, True, packing)
+    for row, (dataset, number) in enumerate(zip(*blend.place(ids), strict=True)):
+        [alone] = assemble(parts[dataset], np.array([[number]]), VOCAB_SIZE, True, packing)
+        for name in ("tokens_bs", "labels_bs", "loss_mask_bs"):
+            assert getattr(mixed, name)[row].tolist() == getattr(alone, name)[0].tolist()
+        assert mixed.info.document_starts[row].tolist() == alone.info.document_starts[0].tolist()
+
+
+def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
+    """Catches documents that are cut, an epoch counted in tokens, and a held-out set that is not packed."""
+    blend.packing, blend.document_mask, blend.reset_positions = PackingMode.best_fit, True, True
+    blend.split = [0.5, 0.5]
+    # A document of 25 tokens fills a sample of 26.
+    train, valid = open_datasets(blend, 25, 3, VOCAB_SIZE, 45)
+    assert isinstance(train, BlendedSamples) and train.taken(45).tolist() == [30, 10, 5]
+    assert all((runs.places == 0).all() and (runs.lengths == 25).all() for runs in train.runs(np.arange(45)))
+    assert {name: len(found) for name, found in valid.items()} == {"web": 30, "code": 10, "books": 5}
+    with pytest.raises(ConfigError, match="max_epochs"):
+        open_datasets(blend, 25, 3, VOCAB_SIZE, 60)
+    blend.order = Order.megatron
+    with pytest.raises(ConfigError, match=r"best_fit and data\.order = megatron"):
+        blend.check()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megads.data.config import DataConfig, DatasetConfig
+from megads.data.blend_config import DatasetConfig
+from megads.data.config import DataConfig
 from megads.data.datasets import open_datasets
 from megads.data.indexed import IndexedDataset
 from megads.data.samples import TrainSamples

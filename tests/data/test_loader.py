@@ -11,7 +11,8 @@ import torch
 
 from megads.batch import MicroBatch
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.loader import Packing, StepBatch, TrainLoader, validation_batches
+from megads.data.batches import Packing, assemble
+from megads.data.loader import StepBatch, TrainLoader, validation_batches
 from megads.data.samples import TrainSamples, ValidationSamples
 from megads.errors import ConfigError, DataError
 
@@ -103,8 +104,10 @@ def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
                 assert row.tolist() == expected.tolist()
                 assert position.tolist() == (np.arange(SEQ_LEN) - expected).tolist()
     assert resumed.info.sample_ids.tolist() == trained[2].info.sample_ids.tolist()
-    masked = Packing(document_mask=True).info(samples, np.arange(2))
-    reset = Packing(reset_positions=True).info(samples, np.arange(2))
+    masked, reset = (
+        assemble(samples, np.arange(2)[None], VOCAB_SIZE, False, one)[0].info
+        for one in (Packing(document_mask=True), Packing(reset_positions=True))
+    )
     assert masked.position_ids_bs is None and masked.document_starts is not None
     assert reset.document_starts is None and reset.position_ids_bs is not None
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.parquet import NotText, parquet_rows
+from megads.data.parquet import parquet_rows
+from megads.data.record_text import NotText
 from megads.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow", reason="needs megads[parquet]")

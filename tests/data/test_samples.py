@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import math
-from collections import Counter
-
 import numpy as np
 import pytest
 
-from megads.data import samples as samples_module
-from megads.data.indexed import IndexedDataset
-from megads.data.samples import TrainSamples, ValidationSamples, split_documents, unigram_entropy
+from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.errors import DataError
 
 from .conftest import MakeDataset
@@ -147,23 +142,3 @@ def test_a_split_of_too_few_documents_is_refused(make_dataset: MakeDataset) -> N
     """Catches a validation set that is silently empty."""
     with pytest.raises(DataError, match="1 documents of 50 tokens cannot be split"):
         split_documents(make_dataset([50]), [0.98, 0.02])
-
-
-def brute_force_entropy(dataset: IndexedDataset, documents: range) -> float:
-    labels = [token for document in documents for token in dataset.document_tokens(document).tolist()][1:]
-    return -sum(count / len(labels) * math.log(count / len(labels)) for count in Counter(labels).values())
-
-
-def test_unigram_entropy_in_pieces(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the first token being counted, base 2, and pieces that are lost or of growing range."""
-    dataset = make_dataset([50, 100, 70])
-    monkeypatch.setattr(samples_module, "CHUNK_TOKENS", 13)
-    expected = brute_force_entropy(dataset, range(1, 3))
-    assert unigram_entropy(dataset, range(1, 3)) == pytest.approx(expected, rel=1e-12)
-
-
-def test_unigram_entropy_refuses_damage(make_dataset: MakeDataset) -> None:
-    """Catches a count array of 2^31 entries because of one flipped bit."""
-    dataset = make_dataset(documents=[[1, 2], [3, 2**31 - 1]])
-    with pytest.raises(DataError, match="document 1 holds token 2147483647"):
-        unigram_entropy(dataset, range(2))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.config import SkipConfig
+from megads.data.blend_config import SkipConfig
 from megads.data.skip import Skips, skips_of
 from megads.errors import ConfigError
 

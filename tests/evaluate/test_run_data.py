@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megads.config import RootConfig, freeze
-from megads.data.config import DatasetConfig
+from megads.data.blend_config import DatasetConfig
 from megads.evaluate.run_data import dataset_prefixes
 
 

@@ -73,3 +73,17 @@ def test_speed_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
     assert len(lines) == 2
     assert (lines[0]["device"], lines[0]["tokens_per_s"], lines[0]["steps"]) == ("A GPU", 200.0, 3)
     assert run(sys.executable, BENCH / "training_speed.py", tmp_path, "--append", out).returncode != 0
+
+
+def test_layouts_must_have_the_same_first_loss(tmp_path: Path) -> None:
+    """Catches a layout that trains another model and is called fast."""
+    for name, loss in (("one", 11.0), ("same", 11.001), ("other", 11.01)):
+        EventWriter(tmp_path / name).write("start", device="A GPU", parameters=5, precision="bf16", layout="tp1")
+        metrics = MetricsWriter(tmp_path / name, enabled=True)
+        speeds = dict.fromkeys(["tokens_per_s", "tflops_per_device", "mfu", "step_time_s", "data_time_s"], 1.0)
+        sizes = {"seq_len": 8, "global_batch_size": 2, "peak_memory_bytes": 1}
+        metrics.write({"step": 1, "loss": loss} | speeds | sizes)
+    command = [sys.executable, BENCH / "training_speed.py", "--skip", "0", "--append", tmp_path / "out.jsonl"]
+    same, other = (run(*command, tmp_path / name, "--same-as", tmp_path / "one") for name in ("same", "other"))
+    assert same.returncode == 0 and "first loss off by 9.1e-05" in same.stdout
+    assert other.returncode == 1 and "first loss off by 9.1e-04" in other.stdout

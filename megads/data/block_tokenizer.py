@@ -1,0 +1,186 @@
+"""Tokenizes blocks into shards: what every preprocessing process does."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer
+
+from megads.data.blocks import Block, LoadedBlock
+from megads.data.config import Engine
+from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
+from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
+from megads.data.text import Document, RejectedLine
+from megads.data.tokenizer import load_tokenizer
+from megads.errors import DataError
+
+BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """What decides, with the input, which tokens come out.
+
+    Attributes:
+        tokenizer_file: in the format of Hugging Face `tokenizers`.
+        tokenizer_sha256: of its content.
+        text_field: field of JSON objects that holds the text.
+        end_id: token that ends every document, None for none.
+        dtype: token dtype, as numpy spells it.
+        engine: hf or fast.
+    """
+
+    tokenizer_file: str
+    tokenizer_sha256: str
+    text_field: str
+    end_id: int | None
+    dtype: str
+    engine: str = Engine.hf.value
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of the settings and of the version of what tokenizes."""
+        settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 1}
+        return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One block is done.
+
+    Attributes:
+        documents: in its shard, parts included.
+        tokens: in its shard.
+        input_bytes: of input that it stands for.
+        kept: the shard was there already.
+        restarted: the fast engine gave other ids than the reference, which then made the shard.
+    """
+
+    documents: int
+    tokens: int
+    input_bytes: int
+    kept: bool
+    restarted: bool = False
+
+
+class BlockTokenizer:
+    """Turns blocks into shards in a folder.
+
+    Args:
+        settings: which tokens.
+        folder: where shards go; it must exist.
+
+    Raises:
+        DataError: the tokenizer file is missing, damaged, or was changed a moment ago.
+    """
+
+    def __init__(self, settings: TokenizeSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._reference = HuggingFaceEngine(_unchanged_tokenizer(settings))
+        self._engine: TextEngine = self._reference
+        if settings.engine == Engine.fast.value:
+            self._engine = FastEngine(settings.tokenizer_file, self._reference)
+
+    def __call__(self, number: int, block: Block) -> Finished:
+        """Makes the shard of a block, unless an earlier start did.
+
+        Raises:
+            DataError: the input cannot be read, or the disk is full.
+        """
+        try:
+            loaded = block.load()
+        except OSError as error:
+            raise DataError(f"{block}: reading failed: {error.strerror}; make it readable or leave it out") from error
+        identity = f"{self._settings.identity}-{loaded.digest()}"
+        path = shard_path(self._folder, number)
+        shard = kept_shard(path, identity)
+        if shard is not None:
+            return Finished(shard.header.sequences, shard.header.tokens, loaded.input_bytes, kept=True)
+        restarted = False
+        try:
+            header = self._make(path, loaded, identity, self._engine)
+        except EngineMismatch:
+            header, restarted = self._make(path, loaded, identity, self._reference), True
+        return Finished(header.sequences, header.tokens, loaded.input_bytes, kept=False, restarted=restarted)
+
+    def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
+        built = _ShardBuilder(engine, self._settings)
+        for row in block.rows(self._settings.text_field):
+            built.add(row)
+        return built.write(path, block, identity)
+
+
+class _ShardBuilder:
+    """Collects the tokens of one block, a batch of documents at a time."""
+
+    def __init__(self, engine: TextEngine, settings: TokenizeSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._tokens = bytearray()
+        self._lengths = array("i")
+        self._rejected: list[list[object]] = []
+        self._batch: list[Document] = []
+        self._batch_characters = self._text_bytes = self._max_token_id = 0
+        self._continues = False
+
+    def add(self, row: Document | RejectedLine) -> None:
+        """Takes one document, or a line that is none."""
+        if isinstance(row, RejectedLine):
+            self._rejected.append([row.source, row.line, row.why.reason, row.why.detail])
+            return
+        self._batch.append(row)
+        self._batch_characters += len(row.text)
+        if self._batch_characters >= BATCH_CHARACTERS:
+            self._tokenize_batch()
+
+    def write(self, path: Path, block: LoadedBlock, identity: str) -> ShardHeader:
+        """Writes the shard of all that was added."""
+        self._tokenize_batch()
+        sizes = np.array(self._lengths, np.int32)
+        header = ShardHeader(
+            identity=identity,
+            sequences=sizes.size,
+            tokens=len(self._tokens) // np.dtype(self._settings.dtype).itemsize,
+            text_bytes=self._text_bytes,
+            max_token_id=self._max_token_id,
+            continues=self._continues,
+            first=block.first,
+            lines=block.num_lines,
+            rejected=self._rejected,
+            checksum=shard_checksum(sizes, self._tokens),
+        )
+        write_shard(path, header, sizes, self._tokens)
+        return header
+
+    def _tokenize_batch(self) -> None:
+        texts = [document.text for document in self._batch]
+        ids, lengths = self._engine.encode(texts)
+        if self._settings.end_id is not None:
+            ended = np.array([not document.continues for document in self._batch], bool)
+            ids = np.insert(ids, np.cumsum(lengths, dtype=np.int64)[ended], self._settings.end_id)
+            lengths = [length + int(end) for length, end in zip(lengths, ended, strict=True)]
+        for document, length in zip(self._batch, lengths, strict=True):
+            self._lengths.append(self._lengths.pop() + length if self._continues else length)
+            self._continues = document.continues
+        self._tokens += ids.astype(self._settings.dtype).tobytes()
+        self._max_token_id = max(self._max_token_id, int(ids.max(initial=0)))
+        self._text_bytes += sum(len(text.encode()) for text in texts)
+        self._batch, self._batch_characters = [], 0
+
+
+def _unchanged_tokenizer(settings: TokenizeSettings) -> Tokenizer:
+    """Loads the tokenizer so that text which spells a special token is ordinary text: only real ends are marked."""
+    tokenizer = load_tokenizer(settings.tokenizer_file)
+    if hashlib.sha256(Path(settings.tokenizer_file).read_bytes()).hexdigest() != settings.tokenizer_sha256:
+        raise DataError(
+            f"{settings.tokenizer_file}: changed while it was in use: start again when nothing writes to it"
+        )
+    tokenizer.encode_special_tokens = True
+    return tokenizer

@@ -1,0 +1,135 @@
+"""What turns texts into token ids: Hugging Face `tokenizers`, or `gigatoken` where it proves to give the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from megads.data.config import Engine
+from megads.errors import ConfigError
+
+# Of the documents that the fast engine tokenizes, one in so many is tokenized by the other too.
+RECHECK_EVERY = 1000
+
+Ids = npt.NDArray[np.integer[Any]]
+
+
+class EngineMismatch(Exception):
+    """The fast engine gave other ids than Hugging Face's."""
+
+
+class TextEngine(Protocol):
+    """Turns texts into ids."""
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
+        """Returns the ids of all texts, end to end, and how many each has."""
+
+
+class HuggingFaceEngine:
+    """The reference.
+
+    Args:
+        tokenizer: loaded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
+        """Returns the ids of all texts, end to end, and how many each has."""
+        flat: list[int] = []
+        lengths = []
+        for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
+            ids = encoding.ids
+            flat += ids
+            lengths.append(len(ids))
+        return np.array(flat, np.int64), lengths
+
+
+class FastEngine:
+    """`gigatoken`, with every batch re-checked on a random part of it.
+
+    Args:
+        tokenizer_file: in the format of Hugging Face `tokenizers`.
+        reference: gives the ids that are right.
+
+    Raises:
+        ImportError: it is not installed.
+        ValueError: it cannot read this tokenizer.
+    """
+
+    def __init__(self, tokenizer_file: str, reference: HuggingFaceEngine) -> None:
+        import awkward
+        import gigatoken
+
+        # It would take text that spells a special token for the token itself.
+        content = json.loads(Path(tokenizer_file).read_bytes()) | {"added_tokens": []}
+        self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
+        self._awkward = awkward
+        self._reference = reference
+        self._random = random.Random(0)
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
+        """Returns the ids of all texts, end to end, and how many each has.
+
+        Raises:
+            EngineMismatch: a document that was tokenized twice has two sets of ids.
+        """
+        flat, lengths = self.encode_unchecked(texts)
+        chosen = [number for number in range(len(texts)) if self._random.random() * RECHECK_EVERY < 1]
+        if chosen:
+            self.require_equal([texts[number] for number in chosen])
+        return flat, lengths
+
+    def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
+        """The same without a check; raises EngineMismatch where it fails."""
+        if not texts:
+            return np.zeros(0, np.int64), []
+        try:
+            found = self._tokenizer.encode_batch(list(texts))
+        except Exception as error:  # the reference has the last word on what can be tokenized
+            raise EngineMismatch(str(error)) from error
+        return self._awkward.to_numpy(self._awkward.flatten(found)), self._awkward.num(found).tolist()
+
+    def require_equal(self, texts: Sequence[str]) -> None:
+        """Raises EngineMismatch unless both engines give the same ids for all these texts."""
+        right, right_lengths = self._reference.encode(texts)
+        found, lengths = self.encode_unchecked(texts)
+        if lengths != right_lengths or not np.array_equal(right, found):
+            raise EngineMismatch
+
+
+def choose_engine(engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sample: Sequence[str]) -> Engine:
+    """Returns the engine to use: `fast` only where it gives the reference's ids on a sample of the corpus.
+
+    Args:
+        engine: what the user asked for.
+        tokenizer_file: where the tokenizer is.
+        tokenizer: loaded.
+        sample: texts of the corpus.
+
+    Raises:
+        ConfigError: `fast` was asked for and cannot be had.
+    """
+    if engine is Engine.hf:
+        return engine
+    try:
+        FastEngine(tokenizer_file, HuggingFaceEngine(tokenizer)).require_equal(sample)
+    except ImportError as error:
+        why = f"it needs gigatoken ({error}): pip install 'megads[fast]'"
+    except EngineMismatch:
+        why = "it gives other ids than Hugging Face tokenizers on the first documents"
+    except Exception as error:  # the library raises what it likes for tokenizers that it does not know
+        why = f"it cannot do this tokenizer ({error})"
+    else:
+        return Engine.fast
+    if engine is Engine.fast:
+        raise ConfigError(f"engine = fast: {why}; give engine=hf, or auto, which takes what works")
+    return Engine.hf

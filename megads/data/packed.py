@@ -1,0 +1,252 @@
+"""Samples of whole documents, packed best-fit: prompt/response pairs with the loss on responses.
+
+A document of several sequences alternates between what is given and what is learnt: prompt, response, prompt and so on.
+A document of one sequence is learnt whole. `TurnWriter` writes them; the files stay Megatron's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.data.best_fit import best_fit_decreasing
+from megads.data.index_maps import permutation
+from megads.data.indexed import Array, IndexedDataset, IndexedDatasetWriter, IntArray
+from megads.data.runs import Runs, places_in_rows, ragged_arange
+from megads.errors import DataError
+
+Order = npt.NDArray[np.integer[Any]]
+KEPT_EPOCHS = 4
+
+
+class TurnWriter(IndexedDatasetWriter):
+    """Writes a dataset of documents of several sequences: prompt, response, prompt and so on."""
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+        self._first_sequences = array("q", [0])
+        super().__init__(prefix, dtype)
+
+    def append_turns(self, *turns: Sequence[int] | Array) -> None:
+        """Appends one document.
+
+        Args:
+            turns: [length] token ids each, what is given and what is learnt by turns; may be empty.
+
+        Raises:
+            DataError: as `append` does.
+        """
+        for turn in turns:
+            self.append(turn)
+        self._first_sequences.append(self._first_sequences[-1] + len(turns))
+
+    @property
+    def num_documents(self) -> int:
+        """Documents appended so far."""
+        return len(self._first_sequences) - 1
+
+    def _document_index(self, begin: int, end: int) -> IntArray:
+        return np.array(self._first_sequences[begin:end], np.int64)
+
+
+@dataclass(frozen=True)
+class PackedCounts:
+    """What became of the documents, for events.jsonl.
+
+    Attributes:
+        documents: all of them.
+        samples: bins that they fill in each epoch.
+        truncated: longer than a sample; cut at its end.
+        dropped: with no token to learn, or none within a sample's length.
+        fill: share of the samples' places that hold a token.
+    """
+
+    documents: int
+    samples: int
+    truncated: int
+    dropped: int
+    fill: float
+
+
+class _Bins:
+    """Documents of a dataset, packed into samples of S + 1 tokens; the lengths in a bin are the same in every epoch."""
+
+    def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int) -> None:
+        self.dataset = dataset
+        self.seq_len = seq_len
+        all_documents = np.arange(documents.start, documents.stop)
+        sizes = np.minimum(dataset.document_sizes(documents), seq_len + 1)
+        kept = _learnt_tokens(dataset, all_documents, seq_len + 1) > 0
+        self.documents, sizes = all_documents[kept], sizes[kept]
+        self._by_size = np.argsort(-sizes, kind="stable")
+        self._sizes = sizes
+        bin_of = best_fit_decreasing(sizes[self._by_size], seq_len + 1)
+        # Places of the documents, sorted by size, in the order of the bins: within a bin the longest comes first.
+        self._slots = np.argsort(bin_of, kind="stable")
+        self.firsts = np.concatenate(([0], np.cumsum(np.bincount(bin_of))))
+        count = self.firsts.size - 1
+        self.counts = PackedCounts(
+            documents=len(documents),
+            samples=count,
+            truncated=int(np.sum(dataset.document_sizes(documents)[kept] > seq_len + 1)),
+            dropped=len(documents) - self.documents.size,
+            fill=float(sizes.sum()) / max(count * (seq_len + 1), 1),
+        )
+
+    def __len__(self) -> int:
+        return self.firsts.size - 1
+
+    def in_order(self, order: Order | None = None) -> IntArray:
+        """Documents of bin 0, then of bin 1 and so on; those of equal size change places as `order`, [kept], says."""
+        if order is None:
+            return self.documents[self._by_size[self._slots]]
+        by_size = order[np.argsort(-self._sizes[order], kind="stable")]
+        return self.documents[by_size[self._slots]]
+
+    def runs(self, documents_by_bin: IntArray, bins: IntArray, rows: IntArray) -> Runs:
+        """Runs of bins into rows of a batch."""
+        counts = self.firsts[bins + 1] - self.firsts[bins]
+        which = np.repeat(np.arange(bins.size), counts)
+        documents = documents_by_bin[self.firsts[bins][which] + ragged_arange(counts)]
+        starts, ends = self.dataset.document_bounds(documents)
+        lengths = np.minimum(ends - starts, self.seq_len + 1)
+        places = places_in_rows(which, lengths)
+        found = Runs(self.dataset, documents, starts, lengths, rows[which], places)
+        return replace(found, counted=_counted(found))
+
+
+def _learnt_sequences(dataset: IndexedDataset, documents: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns (index into documents, first token, end) of every sequence that is learnt, tokens counted from the
+    document's first; the first token of a document is not learnt, because nothing comes before it."""
+    first = dataset.document_index[documents]
+    counts = dataset.document_index[documents + 1] - first
+    which, within = np.repeat(np.arange(documents.size), counts), ragged_arange(counts)
+    sequences = first[which] + within
+    learnt = (within % 2 == 1) | (counts[which] == 1)
+    which, sequences = which[learnt], sequences[learnt]
+    begins = dataset.sequence_starts(sequences) - dataset.document_bounds(documents)[0][which]
+    return which, np.maximum(begins, 1), begins + dataset.sequence_sizes[sequences]
+
+
+def _learnt_tokens(dataset: IndexedDataset, documents: IntArray, limit: int) -> IntArray:
+    """Returns int64 [documents], learnt tokens among the first `limit` of each."""
+    which, begins, ends = _learnt_sequences(dataset, documents)
+    return np.bincount(which, np.maximum(np.minimum(ends, limit) - begins, 0), documents.size).astype(np.int64)
+
+
+def _counted(runs: Runs) -> IntArray:
+    """Spans of labels that are learnt, see Runs; each run is the beginning of a document."""
+    which, begins, ends = _learnt_sequences(runs.dataset, runs.documents)
+    ends = np.minimum(ends, runs.lengths[which])
+    inside = ends > begins
+    which = which[inside]
+    # The label of an input token is the token after it.
+    labels = runs.places[which] - 1
+    return np.stack((runs.rows[which], labels + begins[inside], labels + ends[inside]), axis=1)
+
+
+class PackedSamples:
+    """The endless stream of packed training samples: a `TrainSource`.
+
+    Which lengths share a sample is the same in every epoch; which of the documents of a length, and the order of the
+    samples, are functions of seed and epoch. So an epoch has the same number of samples whatever its number.
+
+    Args:
+        dataset: where the tokens are.
+        documents: the documents to train on.
+        seq_len: S, tokens that a sample predicts.
+        seed: of the order.
+
+    Raises:
+        DataError: no document has a token to learn.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int, seed: int) -> None:
+        self.dataset = dataset
+        self.seq_len = seq_len
+        self._seed = seed
+        self._bins = _packed(dataset, documents, seq_len)
+        self._epochs: OrderedDict[int, tuple[IntArray, Order]] = OrderedDict()
+        self.samples_per_epoch = len(self._bins)
+        """Samples in one pass over the documents."""
+        self.counts = self._bins.counts
+        """What became of the documents."""
+
+    def dataset_samples(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 2], (epoch, bin) of each of n sample numbers."""
+        epochs, positions = np.divmod(samples, self.samples_per_epoch)
+        bins = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            bins[of_epoch] = self._epoch(int(epoch))[1][positions[of_epoch]]
+        return np.stack((epochs, bins), axis=1)
+
+    def runs(self, samples: IntArray) -> list[Runs]:
+        """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
+        epochs, bins = self.dataset_samples(samples).T
+        found = []
+        for epoch in np.unique(epochs):
+            rows = np.flatnonzero(epochs == epoch)
+            found.append(self._bins.runs(self._epoch(int(epoch))[0], bins[rows], rows))
+        return found
+
+    def _epoch(self, epoch: int) -> tuple[IntArray, Order]:
+        """Documents in the order of the bins, and the bins in the order of training."""
+        found = self._epochs.get(epoch)
+        if found is None:
+            random = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
+            documents = self._bins.in_order(permutation(random, self._bins.documents.size))
+            found = self._epochs[epoch] = documents, permutation(random, self.samples_per_epoch)
+            if len(self._epochs) > KEPT_EPOCHS:
+                self._epochs.popitem(last=False)
+        return found
+
+
+class PackedValidation:
+    """Packed documents, each once and in an order that no seed changes: a `ValidationSource`.
+
+    Args:
+        dataset: where the tokens are.
+        documents: the documents to validate on.
+        seq_len: S, tokens that a window predicts.
+
+    Raises:
+        DataError: no document has a token to learn.
+    """
+
+    def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int) -> None:
+        self.dataset = dataset
+        self.documents = documents
+        self.seq_len = seq_len
+        self._bins = _packed(dataset, documents, seq_len)
+        self._order = self._bins.in_order()
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    @cached_property
+    def num_predicted_tokens(self) -> int:
+        """Unmasked labels over all windows."""
+        return int(_learnt_tokens(self.dataset, self._bins.documents, self.seq_len + 1).sum())
+
+    def runs(self, windows: IntArray) -> list[Runs]:
+        """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
+        rows = np.flatnonzero(windows < len(self))
+        return [self._bins.runs(self._order, windows[rows], rows)]
+
+
+def _packed(dataset: IndexedDataset, documents: range, seq_len: int) -> _Bins:
+    bins = _Bins(dataset, documents, seq_len)
+    if not len(bins):
+        raise DataError(
+            f"{dataset.prefix}: none of documents {documents.start} to {documents.stop - 1} has a token to learn "
+            f"within train.seq_len + 1 = {seq_len + 1} tokens: give pairs with responses, or a longer train.seq_len"
+        )
+    return bins

@@ -1,0 +1,94 @@
+"""Both engines on the same texts: real ones, where they are installed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data import engine as engine_module
+from megads.data.block_tokenizer import BlockTokenizer, TokenizeSettings
+from megads.data.blocks import Lines
+from megads.data.config import Engine, PreprocessConfig, TokenizerConfig
+from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, choose_engine
+from megads.data.preprocess import preprocess
+from megads.data.shards import open_shard, shard_path
+from megads.data.tokenizer import load_tokenizer, train_tokenizer
+from megads.errors import ConfigError
+
+INSTALLED = importlib.util.find_spec("gigatoken") is not None
+needs_gigatoken = pytest.mark.skipif(not INSTALLED, reason="gigatoken is not installed")
+PIECES = [
+    "  ", "\n", "\t", "\r\n", "é", "漢", "🚀", "a", "B", "1", "23", "'s", "'LL", " the", "\u00a0", "\u200b", "\x00",
+    "\u017f", "İ", "\u0301", "<|endoftext|>", ".", "...", "under_score", "CamelCase",
+]  # fmt: skip
+
+
+def hard_texts(count: int) -> list[str]:
+    random = np.random.default_rng(0)
+    return ["".join(PIECES[i] for i in random.integers(0, len(PIECES), random.integers(1, 80))) for _ in range(count)]
+
+
+def tokenizer_of(folder: Path, vocab_size: int) -> str:
+    source = folder / "source.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in hard_texts(300)))
+    output = str(folder / f"{vocab_size}.json")
+    train_tokenizer(TokenizerConfig(input=[str(source)], output=output, vocab_size=vocab_size))
+    return output
+
+
+@needs_gigatoken
+def test_fast_gives_the_same_dataset(tmp_path: Path) -> None:
+    """Catches other ids, text that forges an end of document, and a fast engine that is never used."""
+    tokenizer = tokenizer_of(tmp_path, 600)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in hard_texts(3000)))
+    made = {}
+    for name in (Engine.hf, Engine.fast, Engine.auto):
+        report = preprocess(
+            PreprocessConfig(
+                input=[str(tmp_path / "a.jsonl")], tokenizer=tokenizer, output=str(tmp_path / name.value), engine=name
+            )
+        )
+        made[name] = Path(f"{tmp_path / name.value}.bin").read_bytes()
+        assert report.engine == ("hf" if name is Engine.hf else "fast")
+    assert made[Engine.hf] == made[Engine.fast] == made[Engine.auto]
+
+
+@needs_gigatoken
+def test_a_mismatch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches wrong ids in a dataset: an engine with another vocabulary than the reference's."""
+    right, wrong = tokenizer_of(tmp_path, 600), tokenizer_of(tmp_path, 300)
+    reference = HuggingFaceEngine(load_tokenizer(right))
+    with pytest.raises(EngineMismatch):
+        FastEngine(wrong, reference).require_equal(hard_texts(50))
+    assert choose_engine(Engine.auto, wrong, load_tokenizer(right), hard_texts(50)) is Engine.hf
+    with pytest.raises(ConfigError, match="engine = fast: it gives other ids"):
+        choose_engine(Engine.fast, wrong, load_tokenizer(right), hard_texts(50))
+    monkeypatch.setattr(engine_module, "RECHECK_EVERY", 20)
+    block = Lines("a.jsonl", (tmp_path / "source.jsonl").read_bytes(), True, 0)
+    digest = hashlib.sha256(Path(right).read_bytes()).hexdigest()
+    sizes = []
+    for number, name in enumerate(("hf", "fast")):
+        made = BlockTokenizer(TokenizeSettings(right, digest, "text", 0, "<u2", name), tmp_path)
+        if name == "fast":
+            made._engine = FastEngine(wrong, reference)
+        assert made(number, block).restarted == (name == "fast")
+        sizes.append(open_shard(shard_path(tmp_path, number)).header.checksum)
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.skipif(INSTALLED, reason="gigatoken is installed")
+def test_without_it_auto_goes_on_and_fast_says_why(tmp_path: Path) -> None:
+    """Catches an optional package that is needed after all, and a traceback for its absence."""
+    tokenizer = tokenizer_of(tmp_path, 300)
+    config = PreprocessConfig(
+        input=[str(tmp_path / "source.jsonl")], tokenizer=tokenizer, output=str(tmp_path / "a"), engine=Engine.fast
+    )
+    with pytest.raises(ConfigError, match=r"engine = fast: it needs gigatoken .* pip install 'megads\[fast\]'"):
+        preprocess(config)
+    config.engine = Engine.auto
+    assert preprocess(config).engine == "hf"
