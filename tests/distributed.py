@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing as mp
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -26,9 +28,16 @@ PRELOADED = [
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nobody listens on now.
+
+    From below the range in which the kernel finds ports for outgoing connections: one of those, of other ranks that
+    start meanwhile, could take it before it is listened on.
+    """
+    for port in random.sample(range(10_000, 32_000), 100):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("100 ports tried, none free")
 
 
 def _context() -> Any:
