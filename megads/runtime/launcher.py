@@ -78,7 +78,11 @@ def launch(spec: LaunchSpec, console: Console) -> int:
     Returns:
         The exit code: what the ranks returned, the first failing rank's own, or 130 when killed by a second signal.
 
+    Raises:
+        ConfigError: there are GPUs, but fewer than ranks; nothing is started.
     """
+    if not spec.cpu:
+        _require_devices(spec.num_ranks)
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)
     side = _start_side(spec, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,8 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megads.config import RootConfig, config_digest, freeze
+from megads.errors import ConfigError
+from megads.runtime.console import Console
+from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.metrics import read_json_lines
 
 pytestmark = pytest.mark.distributed
@@ -35,6 +40,15 @@ try:
 except MegadsError as error:
     sys.exit(f"{error.exit_code} {error}")
 """
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two ranks that share a GPU, which NCCL refuses in words that nobody understands."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"= 3 ranks, but this machine has 2 GPUs: lower one of them"):
+        launch(LaunchSpec(tmp_path, 3, ()), Console(tmp_path, io.StringIO()))
+    assert list(tmp_path.iterdir()) == []
 
 
 class Launched:
