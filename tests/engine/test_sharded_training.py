@@ -18,17 +18,13 @@ import megads.engine.stage_pipeline
 from megads.engine.interface import Shard, StepResult
 from megads.model.gpt import GPT
 from megads.model.loss import token_losses
-from megads.plan.parameters import parameter_shapes
 from megads.verify.reductions import RecordedReductions
 from tests import parity
 from tests.distributed import run_ranks
 from tests.engine.test_training import (
-    KINDS,
-    ROUND_TRIP,
     broken_value,
-    everything,
+    check_round_trips,
     filling_from,
-    load_and_continue,
     state,
 )
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
@@ -278,24 +274,6 @@ def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
             assert found["after"][0] == found["after"][1] and not found["after"][0].skipped
 
 
-def _train_save_and_continue(layout: str) -> dict[str, Any]:
-    """Two steps, then the third by this engine and by a second one of the same layout that loads this one's state."""
-    parallel = LAYOUTS[layout]
-    scenario = parity.fitted(ROUND_TRIP, parallel)
-    engine = build_engine(scenario, parallel)
-    batches = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
-    for batch in batches[:2]:
-        engine.step(batch, scenario.lr)
-    saved, owned, steps = state(engine), parity.pieces(engine.named_shards()), engine.optimizer_steps
-    result = engine.step(batches[2], scenario.lr)
-    other = build_engine(replace(scenario, seed=99), parallel)
-    other.load_shards(filling_from(saved), steps)
-    resumed = other.step(batches[2], scenario.lr)
-    after, after_resumed = state(engine), state(other)
-    bitwise = all(np.array_equal(values, after_resumed[place]) for place, values in after.items())
-    return {"owned": owned, "steps": steps, "result": result, "resumed": resumed, "bitwise": bitwise}
-
-
 @pytest.mark.parametrize(
     ("layout", "others"),
     [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],
@@ -303,19 +281,4 @@ def _train_save_and_continue(layout: str) -> dict[str, Any]:
 def test_state_goes_out_of_one_layout_and_into_others(layout: str, others: tuple[str, ...]) -> None:
     """Catches shards that overlap, leave holes, carry padding or are owned by every subgroup, moments or counters that
     are not restored, and weights that are loaded into the masters only."""
-    trained = run_ranks(_train_save_and_continue, LAYOUTS[layout].world_size, layout)
-    full, steps, result = everything(trained), trained[0]["steps"], trained[0]["result"]
-    for kind in KINDS:
-        assert {name: values.shape for name, values in full[kind].items()} == parameter_shapes(parity.MODEL)
-        assert all(values.any() for values in full[kind].values()), f"{kind} of some parameter is zero"
-    assert steps == 2
-    for rank in trained:
-        assert rank["bitwise"] and rank["resumed"] == result, "the same layout must continue bit for bit"
-    for name in others:
-        loaded = run_ranks(load_and_continue, LAYOUTS[name].world_size, name, full, steps)
-        back = everything(loaded)
-        for kind in KINDS:
-            assert all(np.array_equal(back[kind][key], values) for key, values in full[kind].items()), (name, kind)
-        assert loaded[0]["steps"] == steps
-        assert loaded[0]["result"].loss == pytest.approx(result.loss, rel=1e-6)
-        assert loaded[0]["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+    check_round_trips(layout, others)

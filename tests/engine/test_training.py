@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -214,19 +214,20 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 ROUND_TRIP = scenario_with(masked=True)
 
 
-def _train_save_and_continue() -> dict[str, Any]:
+def _train_save_and_continue(name: str) -> dict[str, Any]:
     """Two steps, then the third by this engine and by a second one of the same layout that loads this one's state."""
-    parallel = LAYOUTS["tp2pp2dp2"]
-    engine = build_engine(ROUND_TRIP, parallel)
-    batches = [step_batches(ROUND_TRIP, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
+    parallel = LAYOUTS[name]
+    scenario = parity.fitted(ROUND_TRIP, parallel)
+    engine = build_engine(scenario, parallel)
+    batches = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(3)]
     for batch in batches[:2]:
-        engine.step(batch, ROUND_TRIP.lr)
+        engine.step(batch, scenario.lr)
     saved, owned, steps = state(engine), parity.pieces(engine.named_shards()), engine.optimizer_steps
-    result = engine.step(batches[2], ROUND_TRIP.lr)
+    result = engine.step(batches[2], scenario.lr)
 
-    other = build_engine(replace(ROUND_TRIP, seed=99), parallel)
+    other = build_engine(replace(scenario, seed=99), parallel)
     other.load_shards(filling_from(saved), steps)
-    resumed = other.step(batches[2], ROUND_TRIP.lr)
+    resumed = other.step(batches[2], scenario.lr)
     after, after_resumed = state(engine), state(other)
     bitwise = all(np.array_equal(values, after_resumed[place]) for place, values in after.items())
     return {"owned": owned, "steps": steps, "result": result, "resumed": resumed, "bitwise": bitwise}
@@ -256,11 +257,9 @@ def everything(results: list[dict[str, Any]]) -> dict[str, dict[str, np.ndarray]
     return {kind: parity.assemble(shards, kind) for kind in KINDS}
 
 
-@distributed
-def test_state_goes_out_of_one_layout_and_into_others() -> None:
-    """Catches shards that overlap, leave holes or carry padding, moments or counters that are not restored, and weights
-    that are loaded into the masters only: the next step equals the one of the run that was never stopped."""
-    trained = run_ranks(_train_save_and_continue, 8)
+def check_round_trips(layout: str, others: Sequence[str]) -> None:
+    """State goes out of a layout, back into it and into others: the next step is that of the run never stopped."""
+    trained = run_ranks(_train_save_and_continue, LAYOUTS[layout].world_size, layout)
     full, steps, result = everything(trained), trained[0]["steps"], trained[0]["result"]
     for kind in KINDS:
         assert {name: values.shape for name, values in full[kind].items()} == parameter_shapes(parity.MODEL)
@@ -269,7 +268,7 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
     for rank in trained:
         assert rank["bitwise"] and rank["resumed"] == result, "the same layout must continue bit for bit"
 
-    for name in ("pp2dp3", "tp3", "tp2sp", "cp2"):
+    for name in others:
         loaded = run_ranks(load_and_continue, LAYOUTS[name].world_size, name, full, steps)
         back = everything(loaded)
         for kind in KINDS:
@@ -277,6 +276,13 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
         assert loaded[0]["steps"] == steps
         assert loaded[0]["result"].loss == pytest.approx(result.loss, rel=1e-6)
         assert loaded[0]["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
+
+
+@distributed
+def test_state_goes_out_of_one_layout_and_into_others() -> None:
+    """Catches shards that overlap, leave holes or carry padding, moments or counters that are not restored, and weights
+    that are loaded into the masters only."""
+    check_round_trips("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2"))
 
 
 MEMORY = scenario_with(
