@@ -109,7 +109,9 @@ def moments(
         yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums(0), activations, loss))
     for op in reversed(ops):
         made += 0 if op.shared else op.gradient * widening
-        temporary = op.backward + op.gradient * (1 + (widening if cast else 0))
+        temporary = op.backward + op.gradient
+        if cast:  # once the operation is done and has freed what it kept
+            temporary = max(temporary, temporary + op.gradient * widening - op.kept)
         yield _moment(f"{op.name}, backward", op, temporary, Moment("", sums(made), activations, loss))
         activations -= 0 if op.is_loss else op.kept
         loss -= op.kept if op.is_loss else 0

@@ -147,15 +147,16 @@ def test_ends(norm: bool) -> None:
 
 def test_moments() -> None:
     """Catches a replay that frees too early, counts a step's first gradients as there before they are made or a shared
-    weight's twice, and forgets the copy in fp32 by which a CPU adds a bf16 gradient."""
+    weight's twice, and forgets the copy in fp32 by which a CPU adds a bf16
+    gradient once it has freed what the operation kept."""
     ops = [
-        Op("a", kept=10, forward=5, backward=7, gradient=4, shared=True),
+        Op("a", kept=3, forward=5, backward=7, gradient=4, shared=True),
         Op("b", kept=20, forward=1, backward=2, gradient=4),
     ]
     first = moments(ops, waiting=1, sums=lambda made: made, widening=2, cast=True)
-    assert [m.total for m in first] == [30 + 10 + 5, 30 + 30 + 1, 8 + 30 + 30 + 2 + 4 + 8, 8 + 30 + 10 + 7 + 4 + 8]
+    assert [m.total for m in first] == [23 + 3 + 5, 23 + 23 + 1, 8 + 23 + 23 + 2 + 4, 8 + 23 + 3 + 7 + 4 + (8 - 3)]
     later = moments(ops, waiting=0, sums=lambda _: 9, widening=2, cast=False)
-    assert [m.total for m in later] == [9 + 10 + 5, 9 + 30 + 1, 9 + 30 + 2 + 4, 9 + 10 + 7 + 4]
+    assert [m.total for m in later] == [9 + 3 + 5, 9 + 23 + 1, 9 + 23 + 2 + 4, 9 + 3 + 7 + 4]
 
 
 def test_moments_of_recomputed_operations() -> None:

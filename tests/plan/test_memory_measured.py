@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
-TOLERANCE = 0.07
+TOLERANCE = 0.05
 MIB = 2**20
 
 
