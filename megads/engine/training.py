@@ -48,7 +48,7 @@ def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: in
 
 
 class PipelineTrainEngine:
-    """ZeRO-0 or ZeRO-1 x pipeline x tensor parallel training of one model; see `megads.engine.interface.TrainEngine`."""
+    """ZeRO-0 or 1 x pipeline x tensor parallel training of one model; see `megads.engine.interface.TrainEngine`."""
 
     def __init__(
         self,
