@@ -24,6 +24,7 @@ from megads.model.config import ModelConfig, Position
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+from megads.runtime.run_dir import CONFIG_FILE, recorded_config_path
 
 if TYPE_CHECKING:
     from megads.data.runs import TrainSource, ValidationSource
@@ -342,6 +343,27 @@ def freeze(config: RootConfig, path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def record_config(config: RootConfig, run_dir: Path) -> None:
+    """Freezes a start's config as the run's config.yaml, and keeps a copy for those who ask about its steps later."""
+    kept = recorded_config_path(run_dir, config_digest(config))
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        freeze(config, kept)
+    freeze(config, run_dir / CONFIG_FILE)
+
+
+def config_of_start(run_dir: Path, digest: str) -> RootConfig | None:
+    """Returns the config with which a run was once started, by its sha256; None where it was not kept."""
+    for path in (recorded_config_path(run_dir, digest), run_dir / CONFIG_FILE):
+        try:
+            config = load_frozen(path)
+        except ConfigError:
+            continue
+        if config_digest(config) == digest:
+            return config
+    return None
 
 
 def load_frozen(path: Path) -> RootConfig:

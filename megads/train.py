@@ -19,6 +19,7 @@ from megads.data.batches import Packing
 from megads.data.blend import BlendedSamples
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
 from megads.data.packed import PackedSamples
+from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.unigram import unigram_entropy
 from megads.engine.build import build_train_engine
@@ -61,6 +62,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     with world(device, config.cluster.timeout_s):
         require_equal("the frozen config", config_digest(config))
         grid = build_grid(config.parallel, environment.rank, environment.world_size)
+        require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
@@ -160,6 +162,16 @@ def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device) -
         seed=config.train.seed,
         device=device,
     )
+
+
+def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> None:
+    """One rank of each node looks at the data that it sees.
+
+    Raises:
+        DataError: it is not what the launcher recorded: a node whose own disk holds another copy.
+    """
+    if environment.local_rank == 0:
+        require_recorded(run_dir, record_data(config.data))
 
 
 def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:

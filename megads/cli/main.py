@@ -13,6 +13,7 @@ from megads.errors import EXIT_OK, ConfigError
 VERBS = {
     "train": "pretrain a model, or continue a run",
     "generate": "continue a text with a trained model",
+    "why": "the documents and text that a step trained on",
     "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
     "verify_layout": "does a layout train the same model as one process?",
     "preprocess": "turn raw text into an indexed dataset",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
+from megads.cli.train_data import describe_data, guard_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
     RootConfig,
@@ -17,9 +17,9 @@ from megads.config import (
     config_dict,
     config_digest,
     derive_run_id,
-    freeze,
     load_frozen,
     planned_steps,
+    record_config,
 )
 from megads.errors import EXIT_OK, ConfigError
 from megads.plan.parameters import parameter_count
@@ -68,7 +68,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
-        freeze(config, run_dir / CONFIG_FILE)
+        guard_data(config, preparation, run_dir)
+        record_config(config, run_dir)
         return launch(launch_spec(config), console)
 
 

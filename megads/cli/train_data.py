@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megads.checkpoint.folders import list_checkpoints
 from megads.config import RootConfig, open_run_data
 from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError, DataError
@@ -104,6 +105,27 @@ def prepare_data(config: RootConfig, preparation: Preparation | None, run_dir: P
     except DataError as error:
         raise DataError(f"data.raw = {', '.join(preparation.data.raw_patterns)}: {error}") from error
     return config
+
+
+def guard_data(config: RootConfig, preparation: Preparation | None, run_dir: Path) -> None:
+    """Refuses data that changed since the run began, and records what it is.
+
+    A run without a checkpoint begins anew, with whatever the data is now.
+
+    Args:
+        config: with its data made.
+        preparation: what made it, None for a dataset of the user's.
+        run_dir: the run's folder.
+
+    Raises:
+        DataError: a dataset of the same name holds something else than when the run began; says which and what.
+    """
+    from megads.data.recorded import record_data, require_recorded, write_record
+
+    now = record_data(config.data, preparation.data.raw_patterns if preparation else ())
+    if config.checkpoint.load != "none" and list_checkpoints(run_dir):
+        require_recorded(run_dir, now)
+    write_record(run_dir, now)
 
 
 def describe_data(config: RootConfig, preparation: Preparation | None) -> tuple[RootConfig, str]:

@@ -15,6 +15,7 @@ from megads.report.config import ReportConfig
 from megads.report.history import read_history
 from megads.report.page import picture, run_page
 from megads.report.style import Chart, house_style, png, svg
+from megads.runtime.run_dir import find_run
 
 PAGE_FILE = "report.html"
 PICTURES_FOLDER = "report"
@@ -51,22 +52,6 @@ def write_report(config: ReportConfig) -> WrittenReport:
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"
         ) from error
-
-
-def find_run(name: str) -> Path:
-    """The directory of a run, given itself or by the id of a run in runs/.
-
-    Raises:
-        ConfigError: neither is there; names the runs that are.
-    """
-    given, by_id = Path(name), Path("runs") / name
-    if given.is_dir():
-        return given
-    if by_id.is_dir():
-        return by_id
-    known = sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
-    hint = f"; runs here: {', '.join(map(str, known[:10]))}" if known else ", as megads train names it at its start"
-    raise ConfigError(f"run = {name}: there is no such run directory, and no run of that id in runs/{hint}")
 
 
 def _draw(charts: Sequence[Chart]) -> tuple[list[str], dict[str, bytes]]:

@@ -13,6 +13,12 @@ from megads.errors import ConfigError
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
+DATA_FILE = "data.json"
+
+
+def recorded_config_path(run_dir: Path, digest: str) -> Path:
+    """Returns the file that keeps the config of one start by its sha256; config.yaml is that of the last one only."""
+    return run_dir / "configs" / f"{digest[:16]}.yaml"
 
 
 def rank_log_path(run_dir: Path, rank: int) -> Path:
@@ -76,3 +82,19 @@ def claimed(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def find_run(name: str) -> Path:
+    """The directory of a run, given itself or by the id of a run in runs/.
+
+    Raises:
+        ConfigError: neither is there; names the runs that are.
+    """
+    given, by_id = Path(name), Path("runs") / name
+    if given.is_dir():
+        return given
+    if by_id.is_dir():
+        return by_id
+    known = sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
+    hint = f"; runs here: {', '.join(map(str, known[:10]))}" if known else ", as megads train names it at its start"
+    raise ConfigError(f"run = {name}: there is no such run directory, and no run of that id in runs/{hint}")

@@ -15,7 +15,8 @@ from megads.errors import ConfigError
 from megads.report.config import ReportConfig
 from megads.report.history import read_history
 from megads.report.page import run_page
-from megads.report.write import find_run, write_report
+from megads.report.write import write_report
+from megads.runtime.run_dir import find_run
 from tests.report.written_runs import BEGIN, write_config, write_eventful_run, write_events, write_start, write_steps
 
 VOID = {"meta", "link", "br", "img"}

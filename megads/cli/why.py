@@ -1,0 +1,24 @@
+"""`megads why`: what a step of a run trained on."""
+
+from __future__ import annotations
+
+from megads.cli.verb import Invocation, Verb
+from megads.errors import EXIT_OK
+from megads.evaluate.why_config import WhyConfig
+from megads.runtime.environment import wait_passively
+
+
+def run(config: WhyConfig, _invocation: Invocation) -> int:
+    """Finds the step's samples, and prints them."""
+    config.check()
+    wait_passively()
+    # It pulls in torch, for which the tab key must not wait.
+    from megads.cli.why_found import explain
+    from megads.cli.why_output import as_json, as_text
+
+    found = explain(config)
+    print(as_json(found) if config.json else as_text(found, config.max_characters, config.tokens))
+    return EXIT_OK
+
+
+VERB = Verb("why", WhyConfig, run, flags={"json": "json=true"})
