@@ -118,6 +118,26 @@ def open_checkpoint(path: Path) -> CheckpointHandle:
     return handle
 
 
+def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | None, list[str]]:
+    """Finds the usable checkpoint whose weights are nearest to those that a step started from.
+
+    Args:
+        run_dir: the run's folder, of which nothing is changed.
+        step: the step; the weights after the one before it are the best, of two equally near the earlier.
+
+    Returns:
+        The checkpoint, None where there is none; and why nearer ones are not usable.
+    """
+    passed_by: list[str] = []
+    checkpoints = list_checkpoints(run_dir)
+    for at in sorted(checkpoints, key=lambda at: (abs(at - (step - 1)), at)):
+        try:
+            return open_checkpoint(checkpoints[at]), passed_by
+        except CheckpointError as error:
+            passed_by.append(f"{checkpoints[at].name}: {error}")
+    return None, passed_by
+
+
 def read_into(handle: CheckpointHandle, shards: Sequence[Shard]) -> None:
     """Fills every shard from whichever stored rectangles overlap it, whatever layout wrote them; not collective.
 

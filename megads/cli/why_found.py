@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from megads.checkpoint.read import CheckpointHandle, check_model
+from megads.checkpoint.read import CheckpointHandle, check_model, nearest_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.cli.trained_step import TrainedStep, open_step
 from megads.config import RootConfig, config_dict
@@ -22,7 +22,7 @@ from megads.data.sampler import micro_batch_ids
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.placement import choose_device, choose_dtype
-from megads.evaluate.token_losses import losses_of, nearest_checkpoint
+from megads.evaluate.token_losses import losses_of
 from megads.evaluate.why_config import LossChoice, WhyConfig
 from megads.parallel.context import held_chunks
 from megads.parallel.grid import Place, place_of

@@ -6,38 +6,14 @@ Shape suffixes: b = micro-batch size, s = sequence length.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megads.batch import MicroBatch
-from megads.checkpoint.folders import list_checkpoints
-from megads.checkpoint.read import CheckpointHandle, open_checkpoint
-from megads.errors import CheckpointError
 from megads.model.gpt import GPT
 from megads.model.loss import token_losses
-
-
-def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | None, list[str]]:
-    """Finds the usable checkpoint whose weights are nearest to those that a step started from.
-
-    Args:
-        run_dir: the run's folder, of which nothing is changed.
-        step: the step; the weights after the one before it are the best, of two equally near the earlier.
-
-    Returns:
-        The checkpoint, None where there is none; and why nearer ones are not usable.
-    """
-    passed_by: list[str] = []
-    checkpoints = list_checkpoints(run_dir)
-    for at in sorted(checkpoints, key=lambda at: (abs(at - (step - 1)), at)):
-        try:
-            return open_checkpoint(checkpoints[at]), passed_by
-        except CheckpointError as error:
-            passed_by.append(f"{checkpoints[at].name}: {error}")
-    return None, passed_by
 
 
 def losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) -> Sequence[npt.NDArray[np.float32]]:
