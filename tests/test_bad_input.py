@@ -184,3 +184,28 @@ def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
     assert "checkpoint.load = no/such/run: there is no such folder" in ended.err
     assert "Traceback" not in ended.err
     assert steps_of(megads.folder / "run") == []
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("ending", "left", "expected"),
+    [
+        (".bin", 20, "it was truncated while it was read; put the file back"),
+        (".idx", 0, "cause: {prefix}.idx: byte 0: the file ends inside its header"),
+    ],
+)
+def test_a_file_truncated_under_the_run(
+    ending: str, left: int, expected: str, corpus: Path, megads: StartCommand
+) -> None:
+    """Catches a run that trains on the zeros of a lost page, or that a bare SIGBUS ends: the kernel kills whoever reads
+    a mapped file beyond its end, and no rank can say why it died."""
+    prefix, run_dir = megads.folder / "data", megads.folder / "run"
+    for name in (".bin", ".idx"):
+        shutil.copy(f"{corpus}{name}", f"{prefix}{name}")
+    command = megads("train", *small_model(prefix, train__steps=1000000, run__dir=run_dir))
+    command.wait_for(lambda: (run_dir / "metrics.jsonl").exists() and len(steps_of(run_dir)) > 1)
+    with Path(f"{prefix}{ending}").open("r+b") as file:
+        file.truncate(left)
+    ended = command.end()
+    assert ended.code == 3 and expected.format(prefix=prefix) in ended.err, ended
+    assert "Traceback" not in ended.err

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.cli.train_data import describe_data, guard_data, locate_data, prepare_data, require_data
+from megads.cli.train_data import data_fault, describe_data, guard_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
     RootConfig,
@@ -105,6 +105,7 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         threads_per_rank=config.cluster.threads_per_rank,
         side_command=("-m", "megads.cli.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
+        cause_of_bus_error=lambda: data_fault(config),
     )
 
 

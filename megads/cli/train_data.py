@@ -128,6 +128,15 @@ def guard_data(config: RootConfig, preparation: Preparation | None, run_dir: Pat
     write_record(run_dir, now)
 
 
+def data_fault(config: RootConfig) -> DataError | None:
+    """Returns what is wrong with a run's data now, for a run that died of it; None where nothing is."""
+    try:
+        require_data(config)
+    except DataError as error:
+        return error
+    return None
+
+
 def describe_data(config: RootConfig, preparation: Preparation | None) -> tuple[RootConfig, str]:
     """Says what data a run would read or make, and makes nothing.
 

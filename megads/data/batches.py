@@ -54,7 +54,7 @@ def assemble(
         and is masked.
 
     Raises:
-        DataError: a token is not in the vocabulary; dataset, document and offset are named.
+        DataError: a token is not in the vocabulary; dataset, document and offset are named. Or a file was cut short.
     """
     if not (needs_tokens or packing.document_mask or packing.reset_positions):
         return [MicroBatch(BatchInfo(torch.from_numpy(ids_b), seq_len=source.seq_len)) for ids_b in ids_mb]
@@ -63,7 +63,10 @@ def assemble(
     if not needs_tokens:
         return [MicroBatch(info) for info in infos]
     tokens_nt = np.zeros((ids_mb.size, source.seq_len + 1), widest_dtype(runs))
+    # Before, for a message in place of a signal; afterwards, because the lost end of a page reads as zeros.
+    _require_whole(runs)
     copy_tokens(runs, tokens_nt)
+    _require_whole(runs)
     _check_tokens(runs, tokens_nt, vocab_size)
     mask_ns = loss_mask(runs, ids_mb.size, source.seq_len, packing.mask_eod)
     size = ids_mb.shape[1]
@@ -71,6 +74,11 @@ def assemble(
         _micro_batch(info, tokens_nt[first : first + size], mask_ns[first : first + size])
         for info, first in zip(infos, range(0, ids_mb.size, size), strict=True)
     ]
+
+
+def _require_whole(runs: Sequence[Runs]) -> None:
+    for part in runs:
+        part.dataset.require_whole()
 
 
 def _infos(runs: Sequence[Runs], ids_mb: IntArray, seq_len: int, packing: Packing) -> list[BatchInfo]:

@@ -93,7 +93,9 @@ class IndexedDataset:
             )
         if end == 0:
             raise DataError(f"{tokens}: holds no tokens; give `megads preprocess` documents with text")
-        self.all_tokens: Array = np.frombuffer(_map_bytes(tokens), self.dtype)
+        mapped = _map_bytes(tokens)
+        self._maps = {index: raw, tokens: mapped}
+        self.all_tokens: Array = np.frombuffer(mapped, self.dtype)
         """[num_tokens], a read-only view of `.bin`."""
 
     @property
@@ -165,6 +167,18 @@ class IndexedDataset:
             for begin in range(0, part.size, CHUNK):
                 digest.update(part[begin : begin + CHUNK].tobytes())
         return digest.hexdigest()[:16]
+
+    def require_whole(self) -> None:
+        """Raises DataError where a file is shorter than when it was opened.
+
+        What a mapped file has lost reads as zeros up to the end of a page, and kills the process by SIGBUS beyond it.
+        """
+        for path, mapped in self._maps.items():
+            if (found := mapped.size()) < len(mapped):
+                raise DataError(
+                    f"{path}: has {found} bytes, {len(mapped)} when it was opened: it was truncated while it was read; "
+                    "put the file back and start again"
+                )
 
     def _slice(self, begin: int, end: int, offset: int, length: int | None) -> Array:
         wanted = end - begin - offset if length is None else length

@@ -6,6 +6,7 @@ answers signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to sa
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -13,18 +14,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megads.errors import ConfigError
+from megads.errors import ConfigError, MegadsError
 from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
-from megads.runtime.rank_outcome import RankExit, clear_records, judge, read_failures
+from megads.runtime.rank_outcome import Outcome, RankExit, clear_records, judge, read_failures
 from megads.runtime.run_dir import exit_path, tracker_log_path
 from megads.runtime.side_process import SideProcess
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, clear_stop, request_stop
@@ -60,6 +61,7 @@ class LaunchSpec:
         flush_s: how long that process may go on after the ranks.
         cpu: the ranks compute on the CPU, whatever GPUs there are.
         saves: the ranks save and stop when asked; where they do not, the first signal kills them.
+        cause_of_bus_error: asked when a rank was killed by SIGBUS; the fault that it finds in a mapped file, if any.
     """
 
     run_dir: Path
@@ -70,6 +72,7 @@ class LaunchSpec:
     flush_s: float = 10.0
     cpu: bool = False
     saves: bool = True
+    cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
 
 def launch(spec: LaunchSpec, console: Console) -> int:
@@ -181,7 +184,7 @@ class _Launch:
             self._console.say(f"killed by {cause}", "error")
             self._console.close()
             return EXIT_KILLED
-        outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._exits, self._killed_ranks)
+        outcome = self._explained(judge(self._spec.run_dir, self._spec.num_ranks, self._exits, self._killed_ranks))
         if outcome.message:
             self._events.write(
                 "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
@@ -193,6 +196,15 @@ class _Launch:
             with suppress(OSError):
                 sys.stderr.write(f"megads: {outcome.message}\n")
         return outcome.exit_code
+
+    def _explained(self, outcome: Outcome) -> Outcome:
+        """The kernel's only word on a mapped file that lost its end is a signal: the file itself says more."""
+        if outcome.signal != signal.SIGBUS or self._spec.cause_of_bus_error is None:
+            return outcome
+        cause = self._spec.cause_of_bus_error()
+        if cause is None:
+            return outcome
+        return dataclasses.replace(outcome, exit_code=cause.exit_code, message=f"{outcome.message}\n  cause: {cause}")
 
     def _watch_side(self) -> None:
         """Says it once when the process beside the ranks fails; what fails within it, it says itself."""

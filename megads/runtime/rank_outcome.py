@@ -11,6 +11,11 @@ from pathlib import Path
 from megads.errors import EXIT_BUG, EXIT_OK
 from megads.runtime.run_dir import exit_path, rank_log_path
 
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (out of memory? look for oom-kill in the kernel's log)",
+    signal.SIGBUS: " (a mapped file was truncated, its disk failed, or /dev/shm is full)",
+}
+
 
 @dataclass(frozen=True)
 class RankExit:
@@ -50,11 +55,12 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code, and for a failure the rank to blame and one message."""
+    """How a run ended: its exit code; for a failure the rank to blame, one message, and the signal that killed it."""
 
     exit_code: int
     rank: int | None = None
     message: str = ""
+    signal: int | None = None
 
 
 def clear_records(run_dir: Path) -> None:
@@ -126,9 +132,8 @@ def _from_signal(run_dir: Path, end: RankExit) -> Outcome:
         name = signal.Signals(-end.exit_code).name
     except ValueError:
         name = f"signal {-end.exit_code}"
-    hint = " (out of memory? look for oom-kill in the kernel's log)" if -end.exit_code == signal.SIGKILL else ""
-    message = f"rank {end.rank} was killed by {name}{hint}"
-    return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message))
+    message = f"rank {end.rank} was killed by {name}{_HINTS.get(-end.exit_code, '')}"
+    return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message), -end.exit_code)
 
 
 def _with_log(run_dir: Path, rank: int, message: str) -> str:
