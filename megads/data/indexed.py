@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -21,14 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.data.atomic_file import sync, sync_directory, temporary_path
+from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, refusal, unpack_header
 from megads.errors import DataError
 
-MAGIC = b"MMIDIDX\x00\x00"
-LEGACY_MAGIC = b"TNTIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))}
-REMEDY = "copy the pair of files again, or make it anew with `megads preprocess`"
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
 CHUNK = 1 << 20
 
@@ -49,10 +43,6 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """Returns the index file of the dataset at `prefix`."""
     return Path(f"{prefix}.idx")
-
-
-def _refusal(path: Path, byte: int, found: str, remedy: str = REMEDY) -> DataError:
-    return DataError(f"{path}: byte {byte}: {found}; {remedy}")
 
 
 class IndexedDataset:
@@ -77,7 +67,7 @@ class IndexedDataset:
                     f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`"
                 )
         self._path = index
-        self.dtype, self.num_sequences, num_entries = _read_header(index)
+        self.dtype, self.num_sequences, num_entries = read_header(index)
         self.num_documents = num_entries - 1
         raw = _map_bytes(index)
         self.sequence_sizes = np.frombuffer(raw, "<i4", self.num_sequences, HEADER.size)
@@ -161,7 +151,7 @@ class IndexedDataset:
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits that change with the index or the size of `.bin`; it does not read the tokens."""
-        digest = hashlib.sha256(HEADER.pack(*_unpack_header(self._path)))
+        digest = hashlib.sha256(HEADER.pack(*unpack_header(self._path)))
         digest.update(self._bin_bytes.to_bytes(8, "little"))
         for part in (self.sequence_sizes, self.document_index):
             for begin in range(0, part.size, CHUNK):
@@ -194,7 +184,7 @@ class IndexedDataset:
             if sizes.min() < 0:
                 bad = begin + int(np.argmax(sizes < 0))
                 byte = HEADER.size + 4 * bad
-                raise _refusal(self._path, byte, f"sequence {bad} has a length of {self.sequence_sizes[bad]} tokens")
+                raise refusal(self._path, byte, f"sequence {bad} has a length of {self.sequence_sizes[bad]} tokens")
             ends = end + np.cumsum(sizes) * self.dtype.itemsize
             expected = np.concatenate(([end], ends[:-1]))
             wrong = self._offsets[begin : begin + CHUNK] != expected
@@ -205,7 +195,7 @@ class IndexedDataset:
                     f"sequence {bad} starts at byte {self._offsets[bad]} of the .bin file, its predecessors end at "
                     f"{expected[bad - begin]} and the .bin file has {self._bin_bytes} bytes"
                 )
-                raise _refusal(self._path, byte, found)
+                raise refusal(self._path, byte, found)
             end = int(ends[-1])
         return end
 
@@ -213,71 +203,21 @@ class IndexedDataset:
         base = HEADER.size + 12 * self.num_sequences
         index = self.document_index
         if index[0] != 0:
-            raise _refusal(self._path, base, f"the document index starts at sequence {index[0]}, not 0")
+            raise refusal(self._path, base, f"the document index starts at sequence {index[0]}, not 0")
         for begin in range(0, index.size - 1, CHUNK):
             steps = np.diff(index[begin : begin + CHUNK + 1])
             if steps.min() < 0:
                 bad = begin + int(np.argmax(steps < 0)) + 1
                 found = f"the document index decreases from {index[bad - 1]} to {index[bad]}"
-                raise _refusal(self._path, base + 8 * bad, found)
+                raise refusal(self._path, base + 8 * bad, found)
         if index[-1] != self.num_sequences:
             found = f"the document index ends at sequence {index[-1]}, the dataset has {self.num_sequences}"
-            raise _refusal(self._path, base + 8 * (index.size - 1), found)
+            raise refusal(self._path, base + 8 * (index.size - 1), found)
 
 
 def _map_bytes(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _unpack_header(path: Path) -> tuple[bytes, int, int, int, int]:
-    with path.open("rb") as file:
-        magic, version, code, num_sequences, num_entries = HEADER.unpack(file.read(HEADER.size))
-    return magic, version, code, num_sequences, num_entries
-
-
-def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Returns token dtype, number of sequences and length of the document index; refuses all that does not fit."""
-    with path.open("rb") as file:
-        start = file.read(len(MAGIC))
-    file_bytes = path.stat().st_size
-    if start.startswith(LEGACY_MAGIC):
-        raise _refusal(
-            path,
-            0,
-            f"magic {start!r} is Megatron's legacy format (`lazy` and `cached` datasets)",
-            "convert it: read it with the legacy reader of an old Megatron-LM and add its documents to an `mmap` "
-            "builder, or make it anew from the raw text with `megads preprocess`",
-        )
-    if len(start) == len(MAGIC) and start != MAGIC:
-        raise _refusal(path, 0, f"magic {start!r}, want {MAGIC!r}: not an indexed dataset", "check data.train path")
-    if file_bytes < HEADER.size:
-        raise _refusal(path, file_bytes, f"the file ends inside its header of {HEADER.size} bytes")
-    _, version, code, num_sequences, num_entries = _unpack_header(path)
-    if version != VERSION:
-        raise _refusal(path, 9, f"version {version}, only {VERSION} is known")
-    if code in (6, 7):
-        raise _refusal(
-            path,
-            17,
-            f"dtype code {code}: codes 6 and 7 are float64 and float32 in Megatron-LM and swapped in GPT-NeoX, "
-            "and tokens are never floats",
-            "make the dataset anew with `megads preprocess`",
-        )
-    if code not in DTYPES:
-        raise _refusal(path, 17, f"dtype code {code} is unknown, want one of {sorted(DTYPES)}")
-    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
-    if expected != file_bytes:
-        state = "truncated" if file_bytes < expected else "longer than that"
-        found = (
-            f"{num_sequences} sequences and {num_entries} document index entries take {expected} bytes, "
-            f"the file has {file_bytes}: it is {state} or the counts are wrong"
-        )
-        raise _refusal(path, 18, found)
-    if num_sequences == 0 or num_entries < 2:
-        found = f"{num_sequences} sequences in {max(num_entries - 1, 0)} documents: the dataset is empty"
-        raise _refusal(path, 18, found, "give `megads preprocess` documents with text")
-    return DTYPES[code], num_sequences, num_entries
 
 
 class IndexedDatasetWriter:

@@ -26,7 +26,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from megads.data.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.indexed import HEADER, MAGIC, VERSION
+from megads.data.indexed_header import HEADER, MAGIC, VERSION
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import load_tokenizer, train_tokenizer
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
