@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from megads.data.blocks import Block, LoadedBlock
 from megads.data.config import Engine
 from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
+from megads.data.record_text import Fields
 from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
 from megads.data.text import Document, RejectedLine
 from megads.data.tokenizer import load_tokenizer
@@ -30,7 +31,7 @@ class TokenizeSettings:
     Attributes:
         tokenizer_file: in the format of Hugging Face `tokenizers`.
         tokenizer_sha256: of its content.
-        text_field: field of JSON objects that holds the text.
+        fields: those of a record that hold its text; each gives a sequence, all together a document.
         end_id: token that ends every document, None for none.
         dtype: token dtype, as numpy spells it.
         engine: hf or fast.
@@ -38,7 +39,7 @@ class TokenizeSettings:
 
     tokenizer_file: str
     tokenizer_sha256: str
-    text_field: str
+    fields: Fields
     end_id: int | None
     dtype: str
     engine: str = Engine.hf.value
@@ -112,7 +113,7 @@ class BlockTokenizer:
 
     def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
         built = _ShardBuilder(engine, self._settings)
-        for row in block.rows(self._settings.text_field):
+        for row in block.rows(self._settings.fields):
             built.add(row)
         return built.write(path, block, identity)
 
@@ -163,7 +164,7 @@ class _ShardBuilder:
         texts = [document.text for document in self._batch]
         ids, lengths = self._engine.encode(texts)
         if self._settings.end_id is not None:
-            ended = np.array([not document.continues for document in self._batch], bool)
+            ended = np.array([not (document.continues or document.turn) for document in self._batch], bool)
             ids = np.insert(ids, np.cumsum(lengths, dtype=np.int64)[ended], self._settings.end_id)
             lengths = [length + int(end) for length, end in zip(lengths, ended, strict=True)]
         for document, length in zip(self._batch, lengths, strict=True):

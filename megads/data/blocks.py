@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import xxhash
 
-from megads.data.record_text import json_text
-from megads.data.text import Document, DocumentReader, RejectedLine, readable
+from megads.data.record_text import Fields, json_turns
+from megads.data.text import Document, DocumentReader, RejectedLine, readable, rows_of
 from megads.data.text_files import COMPRESSED_ENDINGS, JSONL_ENDINGS, decompressed, kind, text_bytes_estimate
 
 STDIN = "-"
@@ -45,14 +45,10 @@ class Lines:
         """Hash of all that decides what the block gives."""
         return xxhash.xxh3_128_hexdigest(b"%d" % self.first + self.content)
 
-    def rows(self, text_field: str) -> Iterator[Document | RejectedLine]:
+    def rows(self, fields: Fields) -> Iterator[Document | RejectedLine]:
         """Yields the documents; lines are counted from 1 at the block's start."""
         for number, line in enumerate(io.BytesIO(self.content), start=1):
-            text = json_text(line, text_field, first=self.first and number == 1)
-            if isinstance(text, str):
-                yield Document(text, self.source, number)
-            elif text is not None:
-                yield RejectedLine(self.source, number, text)
+            yield from rows_of(json_turns(line, fields, first=self.first and number == 1), self.source, number)
 
     def load(self) -> Lines:
         """Returns itself: the lines are here already."""
@@ -121,7 +117,7 @@ class Rows:
             digest.update(row.text.encode() if isinstance(row, Document) else b"")
         return str(digest.hexdigest())
 
-    def rows(self, text_field: str) -> Iterator[Document | RejectedLine]:
+    def rows(self, fields: Fields) -> Iterator[Document | RejectedLine]:
         """Yields the documents, with their lines in the file."""
         yield from self.content
 
@@ -165,7 +161,9 @@ def blocks_of(reader: DocumentReader, block_bytes: int) -> Iterator[Block]:
         for row in reader.read(path):
             pending.append(row)
             pending_bytes += len(row.text) if isinstance(row, Document) else 100
-            if pending_bytes >= fed_bytes:
+            # A prompt stays with its response.
+            whole = not (isinstance(row, Document) and row.turn)
+            if pending_bytes >= fed_bytes and whole:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
                 reported_bytes = reader.bytes_read
                 pending, pending_bytes = [], 0

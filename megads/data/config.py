@@ -272,6 +272,11 @@ class PreprocessConfig:
     """Prefix of the <output>.bin and <output>.idx to write."""
     text_field: str = "text"
     """JSON field or parquet column that holds the document."""
+    prompt_field: str | None = None
+    """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, where the loss
+    counts on the second only. May be empty text."""
+    response_field: str | None = None
+    """The field or column of what is learnt; the end-of-document token follows it."""
     end_of_document: str | None = "<|endoftext|>"
     """Token appended to every document; null appends none."""
     overwrite: bool = False
@@ -282,8 +287,20 @@ class PreprocessConfig:
     workers: int | None = None
     """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a record that hold its text."""
+        if self.prompt_field is None or self.response_field is None:
+            return (self.text_field,)
+        return self.prompt_field, self.response_field
+
     def check(self) -> None:
-        """Raises ConfigError on no workers, and on the standard input beside files."""
+        """Raises ConfigError on no workers, on the standard input beside files, and on half a pair."""
+        if (self.prompt_field is None) != (self.response_field is None):
+            raise ConfigError(
+                f"prompt_field = {self.prompt_field} and response_field = {self.response_field}: a pair needs both; "
+                "text_field alone names the text of documents that are no pairs"
+            )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
         if "-" in self.input and len(self.input) > 1:

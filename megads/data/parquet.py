@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megads.data.record_text import NotText
+from megads.data.record_text import Fields, NotText, filled
 from megads.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ _ROWS = 256
 _READ_BYTES = 1 << 20
 
 
-def parquet_rows(path: Path, column: str) -> Iterator[tuple[float, str | NotText]]:
-    """Reads one column in constant memory, however large the row groups are.
+def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[str, ...] | NotText]]:
+    """Reads columns of text in constant memory, however large the row groups are.
 
     Args:
         path: the file.
-        column: its name, at the top level of the schema.
+        columns: their names, at the top level of the schema.
 
     Yields:
-        The share of rows read so far, and the text or why there is none.
+        The share of rows read so far, and the texts or why there are none.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -40,12 +40,13 @@ def parquet_rows(path: Path, column: str) -> Iterator[tuple[float, str | NotText
         ) from error
     try:
         with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
-            _require_text(file, path, column)
+            for column in columns:
+                _require_text(file, path, column, "text_field" if len(columns) == 1 else "prompt_field, response_field")
             rows, done = max(file.metadata.num_rows, 1), 0
-            for batch in file.iter_batches(_ROWS, columns=[column], use_threads=False):
-                for value in batch.column(0):
+            for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+                for values in zip(*(batch.column(column) for column in columns), strict=True):
                     done += 1
-                    yield done / rows, _text(value)
+                    yield done / rows, _texts(columns, values)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: reading parquet failed: {str(error).splitlines()[0]}; the file is truncated, damaged or no "
@@ -53,7 +54,7 @@ def parquet_rows(path: Path, column: str) -> Iterator[tuple[float, str | NotText
         ) from error
 
 
-def _require_text(file: pq.ParquetFile, path: Path, column: str) -> None:
+def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> None:
     import pyarrow as pa
 
     schema = file.schema_arrow
@@ -61,22 +62,22 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str) -> None:
     if index < 0:
         raise DataError(
             f"{path}: no column {column!r}; it has {', '.join(schema.names) or 'none'}: name the one that holds the "
-            "text with text_field"
+            f"text with {key}"
         )
     kind = schema.field(index).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise DataError(
             f"{path}: column {column!r} holds {kind}, not text; it has {', '.join(schema.names)}: name another with "
-            "text_field"
+            f"{key}"
         )
 
 
-def _text(value: pa.Scalar) -> str | NotText:
+def _texts(columns: Fields, values: tuple[pa.Scalar, ...]) -> tuple[str, ...] | NotText:
     try:
-        text = value.as_py()
+        texts = [value.as_py() for value in values]
     except UnicodeDecodeError:
         return NotText("not UTF-8")
-    if text is None:
+    if None in texts:
         return NotText("null")
-    return str(text) if text else NotText("empty text")
+    return filled(columns, tuple(map(str, texts)))

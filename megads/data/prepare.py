@@ -170,12 +170,12 @@ class Preparation:
         tokenizing = Tokenizing(
             str(tokenizer_file), str(folder / TOKENS), self.tokenizer.end_of_document, "tokenizer.end_of_document"
         )
-        sidecar = tokenizing.run(self._reader(), self.data.text_field, workers=None)
+        sidecar = tokenizing.run(self._reader(), (self.data.text_field,), workers=None)
         cut_few_documents(folder / TOKENS, sidecar)
 
     def _reader(self) -> DocumentReader:
         # The files that were hashed, not the patterns, which may match more by now.
-        return DocumentReader([str(path) for path in self.states], self.data.text_field, "data.raw")
+        return DocumentReader([str(path) for path in self.states], (self.data.text_field,), "data.raw")
 
 
 def plan_preparation(
@@ -199,7 +199,7 @@ def plan_preparation(
         ConfigError: the tokenizer's settings do not fit it.
         DataError: no such files, or one that cannot be read; a given tokenizer that is none.
     """
-    reader = DocumentReader(data.raw_patterns, data.text_field, "data.raw")
+    reader = DocumentReader(data.raw_patterns, (data.text_field,), "data.raw")
     content: bytes | None = None
     if tokenizer.path is not None:
         given = load_tokenizer(tokenizer.path)

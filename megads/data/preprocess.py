@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from megads.data.block_tokenizer import BlockTokenizer, Finished, TokenizeSettings
@@ -25,7 +26,7 @@ from megads.data.engine import choose_engine
 from megads.data.indexed import bin_path, idx_path, token_dtype
 from megads.data.indexed_append import IndexedDatasetAppender
 from megads.data.progress import ByteProgress
-from megads.data.record_text import NotText
+from megads.data.record_text import Fields, NotText
 from megads.data.shards import open_shard, shard_path
 from megads.data.sidecar import Sidecar, file_checksum, sidecar_path, write_sidecar
 from megads.data.text import DocumentReader, RejectedLine, Rejections, no_documents
@@ -93,10 +94,10 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """
     config.check()
     start_s = time.monotonic()
-    source = None if config.input == [STDIN] else DocumentReader(config.input, config.text_field)
+    source = None if config.input == [STDIN] else DocumentReader(config.input, config.fields)
     _refuse_to_overwrite(config, source.files if source else [])
     tokenizing = Tokenizing(config.tokenizer, config.output, config.end_of_document, "end_of_document")
-    sidecar = tokenizing.run(source, config.text_field, config.workers, config.engine)
+    sidecar = tokenizing.run(source, config.fields, config.workers, config.engine)
     return PreprocessReport(
         config.output, sidecar, time.monotonic() - start_s, tokenizing.kept_shards, tokenizing.engine
     )
@@ -132,13 +133,13 @@ class Tokenizing:
         self.engine = ""
 
     def run(
-        self, source: DocumentReader | None, text_field: str, workers: int | None, engine: Engine = Engine.auto
+        self, source: DocumentReader | None, fields: Fields, workers: int | None, engine: Engine = Engine.auto
     ) -> Sidecar:
         """Tokenizes documents.
 
         Args:
             source: the files; None is JSON lines from the standard input.
-            text_field: field or column that holds the text.
+            fields: fields or columns that hold the text; several are the turns of a document.
             workers: processes; None takes as many as there are cores.
             engine: what tokenizes.
 
@@ -152,12 +153,12 @@ class Tokenizing:
         states = {path: file_state(path) for path in source.files} if source else {}
         blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
         first = list(islice(blocks, 2))
-        chosen = choose_engine(engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], text_field))
+        chosen = choose_engine(engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], fields))
         self.engine = chosen.value
         settings = TokenizeSettings(
             os.path.realpath(self._tokenizer_file),
             hashlib.sha256(self._tokenizer_text).hexdigest(),
-            text_field,
+            fields,
             self._end_id,
             self._dtype.str,
             chosen.value,
@@ -210,13 +211,15 @@ class Tokenizing:
                 for where, line, reason, detail in header.rejected:
                     rejected.add(RejectedLine(where, line_base + line, NotText(reason, detail)))
                 line_base += header.lines
-                writer.extend(shard.sizes, shard.tokens(), continues=header.continues)
+                turns = len(settings.fields)
+                ends = None if turns == 1 else np.arange(turns, shard.sizes.size + 1, turns)
+                writer.extend(shard.sizes, shard.tokens(), documents=ends, continues=header.continues)
                 text_bytes += header.text_bytes
                 max_token_id = max(max_token_id, header.max_token_id)
             if not writer.num_documents:
                 # Nothing worth keeping for another start.
                 shutil.rmtree(folder)
-                raise no_documents(files, rejected, settings.text_field)
+                raise no_documents(files, rejected, settings.fields)
             (folder / _COMMITTING).touch()
             # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data
             # come.
@@ -244,9 +247,9 @@ class Tokenizing:
         return sidecar
 
 
-def _sample(blocks: Sequence[Block], text_field: str) -> list[str]:
+def _sample(blocks: Sequence[Block], fields: Fields) -> list[str]:
     """The first documents of the corpus."""
-    rows = (row for block in blocks for row in block.load().rows(text_field))
+    rows = (row for block in blocks for row in block.load().rows(fields))
     return [row.text for row in islice((row for row in rows if not isinstance(row, RejectedLine)), SAMPLE_DOCUMENTS)]
 
 

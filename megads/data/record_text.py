@@ -24,12 +24,16 @@ class NotText:
         return self.reason + (f" ({self.detail})" if self.detail else "")
 
 
-def json_text(line: bytes, text_field: str, *, first: bool = False) -> str | NotText | None:
-    """Returns the text of one line of JSON, why it has none, or None for a blank line.
+Fields = tuple[str, ...]
+"""Names of a record's fields that make a document: the text, or what is given and what is learnt by turns."""
+
+
+def json_turns(line: bytes, fields: Fields, *, first: bool = False) -> tuple[str, ...] | NotText | None:
+    """Returns the texts of one line of JSON, why it has none, or None for a blank line.
 
     Args:
         line: the line, its newline included or not.
-        text_field: field of the object that holds the text.
+        fields: those of the object that hold the texts. The last one must not be empty.
         first: the line is the first of its file, where a byte order mark may stand.
     """
     if first:
@@ -40,17 +44,25 @@ def json_text(line: bytes, text_field: str, *, first: bool = False) -> str | Not
         record = json.loads(line.decode())
         if not isinstance(record, dict):
             return NotText("not a JSON object", type(record).__name__)
-        text = record.get(text_field)
-        if text is None:
-            return NotText(f"no field {text_field!r}")
-        if not isinstance(text, str):
-            return NotText(f"field {text_field!r} is not text", type(text).__name__)
-        # JSON can spell half a surrogate pair, which is no character and which no tokenizer takes.
-        text.encode()
+        for field in fields:
+            text = record.get(field)
+            if text is None:
+                return NotText(f"no field {field!r}")
+            if not isinstance(text, str):
+                return NotText(f"field {field!r} is not text", type(text).__name__)
+            # JSON can spell half a surrogate pair, which is no character and which no tokenizer takes.
+            text.encode()
     except UnicodeDecodeError as error:
         return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
     except UnicodeEncodeError:
         return NotText("not Unicode: half a surrogate pair")
     except (ValueError, RecursionError) as error:
         return NotText("not JSON", str(error)[:100])
-    return text or NotText("empty text")
+    return filled(fields, tuple(record[field] for field in fields))
+
+
+def filled(fields: Fields, texts: tuple[str, ...]) -> tuple[str, ...] | NotText:
+    """Returns the texts unless there is nothing to learn; a prompt may be empty."""
+    if texts[-1]:
+        return texts
+    return NotText("empty text" if len(fields) == 1 else f"empty field {fields[-1]!r}")

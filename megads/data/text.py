@@ -17,7 +17,7 @@ from zstandard import ZstdError
 
 from megads.data.parquet import parquet_rows
 from megads.data.plain_text import text_pieces, utf8_fault
-from megads.data.record_text import NotText, json_text
+from megads.data.record_text import Fields, NotText, json_turns
 from megads.data.text_files import (
     PARQUET_ENDINGS,
     TEXT_ENDINGS,
@@ -39,6 +39,8 @@ class Document(NamedTuple):
     line: int
     continues: bool = False
     """More of the same document follows."""
+    turn: bool = False
+    """The next sequence of the same document follows: this is a prompt, and its response comes."""
 
 
 class RejectedLine(NamedTuple):
@@ -50,6 +52,15 @@ class RejectedLine(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}: {self.why}"
+
+
+def rows_of(texts: tuple[str, ...] | NotText | None, source: str, line: int) -> Iterator[Document | RejectedLine]:
+    """Yields the sequences of one record, or that it has none; nothing for a blank line."""
+    if isinstance(texts, NotText):
+        yield RejectedLine(source, line, texts)
+    elif texts is not None:
+        yield from (Document(text, source, line, turn=True) for text in texts[:-1])
+        yield Document(texts[-1], source, line)
 
 
 @dataclass
@@ -88,7 +99,7 @@ class DocumentReader:
     Args:
         patterns: files, folders or globs: .jsonl or .json (one JSON object a line), .txt or .md (one document a
             file), each also .gz or .zst; .parquet.
-        text_field: JSON field, or column, that holds the document.
+        fields: JSON fields, or columns, that hold the document.
         key: the config key that the patterns come from, for messages.
 
     Attributes:
@@ -99,15 +110,18 @@ class DocumentReader:
 
     Raises:
         ConfigError: no patterns.
-        DataError: a pattern matches nothing, or a file of an unknown kind.
+        DataError: a pattern matches nothing, or a file of an unknown kind or, for pairs, one without fields.
     """
 
-    def __init__(self, patterns: Sequence[str], text_field: str, key: str = "input") -> None:
+    def __init__(self, patterns: Sequence[str], fields: Fields, key: str = "input") -> None:
         self.files = find_text_files(patterns, key)
+        plain = next((path for path in self.files if kind(path) in TEXT_ENDINGS), None)
+        if len(fields) > 1 and plain is not None:
+            raise DataError(f"{plain}: plain text has no fields {', '.join(fields)}: leave it out of {key}")
         self.total_bytes = sum(path.stat().st_size for path in self.files)
         self.bytes_read = 0
         self.rejected = Rejections()
-        self.text_field = text_field
+        self.fields = fields
         self.key = key
 
     def __iter__(self) -> Iterator[Document]:
@@ -125,7 +139,7 @@ class DocumentReader:
                     found = True
                     yield row
         if not found:
-            raise no_documents(self.files, self.rejected, self.text_field)
+            raise no_documents(self.files, self.rejected, self.fields)
 
     def read(self, path: Path) -> Iterator[Document | RejectedLine]:
         """Yields what one file holds, in order; `bytes_read` counts on from the files read before.
@@ -148,20 +162,13 @@ class DocumentReader:
             for number, line in enumerate(file, start=1):
                 # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
-                text = json_text(line, self.text_field, first=number == 1)
-                if isinstance(text, str):
-                    yield Document(text, str(path), number)
-                elif text is not None:
-                    yield RejectedLine(str(path), number, text)
+                yield from rows_of(json_turns(line, self.fields, first=number == 1), str(path), number)
 
     def _parquet(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
         size = path.stat().st_size
-        for number, (share, text) in enumerate(parquet_rows(path, self.text_field), start=1):
+        for number, (share, texts) in enumerate(parquet_rows(path, self.fields), start=1):
             self.bytes_read = finished_bytes + int(share * size)
-            if isinstance(text, NotText):
-                yield RejectedLine(str(path), number, text)
-            else:
-                yield Document(text, str(path), number)
+            yield from rows_of(texts, str(path), number)
 
     def _plain_text(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
         # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
@@ -195,9 +202,9 @@ def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[No
         ) from error
 
 
-def no_documents(files: Sequence[Path], rejected: Rejections, text_field: str) -> DataError:
+def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields) -> DataError:
     """Returns the error of an input without a document."""
-    return DataError(
-        f"{first_names(files)}: no documents, {rejected}; want text, or JSON lines or parquet with "
-        f"the field {text_field!r} (another is named with text_field)"
-    )
+    wanted = f"want text, or JSON lines or parquet with the field {fields[0]!r} (another is named with text_field)"
+    if len(fields) > 1:
+        wanted = f"want JSON lines or parquet with the fields {fields} (prompt_field, response_field)"
+    return DataError(f"{first_names(files)}: no documents, {rejected}; {wanted}")

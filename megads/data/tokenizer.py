@@ -52,7 +52,7 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
     """
     if config.vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"vocab_size = {config.vocab_size}: {SMALLEST_WANTED}")
-    reader = DocumentReader(config.input, config.text_field)
+    reader = DocumentReader(config.input, (config.text_field,))
     learnt = learn_tokenizer(
         reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
     )

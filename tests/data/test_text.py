@@ -23,7 +23,7 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "e.jsonl.zst").write_bytes(zstandard.compress(lines))
     (tmp_path / "f.md.zst").write_bytes(zstandard.compress(b"# Title"))
     pq.write_table(pa.table({"text": ["row", None]}), tmp_path / "g.parquet")
-    reader = DocumentReader([str(tmp_path / "*")], "text")
+    reader = DocumentReader([str(tmp_path / "*")], ("text",))
     documents = [(document.text, Path(document.source).name, document.line) for document in reader]
     assert documents == [
         ("one", "a.json.gz", 1), ("two é", "a.json.gz", 3), ("one", "b.jsonl", 1), ("two é", "b.jsonl", 3),
@@ -50,7 +50,7 @@ def test_bad_lines_are_reported_and_passed_over(tmp_path: Path) -> None:
     ]
     path = tmp_path / "d.jsonl"
     path.write_bytes(b"\n".join(lines))
-    reader = DocumentReader([str(path)], "text")
+    reader = DocumentReader([str(path)], ("text",))
     assert [(document.text, document.line) for document in reader] == [("good", 1), ("last", 10)]
     assert reader.rejected.count == 8
     reasons = [
@@ -66,7 +66,7 @@ def test_bad_plain_text_is_reported_with_its_line(tmp_path: Path) -> None:
     """Catches a binary file with the name of a text."""
     (tmp_path / "a.txt").write_bytes(b"fine\nnot \xfe fine")
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgood")
-    reader = DocumentReader([str(tmp_path / "*.txt")], "text")
+    reader = DocumentReader([str(tmp_path / "*.txt")], ("text",))
     assert [document.text for document in reader] == ["good"]
     assert reader.rejected.examples == [f"{tmp_path}/a.txt:2: not UTF-8 (byte 0xfe)"]
 
@@ -74,13 +74,13 @@ def test_bad_plain_text_is_reported_with_its_line(tmp_path: Path) -> None:
 def test_another_field(tmp_path: Path) -> None:
     """Catches a text_field that is ignored."""
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "no", "content": "yes"}))
-    assert [document.text for document in DocumentReader([str(tmp_path / "d.jsonl")], "content")] == ["yes"]
+    assert [document.text for document in DocumentReader([str(tmp_path / "d.jsonl")], ("content",))] == ["yes"]
 
 
 def test_a_file_matched_twice_is_read_once(tmp_path: Path) -> None:
     """Catches a corpus that is silently doubled by overlapping globs."""
     (tmp_path / "a[1].txt").write_text("x")
-    reader = DocumentReader([str(tmp_path / "a[1].txt"), str(tmp_path / "*.txt")], "text")
+    reader = DocumentReader([str(tmp_path / "a[1].txt"), str(tmp_path / "*.txt")], ("text",))
     assert [path.name for path in reader.files] == ["a[1].txt"]
 
 
@@ -90,14 +90,14 @@ def test_input_that_cannot_be_read_is_refused(tmp_path: Path, pattern: str, mess
     (tmp_path / "d.csv").write_text("x")
     (tmp_path / "good.txt").write_text("x")
     with pytest.raises(DataError, match=message) as caught:
-        DocumentReader([str(tmp_path / "good.txt"), str(tmp_path / pattern)], "text")
+        DocumentReader([str(tmp_path / "good.txt"), str(tmp_path / pattern)], ("text",))
     assert caught.value.exit_code == 3
 
 
 def test_no_patterns_is_a_config_error() -> None:
     """Catches an empty corpus blamed on the data where the config names none."""
     with pytest.raises(ConfigError, match="input is empty"):
-        DocumentReader([], "text")
+        DocumentReader([], ("text",))
 
 
 def test_no_documents_at_all_is_fatal(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_no_documents_at_all_is_fatal(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=f"no documents, 1 lines rejected: 1 x no field 'text'; first: {path}:1.*text_field"
     ):
-        list(DocumentReader([str(path)], "text"))
+        list(DocumentReader([str(path)], ("text",)))
 
 
 LINES = b'{"text": "a"}\n' * 9999
@@ -126,4 +126,4 @@ def test_a_damaged_archive_is_fatal(tmp_path: Path, name: str, content: bytes) -
     """Catches a truncated download that silently loses the rest of its documents."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}: reading failed after .* leave it out of data.raw"):
-        list(DocumentReader([str(tmp_path / name)], "text", "data.raw"))
+        list(DocumentReader([str(tmp_path / name)], ("text",), "data.raw"))
