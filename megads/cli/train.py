@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.cli.train_data import data_fault, describe_data, guard_data, locate_data, prepare_data, require_data
+from megads.cli.train_data import (
+    build_index_maps,
+    data_fault,
+    describe_data,
+    guard_data,
+    locate_data,
+    prepare_data,
+    require_data,
+)
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
     RootConfig,
@@ -56,7 +64,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         return EXIT_OK
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
-    refuse_early(config, known, preparation, machine)
+    if not config.run.prepare_only:
+        refuse_early(config, known, preparation, machine)
     run_dir = Path(str(config.run.dir))
     with (
         claimed(run_dir),
@@ -69,6 +78,9 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         guard_data(config, preparation, run_dir)
+        if config.run.prepare_only:
+            build_index_maps(config, console)
+            return EXIT_OK
         record_config(config, run_dir)
         return launch(launch_spec(config), console)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.checkpoint.folders import list_checkpoints
-from megads.config import RootConfig, open_run_data
+from megads.config import RootConfig, batch_size_schedule, open_run_data, planned_steps
 from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError, DataError
 from megads.runtime.console import Console
@@ -126,6 +126,24 @@ def guard_data(config: RootConfig, preparation: Preparation | None, run_dir: Pat
     if config.checkpoint.load != "none" and list_checkpoints(run_dir):
         require_recorded(run_dir, now)
     write_record(run_dir, now)
+
+
+def build_index_maps(config: RootConfig, console: Console) -> None:
+    """Builds the index maps of the whole planned run, and says how many there are.
+
+    Raises:
+        DataError: the data is missing, damaged or too little.
+    """
+    start_s = time.monotonic()
+    train, _ = open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+    maps = train.build_maps(batch_size_schedule(config).samples_after(planned_steps(config)))
+    console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
+    if config.data.stage_to is not None and config.data.cache_dir is None:
+        console.say(
+            f"data.stage_to = {config.data.stage_to}: each node looks for maps beside its copy; give data.cache_dir "
+            "for it to find these",
+            "warning",
+        )
 
 
 def data_fault(config: RootConfig) -> DataError | None:

@@ -233,7 +233,7 @@ class BlendedSamples:
 
         Left-out ranges are subtracted, so that the sum is `samples`.
         """
-        end = int(self.skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
+        end = self._end(samples)
         taken = self._order.counts(end)
         for first, last in self.skips.left_out():
             taken = taken - self._order.counts(min(last, end)) + self._order.counts(min(first, end))
@@ -253,6 +253,15 @@ class BlendedSamples:
             inside = datasets == dataset
             found[inside, 1:] = self.parts[dataset].dataset_samples(places[inside])
         return found
+
+    def build_maps(self, samples: int) -> int:
+        """See `TrainSource`."""
+        counts = self._order.counts(self._end(samples))
+        return sum(part.build_maps(int(count)) for part, count in zip(self.parts, counts, strict=True))
+
+    def _end(self, samples: int) -> int:
+        """One more than the number in the whole stream of the last of the run's first samples."""
+        return int(self.skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
 
     def runs(self, samples: IntArray) -> list[Runs]:
         """Where the tokens of samples are, see `SampleSource`."""

@@ -188,6 +188,10 @@ class PackedSamples:
             bins[of_epoch] = self._epoch(int(epoch))[1][positions[of_epoch]]
         return np.stack((epochs, bins), axis=1)
 
+    def build_maps(self, samples: int) -> int:
+        """See `TrainSource`; bins are packed anew at every start, and leave nothing on disk."""
+        return 0
+
     def runs(self, samples: IntArray) -> list[Runs]:
         """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
         epochs, bins = self.dataset_samples(samples).T

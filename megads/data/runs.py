@@ -64,6 +64,9 @@ class TrainSource(SampleSource, Protocol):
     def dataset_samples(self, samples: IntArray) -> IntArray:
         """Returns int64 [n, k], what determines the content of each of n samples; `batch_hash` is of it."""
 
+    def build_maps(self, samples: int) -> int:
+        """Builds and caches the index maps that the first samples need; returns how many there are."""
+
 
 class ValidationSource(SampleSource, Protocol):
     """Windows 0 to len - 1, read once and in order."""

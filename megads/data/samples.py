@@ -68,6 +68,13 @@ class TrainSamples:
             rows[of_epoch] = self._epoch_map(int(epoch)).shuffle[positions[of_epoch]]
         return np.stack((epochs, rows), axis=1)
 
+    def build_maps(self, samples: int) -> int:
+        """See `TrainSource`; one map an epoch."""
+        maps = -(-samples // self.samples_per_map)
+        for epoch in range(maps):
+            self._epoch_map(epoch)
+        return maps
+
     def runs(self, samples: IntArray) -> list[Runs]:
         """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
         epochs, rows = self.dataset_samples(samples).T

@@ -27,6 +27,9 @@ class RunConfig:
     """First part of a derived run.id; null is the experiment's name, else the model's."""
     dry_run: bool = False
     """Check the config and print what would run and where it would write; start nothing."""
+    prepare_only: bool = False
+    """Prepare text, check the data and build the index maps that the run will need, then end: the job on the cluster
+    does not wait for them. Starts no rank, and asks for no memory or GPU of one."""
     check_memory: bool = True
     """Refuse a run whose planned memory this machine does not have; false tries all the same."""
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,8 @@ import zstandard
 from megads.cli.train_data import locate_data
 from megads.config import RootConfig, check_config, load_frozen
 from megads.data.blend_config import DatasetConfig
+from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megads.data.samples import TrainSamples
 from megads.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.parallel.config import Recompute
@@ -191,3 +194,25 @@ def test_a_model_below_a_given_tokenizer_is_refused(corpus: Path, monkeypatch: p
         locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=299))
     config, _ = locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=400))
     assert config.model.vocab_size == 400
+
+
+def test_prepare_only_builds_what_the_run_needs(corpus: Path) -> None:
+    """Catches maps under another name than the run looks for, too few of them, and ranks that are started."""
+    with IndexedDatasetWriter(corpus.parent / "many", np.uint16) as writer:
+        for number in range(70_000):
+            writer.append([number % 500, 1])
+    arguments = (
+        "data.train=[{path: many, max_epochs: 3}]", "data.split=[1, 0]", "train.seq_len=4", "train.samples=40000",
+        "train.global_batch_size=8", "model.vocab_size=512", "run.id=prepared", "logging.console=plain",
+    )  # fmt: skip
+    result = command(corpus.parent, "train", "run.prepare_only=true", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "prepared: 2 index maps" in result.stdout
+    maps = sorted(path.name.split("-")[1] for path in (corpus.parent / "many.cache").glob("*.json"))
+    assert maps == ["epoch00000.json", "epoch00001.json"]
+    run_dir = corpus.parent / "runs" / "prepared"
+    assert not (run_dir / "config.yaml").exists() and not list((run_dir / "logs").glob("rank_*"))
+    dataset = IndexedDataset(corpus.parent / "many")
+    before = {path: path.stat().st_mtime_ns for path in (corpus.parent / "many.cache").iterdir()}
+    TrainSamples(dataset, range(70_000), 4, seed=1234).runs(np.arange(39_990, 40_000))
+    assert {path: path.stat().st_mtime_ns for path in (corpus.parent / "many.cache").iterdir()} == before
