@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, TextTokenizerConfig
+from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, Engine, TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig, Position
@@ -256,6 +256,11 @@ def _check_vocabulary(config: RootConfig) -> None:
         raise ConfigError(
             f"tokenizer.vocab_size = {size} is for a tokenizer to learn from data.raw, but data.train is set, whose "
             "tokenizer is made: leave it out"
+        )
+    if config.tokenizer.engine is not Engine.auto and config.data.raw is None:
+        raise ConfigError(
+            f"tokenizer.engine = {config.tokenizer.engine.value} is for the text of data.raw, but data.train is set, "
+            "which is tokenized: leave it out"
         )
     if size is not None and rows is not None and rows < size:
         raise ConfigError(

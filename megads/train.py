@@ -13,14 +13,23 @@ import torch.distributed as dist
 
 from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.read import check_model, find_checkpoint, read_into
-from megads.config import Precision, RootConfig, batch_size_schedule, config_digest, open_run_data, planned_steps
+from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, read_into
+from megads.config import (
+    Precision,
+    RootConfig,
+    batch_size_schedule,
+    config_digest,
+    config_of_start,
+    open_run_data,
+    planned_steps,
+)
 from megads.data.batches import Packing
 from megads.data.blend import BlendedSamples
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
 from megads.data.packed import PackedSamples
 from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
+from megads.data.skip import require_same_past, skips_of
 from megads.data.unigram import unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
@@ -182,6 +191,7 @@ def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainS
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used.
+        ConfigError: data.skip changes what it was trained on.
     """
     load = config.checkpoint.load
     handle = find_checkpoint(run_dir, "auto" if load != "none" else "none")
@@ -190,6 +200,7 @@ def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainS
     if handle is None:
         return
     check_model(handle, asdict(config.model))
+    require_skips_ahead(config, handle)
     engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
     state.load_state_dict(handle.state)
     events.write(
@@ -199,6 +210,18 @@ def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainS
         passed_by=list(handle.passed_by),
         software_differences=handle.software_differences(),
     )
+
+
+def require_skips_ahead(config: RootConfig, handle: CheckpointHandle) -> None:
+    """Refuses a data.skip that changes which samples a checkpoint was trained on.
+
+    Raises:
+        ConfigError: it would shift what comes after.
+    """
+    before = config_of_start(handle.folder.parent.parent, handle.manifest.run.config_digest)
+    if before is not None:
+        past, now = (skips_of(some.data.skip, batch_size_schedule(some)) for some in (before, config))
+        require_same_past(past, now, handle.state["samples"])
 
 
 def rate_schedule(config: RootConfig) -> Callable[[int], float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megads.checkpoint.folders import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, open_run_data, planned_steps
 from megads.data.blend_config import DatasetConfig
+from megads.data.config import Engine
 from megads.errors import ConfigError, DataError
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
@@ -47,7 +48,10 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, Preparation | None]:
             f"{config.tokenizer.path}: set model.vocab_size=null, which takes the tokenizer's, or give another one"
         )
     data = dataclasses.replace(config.data, raw=None, train=[DatasetConfig(str(preparation.prefix))])
-    tokenizer = dataclasses.replace(config.tokenizer, path=str(preparation.tokenizer_file), vocab_size=None)
+    # The ids do not depend on what tokenized, and neither does the run's name.
+    tokenizer = dataclasses.replace(
+        config.tokenizer, path=str(preparation.tokenizer_file), vocab_size=None, engine=Engine.auto
+    )
     return dataclasses.replace(config, data=data, tokenizer=tokenizer), preparation
 
 

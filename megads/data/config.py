@@ -203,6 +203,14 @@ class DataConfig:
             )
 
 
+class Engine(StrEnum):
+    """What tokenizes."""
+
+    auto = "auto"
+    hf = "hf"
+    fast = "fast"
+
+
 @dataclass
 class TextTokenizerConfig:
     """The tokenizer of a run: given, or learnt from data.raw."""
@@ -216,6 +224,9 @@ class TextTokenizerConfig:
     """Pairs seen less often are not merged."""
     end_of_document: str | None = "<|endoftext|>"
     """Special token that ends every document of data.raw; null marks no ends."""
+    engine: Engine = Engine.auto
+    """What tokenizes data.raw: hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids; auto takes fast
+    where it is installed and gives the same ids."""
 
     def check(self) -> None:
         """Raises ConfigError on a size without room for the bytes, and on a size for a tokenizer that is given."""
@@ -249,14 +260,6 @@ class TokenizerConfig:
     """JSON field or parquet column that holds the document."""
     end_of_document: str = "<|endoftext|>"
     """Special token that ends every document."""
-
-
-class Engine(Enum):
-    """What tokenizes."""
-
-    auto = "auto"
-    hf = "hf"
-    fast = "fast"
 
 
 @dataclass

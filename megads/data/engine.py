@@ -106,7 +106,9 @@ class FastEngine:
             raise EngineMismatch
 
 
-def choose_engine(engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sample: Sequence[str]) -> Engine:
+def choose_engine(
+    engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sample: Sequence[str], key: str = "engine"
+) -> Engine:
     """Returns the engine to use: `fast` only where it gives the reference's ids on a sample of the corpus.
 
     Args:
@@ -114,6 +116,7 @@ def choose_engine(engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sam
         tokenizer_file: where the tokenizer is.
         tokenizer: loaded.
         sample: texts of the corpus.
+        key: the config key that it comes from, for messages.
 
     Raises:
         ConfigError: `fast` was asked for and cannot be had.
@@ -131,5 +134,5 @@ def choose_engine(engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sam
     else:
         return Engine.fast
     if engine is Engine.fast:
-        raise ConfigError(f"engine = fast: {why}; give engine=hf, or auto, which takes what works")
+        raise ConfigError(f"{key} = fast: {why}; give {key}=hf, or auto, which takes what works")
     return Engine.hf

@@ -23,7 +23,7 @@ from megads.data.sidecar import Sidecar, read_sidecar
 from megads.data.text import DocumentReader
 from megads.data.text_files import text_bytes_estimate
 from megads.data.tokenizer import embedding_rows, learn_tokenizer, load_tokenizer
-from megads.errors import ConfigError, DataError
+from megads.errors import ConfigError, DataError, MegadsError
 
 # Part of the key: a change of what is made must not find what was made before.
 FORMAT_VERSION = 1
@@ -136,25 +136,31 @@ class Preparation:
             if found is not None:
                 return found
             partial = self.folder.with_name(f".{self.folder.name}.partial")
-            # A process that was killed leaves one; nobody else is here, the lock says.
-            shutil.rmtree(partial, ignore_errors=True)
             try:
-                self._make_in(partial)
+                self._make_in(partial, say)
                 for path, state in self.states.items():
                     require_unchanged(path, state)
                 shutil.rmtree(self.folder, ignore_errors=True)
                 partial.rename(self.folder)
                 sync_directory(self.folder.parent)
-            finally:
+            except MegadsError:
+                # Nothing in it is of use; after a kill or Ctrl-C finished blocks are.
                 shutil.rmtree(partial, ignore_errors=True)
+                raise
         made = self.find()
         assert made is not None
         return made
 
-    def _make_in(self, folder: Path) -> None:
-        folder.mkdir()
+    def _make_in(self, folder: Path, say: Say) -> None:
+        # A process that was killed leaves one, of the same text and settings: the name is their hash. Nobody else is
+        # here, the lock says.
+        folder.mkdir(exist_ok=True)
+        for cut in folder.glob(".*.partial"):
+            cut.unlink()
         tokenizer_file = folder / TOKENIZER_FILE
-        if self.tokenizer_content is not None:
+        if tokenizer_file.is_file():
+            say("going on from what an earlier start had finished")
+        elif self.tokenizer_content is not None:
             with atomic_writer(tokenizer_file) as file:
                 file.write(self.tokenizer_content)
         else:
@@ -170,7 +176,9 @@ class Preparation:
         tokenizing = Tokenizing(
             str(tokenizer_file), str(folder / TOKENS), self.tokenizer.end_of_document, "tokenizer.end_of_document"
         )
-        sidecar = tokenizing.run(self._reader(), (self.data.text_field,), workers=None)
+        sidecar = tokenizing.run(self._reader(), (self.data.text_field,), None, self.tokenizer.engine)
+        if tokenizing.kept_shards:
+            say(f"{tokenizing.kept_shards} parts kept from an earlier start")
         cut_few_documents(folder / TOKENS, sidecar)
 
     def _reader(self) -> DocumentReader:

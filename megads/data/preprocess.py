@@ -129,6 +129,8 @@ class Tokenizing:
         self._vocab_size = embedding_rows(tokenizer)
         self._dtype = token_dtype(self._vocab_size)
         self._output = output
+        # Beside tokenizer.end_of_document stands tokenizer.engine.
+        self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
         self.kept_shards = 0
         self.engine = ""
 
@@ -153,7 +155,9 @@ class Tokenizing:
         states = {path: file_state(path) for path in source.files} if source else {}
         blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
         first = list(islice(blocks, 2))
-        chosen = choose_engine(engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], fields))
+        chosen = choose_engine(
+            engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], fields), self._engine_key
+        )
         self.engine = chosen.value
         settings = TokenizeSettings(
             os.path.realpath(self._tokenizer_file),

@@ -10,6 +10,7 @@ import numpy as np
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.blend_config import SkipConfig
 from megads.data.indexed import IntArray
+from megads.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,41 @@ class Skips:
             breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
             found += [(int(part[0]), int(part[-1]) + 1) for part in np.split(numbers, breaks)]
         return sorted(found)
+
+    def left_out_before(self, samples: int) -> list[tuple[int, int]]:
+        """Returns the same as far as it lies before the last of the run's first samples, neighbours joined."""
+        end = int(self.apply(np.array([samples - 1]))[0]) if samples else 0
+        found: list[tuple[int, int]] = []
+        for first, last in self.left_out():
+            if first >= end:
+                continue
+            joined = found.pop()[0] if found and found[-1][1] == first else first
+            found.append((joined, last))
+        return found
+
+
+def require_same_past(before: Skips, now: Skips, samples: int) -> None:
+    """Refuses a change of what is left out among samples that are trained already.
+
+    Args:
+        before: in force when they were trained.
+        now: what the config says.
+        samples: consumed so far.
+
+    Raises:
+        ConfigError: the samples to come would not be those that follow.
+    """
+    left_out, wanted = before.left_out_before(samples), now.left_out_before(samples)
+    if left_out != wanted:
+        raise ConfigError(
+            f"data.skip leaves out {_shown(wanted)} of the first samples, the {samples} that are trained already left "
+            f"out {_shown(left_out)}: what follows would be shifted, some of it repeated or lost. Name ranges from "
+            f"sample {samples} on, or go back: delete the checkpoints after the one that you want to continue from"
+        )
+
+
+def _shown(ranges: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{first} to {end - 1}" for first, end in ranges) or "nothing"
 
 
 def skips_of(config: Sequence[SkipConfig], schedule: BatchSizeSchedule) -> Skips:

@@ -69,6 +69,9 @@ def blend(corpus: Path, module_megads: StartCommand) -> Path:
         ended = module_megads("train", *small_model(corpus, **changes, **start)).end()
         assert ended.code == 0, ended.err
     assert other == folder / "other" / "corpus"
+    shifted = starts[1] | {"train__steps": 6, "data__skip": "[{samples: [4, 9]}, {steps: [3, 3]}]"}
+    refused = module_megads("train", *small_model(corpus, **changes, **shifted)).end()
+    assert refused.code == 2 and "that are trained already left out" in refused.err, refused.err
     return folder / "runs" / "blend"
 
 

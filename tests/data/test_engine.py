@@ -73,7 +73,7 @@ def test_a_mismatch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     digest = hashlib.sha256(Path(right).read_bytes()).hexdigest()
     sizes = []
     for number, name in enumerate(("hf", "fast")):
-        made = BlockTokenizer(TokenizeSettings(right, digest, "text", 0, "<u2", name), tmp_path)
+        made = BlockTokenizer(TokenizeSettings(right, digest, ("text",), 0, "<u2", name), tmp_path)
         if name == "fast":
             made._engine = FastEngine(wrong, reference)
         assert made(number, block).restarted == (name == "fast")

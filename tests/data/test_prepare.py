@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,8 @@ def start() -> subprocess.Popen[str]:
 
 
 def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> None:
-    """Catches half a dataset that the next start trains on, and leftovers that stop it."""
+    """Catches half a dataset that the next start trains on, leftovers that stop it, finished blocks that are made
+    again, and what goes on from them and comes out otherwise."""
     (folder / "text" / "large.jsonl").write_text("".join(json.dumps({"text": prose(n) * 6}) + "\n" for n in range(150)))
     process = start()
     deadline = time.monotonic() + 60
@@ -176,8 +178,15 @@ def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> No
     preparation = plan(vocab_size=600)
     assert preparation.find() is None
     assert list(Path("cache").glob(".*.partial"))
-    assert preparation.make(lambda _: None).sidecar.tokens > 0
+    said: list[str] = []
+    made = preparation.make(said.append)
+    whole = {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()}
     assert not list(Path("cache").glob(".*"))
+    assert said[0] == "going on from what an earlier start had finished"
+    assert said[1].endswith("parts kept from an earlier start")
+    shutil.rmtree(made.prefix.parent)
+    preparation.make(lambda _: None)
+    assert {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()} == whole
 
 
 def test_two_processes_make_it_once(folder: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.blend_config import SkipConfig
-from megads.data.skip import Skips, skips_of
+from megads.data.skip import Skips, require_same_past, skips_of
 from megads.errors import ConfigError
 
 
@@ -42,3 +42,29 @@ def test_no_range_is_refused(item: SkipConfig) -> None:
     """Catches a range that silently skips nothing, or everything."""
     with pytest.raises(ConfigError, match=r"data\.skip: "):
         item.check()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "samples", "allowed"),
+    [
+        ((), ((20, 30),), 20, True),
+        ((), ((19, 30),), 20, False),
+        ((), ((0, 5),), 0, True),
+        (((4, 9),), ((4, 9), (20, 30)), 20, True),
+        (((4, 9),), ((4, 9), (12, 13)), 20, False),
+        (((4, 9),), (), 20, False),
+        (((4, 9),), (), 4, True),
+        (((4, 6), (4, 7)), ((4, 9),), 20, True),
+    ],
+)
+def test_what_is_trained_stays_as_it_was(
+    before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...], samples: int, allowed: bool
+) -> None:
+    """Catches a skip before the checkpoint that shifts all samples to come, and the refusal of one that does not."""
+    consumed = [skips.apply(np.arange(samples)).tolist() for skips in (Skips(before), Skips(now))]
+    assert (consumed[0] == consumed[1]) is allowed, "the case itself is wrong"
+    if allowed:
+        require_same_past(Skips(before), Skips(now), samples)
+    else:
+        with pytest.raises(ConfigError, match=f"data.skip leaves out .* the {samples} that are trained already"):
+            require_same_past(Skips(before), Skips(now), samples)
