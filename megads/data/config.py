@@ -285,8 +285,8 @@ class PreprocessConfig:
     overwrite: bool = False
     """Replace an existing dataset."""
     engine: Engine = Engine.auto
-    """hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids on the first documents and on one in a
-    thousand after them; auto takes fast where it is installed and gives the same ids."""
+    """hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids on documents from all over the input
+    and on one in a thousand of them; auto takes fast where it is installed and gives the same ids."""
     workers: int | None = None
     """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
 

@@ -128,7 +128,7 @@ def choose_engine(
     except ImportError as error:
         why = f"it needs gigatoken ({error}): pip install 'megads[fast]'"
     except EngineMismatch:
-        why = "it gives other ids than Hugging Face tokenizers on the first documents"
+        why = "it gives other ids than Hugging Face tokenizers on a sample of the documents"
     except Exception as error:  # the library raises what it likes for tokenizers that it does not know
         why = f"it cannot do this tokenizer ({error})"
     else:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -23,6 +23,7 @@ from megads.data.carried_tokenizer import carried_path, write_carried
 from megads.data.config import Engine, PreprocessConfig
 from megads.data.content_digest import file_state, require_unchanged
 from megads.data.engine import choose_engine
+from megads.data.engine_sample import sample_texts
 from megads.data.indexed import bin_path, idx_path, token_dtype
 from megads.data.indexed_append import IndexedDatasetAppender
 from megads.data.progress import ByteProgress
@@ -37,8 +38,6 @@ from megads.runtime.environment import available_cores, exported
 
 # In the folder of shards: the dataset under the output's name is ours, unfinished, and may be replaced.
 _COMMITTING = "committing"
-# The fast engine must give the same ids as the reference on so many documents, before it is used.
-SAMPLE_DOCUMENTS = 300
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class Tokenizing:
         blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
         first = list(islice(blocks, 2))
         chosen = choose_engine(
-            engine, self._tokenizer_file, self._tokenizer, _sample(first[:1], fields), self._engine_key
+            engine, self._tokenizer_file, self._tokenizer, sample_texts(source, first, fields), self._engine_key
         )
         self.engine = chosen.value
         settings = TokenizeSettings(
@@ -249,12 +248,6 @@ class Tokenizing:
         write_sidecar(self._output, sidecar)
         shutil.rmtree(folder)
         return sidecar
-
-
-def _sample(blocks: Sequence[Block], fields: Fields) -> list[str]:
-    """The first documents of the corpus."""
-    rows = (row for block in blocks for row in block.load().rows(fields))
-    return [row.text for row in islice((row for row in rows if not isinstance(row, RejectedLine)), SAMPLE_DOCUMENTS)]
 
 
 def parts_path(output: str) -> Path:

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megads.data.blocks import block_bytes_of, blocks_of
+from megads.data.engine_sample import sample_texts
+from megads.data.text import DocumentReader
+
+
+def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
+    """Catches an engine that is believed for a corpus of code because its first documents are prose; and a reader whose
+    count of bytes, which progress is shown by, moves before the work begins."""
+    lines = [json.dumps({"text": f"{number:05d} " + "word " * 60}) + "\n" for number in range(20_000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[:5000]).encode(), 0))
+    pq.write_table(pa.table({"text": ["from parquet " + "x" * 300] * 9000}), tmp_path / "c.parquet", compression="none",
+                   use_dictionary=False)  # fmt: skip
+    (tmp_path / "d.txt").write_text("plain text " * 50_000)
+    reader = DocumentReader([str(tmp_path)], ("text",))
+    first = list(blocks_of(DocumentReader([str(tmp_path)], ("text",)), block_bytes_of(reader)))[:2]
+    texts = sample_texts(reader, first, ("text",))
+    assert 200 < len(texts) <= 300 and reader.bytes_read == 0
+    numbers = [int(text[:5]) for text in texts if text[:5].isdigit()]
+    assert numbers[:100] == list(range(100)), "the first block is asked too"
+    assert max(numbers) > 19_000 and np.diff(sorted(numbers)).max() < 2000
+    assert sum(text.startswith("from parquet") for text in texts) == 5
+    assert sum(text.startswith("plain text") for text in texts) > 0
+    assert sample_texts(None, first, ("text",)) == [f"{number:05d} " + "word " * 60 for number in range(100)]
