@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from megads.data.index_maps import EpochMap, EpochMapCache, EpochMapKey, MapKey
 from megads.data.indexed import IndexedDataset, IntArray
@@ -54,13 +53,8 @@ class TrainSamples:
                 "training share in data.split"
             )
 
-    def dataset_sample(self, sample: int) -> tuple[int, int]:
-        """Returns (epoch, row of that epoch's sample index) of the run's sample with that number."""
-        epoch, position = divmod(sample, self.samples_per_map)
-        return epoch, int(self._epoch_map(epoch).shuffle[position])
-
     def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], `dataset_sample` of each of n sample numbers."""
+        """Returns int64 [n, 2], (epoch, row of that epoch's sample index) of each of n sample numbers."""
         epochs, positions = np.divmod(samples, self.samples_per_map)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -83,46 +77,6 @@ class TrainSamples:
             batch_rows = np.flatnonzero(epochs == epoch)
             found.append(runs_of_samples(self.dataset, self._epoch_map(int(epoch)), rows[batch_rows], batch_rows))
         return found
-
-    def read(self, sample: int, out: IntArray) -> None:
-        """Reads the S + 1 tokens of a sample.
-
-        Args:
-            sample: number of the sample in the run's global order, from 0, across epochs.
-            out: int64 [S + 1], filled: inputs are out[:-1], labels out[1:].
-        """
-        for document, offset, place in self._documents_of(sample, out.size):
-            tokens = self.dataset.document_tokens(document, offset)[: out.size - place]
-            out[place : place + tokens.size] = tokens
-
-    def read_document_starts(self, sample: int, out: IntArray) -> None:
-        """Tells where the documents of a sample start, from the index maps: no token is read.
-
-        Args:
-            sample: number of the sample in the run's global order.
-            out: int64 [S], filled: place in the sample at which the document of each input token starts; 0 for the one
-                in whose middle the sample may start.
-        """
-        for _, _, place in self._documents_of(sample, out.size):
-            out[place:] = place
-
-    def document_at(self, sample: int, token: int) -> int:
-        """Returns the number of the document from which a sample's token with that index comes."""
-        *_, (document, _, _) = self._documents_of(sample, token + 1)
-        return document
-
-    def _documents_of(self, sample: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (document, offset in it, place in the sample) of the parts of a sample's first tokens, in order."""
-        epoch, row = self.dataset_sample(sample)
-        epoch_map = self._epoch_map(epoch)
-        position, offset = (int(value) for value in epoch_map.sample_index[row])
-        place = 0
-        while place < tokens:
-            document = int(epoch_map.document_order[position])
-            size = self.dataset.document_start(document + 1) - self.dataset.document_start(document) - offset
-            if size:
-                yield document, offset, place
-            position, offset, place = position + 1, 0, place + size
 
     def _epoch_map(self, epoch: int) -> EpochMap:
         found = self._maps.get(epoch)
@@ -184,43 +138,6 @@ class ValidationSamples:
         filled = np.flatnonzero(sizes)
         counted = np.stack((filled, np.zeros_like(filled), sizes[filled] - 1), axis=1)
         return [replace(found, counted=counted)]
-
-    def read(self, window: int, out_tokens: IntArray, out_mask: npt.NDArray[np.float32]) -> None:
-        """Reads one window.
-
-        Args:
-            window: its number, below len(self).
-            out_tokens: int64 [S + 1], filled: inputs are [:-1], labels [1:]; 0 beyond the end of the stream.
-            out_mask: float32 [S], filled: 1 where the label is a token of the stream, else 0.
-        """
-        begin = window * self.seq_len
-        tokens = self._stream[begin : begin + self.seq_len + 1]
-        out_tokens[: tokens.size] = tokens
-        out_tokens[tokens.size :] = 0
-        out_mask[: tokens.size - 1] = 1
-        out_mask[tokens.size - 1 :] = 0
-
-    def read_document_starts(self, window: int, out: IntArray) -> None:
-        """Tells where the documents of a window start; no token is read.
-
-        Args:
-            window: its number; one beyond the last is a document of its own.
-            out: int64 [S], filled: place in the window at which the document of each input token starts; what lies
-                beyond the end of the stream goes on with the last document.
-        """
-        out[:] = 0
-        if window >= len(self):
-            return
-        begin = self.dataset.document_start(self.documents.start) + window * self.seq_len
-        document = self.dataset.document_of(begin) + 1
-        while document < self.documents.stop and (place := self.dataset.document_start(document) - begin) < out.size:
-            out[place:] = place
-            document += 1
-
-    def document_at(self, window: int, token: int) -> int:
-        """Returns the number of the document from which a window's token with that index comes."""
-        start = self.dataset.document_start(self.documents.start)
-        return self.dataset.document_of(start + window * self.seq_len + token)
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:

@@ -33,6 +33,19 @@ MICRO_BATCHES = 64
 BORDERS = Packing(document_mask=True, reset_positions=True)
 
 
+def read_one(samples: TrainSamples, sample: int, out: np.ndarray[Any, Any]) -> None:
+    """Reads the tokens of one sample, document by document."""
+    epoch, position = divmod(sample, samples.samples_per_map)
+    epoch_map = samples._epoch_map(epoch)
+    place_in_order, offset = epoch_map.sample_index[int(epoch_map.shuffle[position])].tolist()
+    place = 0
+    while place < out.size:
+        document = int(epoch_map.document_order[place_in_order])
+        tokens = samples.dataset.document_tokens(document, offset)[: out.size - place]
+        out[place : place + tokens.size] = tokens
+        place_in_order, offset, place = place_in_order + 1, 0, place + tokens.size
+
+
 class OneSampleAtATime(Dataset[dict[str, torch.Tensor]]):
     """A map-style dataset as Megatron's GPTDataset is: each item reads, casts and makes its own tensors."""
 
@@ -44,7 +57,7 @@ class OneSampleAtATime(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = np.empty(self.samples.seq_len + 1, np.int64)
-        self.samples.read(index, tokens)
+        read_one(self.samples, index, tokens)
         text = torch.from_numpy(tokens)
         return {
             "tokens": text[:-1].contiguous(),
@@ -59,7 +72,7 @@ def single_reads(samples: TrainSamples, ids_mb: np.ndarray[Any, Any]) -> list[Mi
     for ids_b in ids_mb:
         block = np.empty((ids_b.size, samples.seq_len + 1), np.int64)
         for row, sample in enumerate(ids_b):
-            samples.read(int(sample), block[row])
+            read_one(samples, int(sample), block[row])
         assert block.min() >= 0 and block.max() < VOCAB_SIZE
         tokens = torch.from_numpy(block)
         mask = torch.from_numpy(np.ones((ids_b.size, samples.seq_len), np.float32))

@@ -17,6 +17,7 @@ from megads.model.gpt import GPT
 from tests.command import StartCommand, small_model, steps_of
 
 from .conftest import VOCAB_SIZE, MakeDataset
+from .one_sample import documents_of, starts_of, tokens_of
 
 SEQ_LEN = 8
 
@@ -31,18 +32,15 @@ def test_batches_are_what_single_reads_give(make_dataset: MakeDataset, seed: int
     samples = TrainSamples(dataset, range(3, 38), SEQ_LEN, seed)
     ids = random.integers(0, 3 * samples.samples_per_epoch, (5, 4))
     batches = assemble(samples, ids, VOCAB_SIZE, True, Packing(document_mask=True, mask_eod=True))
-    tokens, starts = np.empty(SEQ_LEN + 1, np.int64), np.empty(SEQ_LEN, np.int64)
     for ids_b, batch in zip(ids, batches, strict=True):
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
         assert batch.info.document_starts is not None
         for row, sample in enumerate(ids_b.tolist()):
-            samples.read(sample, tokens)
-            samples.read_document_starts(sample, starts)
-            assert batch.tokens_bs[row].tolist() == tokens[:-1].tolist()
-            assert batch.labels_bs[row].tolist() == tokens[1:].tolist()
-            assert batch.info.document_starts[row].tolist() == starts.tolist()
-            documents = [samples.document_at(sample, place) for place in range(SEQ_LEN + 1)]
-            counted = [float(one == other) for one, other in itertools.pairwise(documents)]
+            tokens = tokens_of(samples, sample)
+            assert batch.tokens_bs[row].tolist() == tokens[:-1]
+            assert batch.labels_bs[row].tolist() == tokens[1:]
+            assert batch.info.document_starts[row].tolist() == starts_of(samples, sample)
+            counted = [float(one == other) for one, other in itertools.pairwise(documents_of(samples, sample))]
             assert batch.loss_mask_bs[row].tolist() == counted
 
 

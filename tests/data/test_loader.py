@@ -17,6 +17,7 @@ from megads.data.samples import TrainSamples, ValidationSamples
 from megads.errors import ConfigError, DataError
 
 from .conftest import VOCAB_SIZE, MakeDataset
+from .one_sample import starts_of, tokens_of
 
 SEQ_LEN = 8
 LAYOUTS = [(1, 1), (1, 6), (2, 3), (3, 2), (4, 3)]
@@ -65,10 +66,9 @@ def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
     assert batch.info.seq_len == samples.seq_len, "a middle stage cuts samples whose tokens it never sees"
     assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
     for row, sample in enumerate([9, 10, 11]):
-        out = np.empty(SEQ_LEN + 1, np.int64)
-        samples.read(sample, out)
-        assert batch.tokens_bs[row].tolist() == out[:-1].tolist()
-        assert batch.labels_bs[row].tolist() == out[1:].tolist()
+        expected = tokens_of(samples, sample)
+        assert batch.tokens_bs[row].tolist() == expected[:-1]
+        assert batch.labels_bs[row].tolist() == expected[1:]
     assert batch.tokens_bs.dtype == batch.labels_bs.dtype == batch.info.sample_ids.dtype == torch.int64
     assert batch.loss_mask_bs.dtype == torch.float32 and bool((batch.loss_mask_bs == 1).all())
     assert batch.tokens_bs.is_contiguous() and batch.labels_bs.is_contiguous()
@@ -99,9 +99,8 @@ def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
             starts, positions = batch.info.document_starts, batch.info.position_ids_bs
             assert starts is not None and positions is not None and starts.dtype == positions.dtype == torch.int64
             for sample, row, position in zip(batch.info.sample_ids.tolist(), starts, positions, strict=True):
-                expected = np.empty(SEQ_LEN, np.int64)
-                source.read_document_starts(sample, expected)
-                assert row.tolist() == expected.tolist()
+                expected = starts_of(source, sample)
+                assert row.tolist() == expected
                 assert position.tolist() == (np.arange(SEQ_LEN) - expected).tolist()
     assert resumed.info.sample_ids.tolist() == trained[2].info.sample_ids.tolist()
     masked, reset = (

@@ -10,6 +10,7 @@ from megads.data.blend import BalancedOrder
 from megads.data.megatron_maps import MegatronMapKey, MegatronOrder, MegatronSamples, epochs_for, megatron_share
 
 from .conftest import VOCAB_SIZE, MakeDataset
+from .one_sample import row_of, tokens_of
 
 
 def test_the_blending_vector() -> None:
@@ -59,19 +60,18 @@ def test_a_blend_of_megatrons_datasets_never_asks_for_more_than_was_built(make_d
     samples = MegatronSamples(make_dataset([7] * 30), range(30), 5, 1, shares[1])
     assert samples.samples_per_map >= shares[1]
     # The loader reads ahead of the end of a run.
-    assert samples.dataset_sample(samples.samples_per_map)[1] == samples.dataset_sample(0)[1]
+    assert row_of(samples, samples.samples_per_map)[1] == row_of(samples, 0)[1]
 
 
 def test_batches_are_in_megatrons_order(make_dataset: MakeDataset) -> None:
     """Catches a batch read by the default's epochs; the map of three epochs holds more samples than three epochs do."""
     samples = MegatronSamples(make_dataset([7] * 30), range(30), 10, 1, 62)
     assert samples.samples_per_map == 62 and samples.samples_per_epoch == 20
-    ids, tokens = np.arange(15, 80), np.zeros(11, np.int64)
+    ids = np.arange(15, 80)
     [batch] = assemble(samples, ids[None], VOCAB_SIZE, True, PLAIN)
     assert batch.tokens_bs is not None
     for row, sample in enumerate(ids.tolist()):
-        samples.read(sample, tokens)
-        assert batch.tokens_bs[row].tolist() == tokens[:-1].tolist()
+        assert batch.tokens_bs[row].tolist() == tokens_of(samples, sample)[:-1]
 
 
 def test_the_balanced_order_spares_a_tiny_dataset() -> None:

@@ -3,18 +3,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megads.data.batches import PLAIN, assemble
+from megads.data.runs import document_starts
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.errors import DataError
 
-from .conftest import MakeDataset
+from .conftest import VOCAB_SIZE, MakeDataset
+from .one_sample import row_of, tokens_of
 
 SEQ_LEN = 8
-
-
-def read(samples: TrainSamples, number: int) -> list[int]:
-    out = np.empty(SEQ_LEN + 1, np.int64)
-    samples.read(number, out)
-    return out.tolist()
 
 
 def test_an_epoch_predicts_consecutive_tokens_of_whole_documents(make_dataset: MakeDataset) -> None:
@@ -24,8 +21,8 @@ def test_an_epoch_predicts_consecutive_tokens_of_whole_documents(make_dataset: M
     assert samples.samples_per_epoch == (64 - 1) // SEQ_LEN
     for epoch in range(3):
         numbers = range(epoch * samples.samples_per_epoch, (epoch + 1) * samples.samples_per_epoch)
-        by_row = {samples.dataset_sample(g)[1]: read(samples, g) for g in numbers}
-        assert {samples.dataset_sample(g)[0] for g in numbers} == {epoch}
+        by_row = {row_of(samples, g)[1]: tokens_of(samples, g) for g in numbers}
+        assert {row_of(samples, g)[0] for g in numbers} == {epoch}
         joined = by_row[0][:1] + [token for row in range(samples.samples_per_epoch) for token in by_row[row][1:]]
         order = samples._epoch_map(epoch).document_order
         stream = [token for document in order for token in dataset.document_tokens(int(document)).tolist()]
@@ -37,21 +34,9 @@ def test_the_order_does_not_depend_on_how_far_it_is_read(make_dataset: MakeDatas
     dataset = make_dataset([30] * 20)
     forwards, backwards = (TrainSamples(dataset, range(20), SEQ_LEN, seed=3) for _ in range(2))
     count = 30 * forwards.samples_per_epoch
-    seen = [forwards.dataset_sample(g) for g in range(count)]
-    assert seen == [backwards.dataset_sample(g) for g in reversed(range(count))][::-1]
+    seen = [tuple(forwards.dataset_samples(np.array([g]))[0]) for g in range(count)]
+    assert seen == [tuple(backwards.dataset_samples(np.array([g]))[0]) for g in reversed(range(count))][::-1]
     assert forwards.dataset_samples(np.arange(count)).tolist() == [list(pair) for pair in seen]
-
-
-def test_the_documents_position_of_a_token(make_dataset: MakeDataset) -> None:
-    """Catches an error message that names the wrong document."""
-    dataset = make_dataset(documents=[[document] * size for document, size in enumerate([5, 0, 13, 1, 40, 8, 2])])
-    train = TrainSamples(dataset, range(7), SEQ_LEN, seed=3)
-    for g in range(train.samples_per_epoch):
-        assert [train.document_at(g, token) for token in range(SEQ_LEN + 1)] == read(train, g)
-    valid = ValidationSamples(dataset, range(2, 7), SEQ_LEN)
-    tokens, mask = np.empty(SEQ_LEN + 1, np.int64), np.empty(SEQ_LEN, np.float32)
-    valid.read(1, tokens, mask)
-    assert [valid.document_at(1, token) for token in range(SEQ_LEN + 1)] == tokens.tolist()
 
 
 def starts_by_ends(tokens: list[int], end: int) -> list[int]:
@@ -69,23 +54,21 @@ def test_document_starts_are_where_documents_ended(make_dataset: MakeDataset) ->
     mid-document, and what follows the end of the validation stream."""
     end = 999
     dataset = make_dataset(documents=[[7] * (size - 1) + [end] * (size > 0) for size in [5, 0, 13, 1, 40, 8, 2, 0]])
-    train, out = TrainSamples(dataset, range(8), SEQ_LEN, seed=3), np.full(SEQ_LEN, -7, np.int64)
-    from_zero = 0
-    for g in range(3 * train.samples_per_epoch):
-        train.read_document_starts(g, out)
-        assert out.tolist() == starts_by_ends(read(train, g)[:-1], end)
-        from_zero += out.tolist() == [0] * SEQ_LEN
-    assert 0 < from_zero < 3 * train.samples_per_epoch, "samples of one document and of several"
+    train, from_zero = TrainSamples(dataset, range(8), SEQ_LEN, seed=3), 0
+    count = 3 * train.samples_per_epoch
+    starts_bs = document_starts(train.runs(np.arange(count)), count, SEQ_LEN)
+    for g, starts in enumerate(starts_bs.tolist()):
+        assert starts == starts_by_ends(tokens_of(train, g)[:-1], end)
+        from_zero += starts == [0] * SEQ_LEN
+    assert 0 < from_zero < count, "samples of one document and of several"
     valid = ValidationSamples(dataset, range(1, 8), SEQ_LEN)
-    tokens, mask = np.empty(SEQ_LEN + 1, np.int64), np.empty(SEQ_LEN, np.float32)
-    for window in range(len(valid)):
-        valid.read(window, tokens, mask)
-        valid.read_document_starts(window, out)
-        inside = SEQ_LEN if mask.all() else int(mask.sum()) + 1
-        assert out[:inside].tolist() == starts_by_ends(tokens[:inside].tolist(), end)
-        assert set(out[inside:]) <= {int(out[inside - 1])}
-    valid.read_document_starts(len(valid), out)
-    assert out.tolist() == [0] * SEQ_LEN
+    starts_bs = document_starts(valid.runs(np.arange(len(valid) + 1)), len(valid) + 1, SEQ_LEN)
+    for window, starts in enumerate(starts_bs.tolist()[:-1]):
+        tokens = tokens_of(valid, window)[:SEQ_LEN]
+        inside = len(tokens)
+        assert starts[:inside] == starts_by_ends(tokens, end)
+        assert set(starts[inside:]) <= {starts[inside - 1]}
+    assert starts_bs[-1].tolist() == [0] * SEQ_LEN
 
 
 @pytest.mark.parametrize("tokens,fits", [(SEQ_LEN, False), (SEQ_LEN + 1, True)])
@@ -104,12 +87,14 @@ def test_validation_predicts_every_token_once(make_dataset: MakeDataset, total: 
     """Catches a dropped tail, a tail counted twice, and unmasked padding."""
     dataset = make_dataset([3, total // 2, total - total // 2])
     valid = ValidationSamples(dataset, range(1, 3), SEQ_LEN)
-    predicted: list[int] = []
-    for window in range(len(valid)):
-        tokens, mask = np.full(SEQ_LEN + 1, -7, np.int64), np.full(SEQ_LEN, -7, np.float32)
-        valid.read(window, tokens, mask)
-        assert set(mask) <= {0, 1} and mask.any() and tokens.min() >= 0
-        predicted += tokens[1:][mask == 1].tolist()
+    windows = np.arange(len(valid))
+    [batch] = assemble(valid, windows[None], VOCAB_SIZE, True, PLAIN)
+    assert batch.labels_bs is not None and batch.tokens_bs is not None and batch.loss_mask_bs is not None
+    assert set(batch.loss_mask_bs.unique().tolist()) <= {0, 1} and bool(batch.loss_mask_bs.any(1).all())
+    for window, tokens in enumerate(batch.tokens_bs.tolist()):
+        expected = tokens_of(valid, window)[:SEQ_LEN]
+        assert tokens == expected + [0] * (SEQ_LEN - len(expected))
+    predicted = batch.labels_bs[batch.loss_mask_bs == 1].tolist()
     assert predicted == dataset.stream(range(1, 3))[1:].tolist()
     assert valid.num_predicted_tokens == total - 1
 
