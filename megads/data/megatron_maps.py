@@ -19,11 +19,14 @@ import numpy.typing as npt
 
 from megads.data.index_maps import FORMAT_VERSION, EpochMap, build_sample_index
 from megads.data.indexed import IndexedDataset, IntArray
+from megads.data.runs import ragged_arange
 from megads.data.samples import TrainSamples
 from megads.errors import ConfigError
 
 SURPLUS = 1.005
 """Megatron builds so many more samples of each dataset of a blend than its share."""
+FEW_DATASETS = 10
+"""Up to so many, a loop of plain Python deals faster than one of array operations."""
 
 
 @dataclass(frozen=True)
@@ -159,19 +162,11 @@ class MegatronOrder:
     def __init__(self, weights: Sequence[float], samples: int) -> None:
         shares = np.array(weights, np.float64)
         self._shares = shares / shares.sum()
-        self._datasets, self._places = self._deal(samples)
-
-    def _deal(self, samples: int) -> tuple[npt.NDArray[np.int16], IntArray]:
-        datasets, places = np.empty(samples, np.int16), np.empty(samples, np.int64)
-        had = np.zeros(self._shares.size, np.int64)
-        lag = np.empty_like(self._shares)
-        for sample in range(samples):
-            np.multiply(self._shares, max(sample, 1), out=lag)
-            lag -= had
-            chosen = int(lag.argmax())
-            datasets[sample], places[sample] = chosen, had[chosen]
-            had[chosen] += 1
-        return datasets, places
+        deal = _deal_few if shares.size <= FEW_DATASETS else _deal_many
+        self._datasets = deal(self._shares, samples)
+        counts = np.bincount(self._datasets, minlength=shares.size)
+        self._places: IntArray = np.empty(samples, np.int64)
+        self._places[np.argsort(self._datasets, kind="stable")] = ragged_arange(counts)
 
     def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
         """Returns, int64 [n] each, the dataset of each of n numbers, and how many it had before that one."""
@@ -183,3 +178,35 @@ class MegatronOrder:
         if total > self._datasets.size:
             raise ConfigError(f"Megatron's order was made for {self._datasets.size} samples, asked for {total}")
         return np.bincount(self._datasets[:total], minlength=self._shares.size).astype(np.int64)
+
+
+def _deal_few(shares: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.int16]:
+    """The dataset of each sample. Plain Python, because a call into NumPy takes as long as ten datasets do.
+
+    Each choice depends on the rounding of all before it, so the samples cannot be dealt in one pass.
+    """
+    weights, had = shares.tolist(), [0.0] * shares.size
+    datasets = np.empty(samples, np.int16)
+    dealt = datasets.data
+    for sample in range(samples):
+        due = float(sample or 1)
+        most, chosen = -math.inf, 0
+        for dataset, (weight, count) in enumerate(zip(weights, had, strict=True)):
+            lag = weight * due - count
+            if lag > most:
+                most, chosen = lag, dataset
+        dealt[sample] = chosen
+        had[chosen] += 1.0
+    return datasets
+
+
+def _deal_many(shares: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.int16]:
+    """The same with an array of lags."""
+    datasets, had, lag = np.empty(samples, np.int16), np.zeros_like(shares), np.empty_like(shares)
+    for sample in range(samples):
+        np.multiply(shares, sample or 1, out=lag)
+        lag -= had
+        chosen = int(lag.argmax())
+        datasets[sample] = chosen
+        had[chosen] += 1
+    return datasets
