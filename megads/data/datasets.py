@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.blend import BalancedOrder, BlendedSamples, BlendPart, Interleaving, Mix, Phase
 from megads.data.blend_config import Order, Weighting
+from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig, PackingMode
 from megads.data.indexed import IndexedDataset
 from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share
@@ -181,6 +183,12 @@ def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None
             f"{path}: describes {sidecar.documents} documents of {sidecar.tokens} tokens, the dataset has "
             f"{dataset.num_documents} of {dataset.num_tokens}: they do not belong together; make the dataset anew with "
             "`megads preprocess overwrite=true`"
+        )
+    carried = carried_path(dataset.prefix)
+    if carried.is_file() and (found := hashlib.sha256(carried.read_bytes()).hexdigest()) != sidecar.tokenizer_sha256:
+        raise DataError(
+            f"{carried}: its sha256 starts with {found[:12]}, {path} says {sidecar.tokenizer_sha256[:12]}: it is not "
+            "the tokenizer that made the dataset, and decodes it to other text; put the right one back, or delete it"
         )
     if sidecar.max_token_id >= vocab_size:
         raise DataError(

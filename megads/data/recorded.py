@@ -1,4 +1,4 @@
-"""data.json of a run: what its data files held at its first start, so that a later one knows that they changed."""
+"""data_record.json of a run: what its data held when it began, so that a later start knows that it changed."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def content_digest(path: Path) -> str:
 
 
 def write_record(run_dir: Path, record: DataRecord) -> None:
-    """Writes a run's data.json."""
+    """Writes a run's record."""
     with atomic_writer(run_dir / DATA_FILE) as file:
         file.write((json.dumps(asdict(record), indent=1) + "\n").encode())
 

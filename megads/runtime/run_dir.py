@@ -13,7 +13,7 @@ from megads.errors import ConfigError
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
-DATA_FILE = "data.json"
+DATA_FILE = "data_record.json"
 
 
 def recorded_config_path(run_dir: Path, digest: str) -> Path:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from megads.data.blend_config import DatasetConfig
+from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig
 from megads.data.datasets import open_datasets
 from megads.data.indexed import IndexedDataset
@@ -88,6 +90,19 @@ def test_a_sidecar_of_another_dataset_is_refused(make_dataset: MakeDataset) -> N
     dataset = make_dataset([20] * 100)
     write_sidecar(dataset.prefix, replace(describe(dataset), tokens=7))
     with pytest.raises(DataError, match="describes 100 documents of 7 tokens"):
+        open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
+
+
+def test_another_tokenizer_beside_the_dataset_is_refused(make_dataset: MakeDataset) -> None:
+    """Catches a tokenizer copied over the one that made the dataset: the model would be trained on ids that `generate`
+    reads as other text."""
+    dataset = make_dataset([20] * 100)
+    content = b'{"version": "1.0"}'
+    write_sidecar(dataset.prefix, replace(describe(dataset), tokenizer_sha256=hashlib.sha256(content).hexdigest()))
+    carried_path(dataset.prefix).write_bytes(content)
+    open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
+    carried_path(dataset.prefix).write_bytes(content + b" ")
+    with pytest.raises(DataError, match=r"tokenizer\.json: its sha256 starts with .* not the tokenizer that made"):
         open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
 
 
