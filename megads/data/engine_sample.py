@@ -46,9 +46,11 @@ def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
     sizes = np.array([path.stat().st_size for path in source.files], np.int64)
     ends = np.cumsum(sizes)
     begun: set[Path] = set()
-    for byte in np.linspace(0, max(int(ends[-1]) - 1, 0), PLACES).astype(np.int64):
+    if not ends[-1]:
+        return
+    for byte in np.linspace(0, int(ends[-1]) - 1, PLACES).astype(np.int64):
         number = int(np.searchsorted(ends, byte, side="right"))
-        path = source.files[min(number, len(source.files) - 1)]
+        path = source.files[number]
         plain = kind(path) in TEXT_ENDINGS and path.stat().st_size > LARGEST_PLAIN_BYTES
         if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
             yield path, int(byte - (ends[number] - sizes[number]))

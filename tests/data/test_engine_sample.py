@@ -32,3 +32,12 @@ def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
     assert sum(text.startswith("from parquet") for text in texts) == 5
     assert sum(text.startswith("plain text") for text in texts) > 0
     assert sample_texts(None, first, ("text",)) == [f"{number:05d} " + "word " * 60 for number in range(100)]
+
+
+def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
+    """Catches a place beyond the last file, where an empty one or none has any text."""
+    (tmp_path / "a.jsonl").write_text("")
+    assert sample_texts(DocumentReader([str(tmp_path)], ("text",)), [], ("text",)) == []
+    (tmp_path / "b.txt").write_text("x")
+    (tmp_path / "c.jsonl").write_text("")
+    assert sample_texts(DocumentReader([str(tmp_path)], ("text",)), [], ("text",)) == ["x"]
