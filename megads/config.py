@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -360,19 +361,23 @@ def record_config(config: RootConfig, run_dir: Path) -> None:
 
 
 def config_of_start(run_dir: Path, digest: str) -> RootConfig | None:
-    """Returns the config with which a run was once started, by its sha256; None where it was not kept."""
+    """Returns the config with which a run was once started, by its sha256; None where it was not kept.
+
+    Keys that the version of that start did not have take their defaults.
+    """
     for path in (recorded_config_path(run_dir, digest), run_dir / CONFIG_FILE):
-        try:
-            config = load_frozen(path)
-        except ConfigError:
-            continue
-        if config_digest(config) == digest:
-            return config
+        with suppress(OSError, ConfigError):
+            if path.read_text().startswith(f"# sha256 {digest}\n"):
+                return load_frozen(path, complete=False)
     return None
 
 
-def load_frozen(path: Path) -> RootConfig:
+def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
     """Reads a config written by `freeze`.
+
+    Args:
+        path: the file.
+        complete: refuse one that lacks keys, as those of earlier versions do; else they take their defaults.
 
     Raises:
         ConfigError: there is no such file, or it does not fit this version's schema.
@@ -381,7 +386,7 @@ def load_frozen(path: Path) -> RootConfig:
         content = OmegaConf.load(path)
         config = cast(RootConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RootConfig), content)))
         # A missing key would silently become a default.
-        if OmegaConf.to_container(content) != config_dict(config):
+        if complete and OmegaConf.to_container(content) != config_dict(config):
             raise ValueError("keys are missing")
         return config
     except FileNotFoundError:

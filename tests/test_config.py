@@ -12,14 +12,17 @@ from megads.config import (
     RootConfig,
     check_config,
     config_digest,
+    config_of_start,
     derive_run_id,
     freeze,
     load_frozen,
     planned_steps,
+    record_config,
 )
 from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError
 from megads.model.config import Position
+from megads.runtime.run_dir import recorded_config_path
 
 
 def good_config() -> RootConfig:
@@ -164,3 +167,19 @@ def test_every_field_is_in_the_digest() -> None:
         setattr(part, name, 987)
         digests.add(config_digest(config))
     assert len(digests) == 1 + len(dataclasses.fields(RootConfig))
+
+
+def test_the_config_of_an_earlier_start_is_found_again(tmp_path: Path) -> None:
+    """Catches a question about an old step answered by the newest config, or not at all because a key came since."""
+    first, second = RootConfig(), RootConfig()
+    first.train.steps, second.train.steps = 7, 9
+    for config in (first, second):
+        record_config(config, tmp_path)
+    assert config_of_start(tmp_path, config_digest(first)) == first
+    assert config_of_start(tmp_path, config_digest(second)) == load_frozen(tmp_path / "config.yaml") == second
+    assert config_of_start(tmp_path, "0" * 64) is None
+    kept = recorded_config_path(tmp_path, config_digest(first))
+    kept.write_text(kept.read_text().replace("  prefetch_steps: 2\n", ""))
+    assert config_of_start(tmp_path, config_digest(first)) == first
+    with pytest.raises(ConfigError, match="keys are missing"):
+        load_frozen(kept)

@@ -95,7 +95,7 @@ def _config_of(run_dir: Path, step: int) -> tuple[RootConfig, str]:
         if event.get("event") == "start" and event.get("step", step) < step:
             digest = str(event.get("config_digest", ""))
     config = config_of_start(run_dir, digest) if digest else None
-    return config or load_frozen(run_dir / CONFIG_FILE), digest
+    return config or load_frozen(run_dir / CONFIG_FILE, complete=False), digest
 
 
 def _located(config: RootConfig, run_dir: Path) -> RootConfig:
