@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megads.cli.placement import find_placement
 from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
@@ -44,12 +45,13 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     from megads.cli.memory_check import choose_recompute, this_machine
 
     check_config(config)
+    placement = find_placement(config)
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
     config = place(config, invocation.choices)
     known, data = describe_data(config, preparation)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
-    machine = this_machine()
+    machine = this_machine(len(placement.nodes) if placement else 1)
     known, choice = choose_recompute(known, machine)
     if config.run.dry_run:
         print(describe(known, data, choice, machine))
@@ -63,13 +65,16 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
     ):
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
+        if placement:
+            console.say(str(placement))
         if choice:
             console.say(choice)
         config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         freeze(config, run_dir / CONFIG_FILE)
-        return launch(launch_spec(config), console)
+        spec = launch_spec(config)
+        return launch(spec, console, placement.ranks(spec, config) if placement else None)
 
 
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:

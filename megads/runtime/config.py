@@ -13,6 +13,7 @@ class ClusterKind(StrEnum):
     """Where the ranks run."""
 
     local = "local"
+    slurm = "slurm"
 
 
 @dataclass
@@ -117,13 +118,18 @@ class ClusterConfig:
     """The machine."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: torch's elastic agent starts every rank on this machine."""
+    """local: every rank on this machine; slurm: on the nodes of the SLURM job, one agent a node started by srun."""
     threads_per_rank: int | None = None
     """CPU threads of each rank, equal on all; null shares the cores out evenly."""
     peak_tflops: float | None = None
     """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
     ranks_per_node: int | None = None
-    """Neighbouring ranks that share a node, for the table of which rank holds what; null leaves nodes out of it."""
+    """Neighbouring ranks that share a node. On SLURM null is a rank a GPU, else the ranks shared out evenly; elsewhere
+    it is for the table of which rank holds what, and null leaves nodes out of it."""
+    srun_options: list[str] = field(default_factory=list)
+    """Further options of the srun that starts the agents, as in [--container-image=/images/megads.sqsh]."""
+    wrapper: list[str] = field(default_factory=list)
+    """Words before each agent's command, as in [apptainer, exec, --nv, /images/megads.sif]."""
     gpu_memory_gib: float | None = None
     """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0

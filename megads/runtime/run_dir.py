@@ -20,6 +20,16 @@ def rank_log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 
+def agent_log_path(run_dir: Path, node: int) -> Path:
+    """Returns the file that holds everything that the agent of a node prints."""
+    return run_dir / "logs" / f"agent_{node:05d}.log"
+
+
+def srun_log_path(run_dir: Path) -> Path:
+    """Returns the file that holds everything that srun prints."""
+    return run_dir / "logs" / "srun.log"
+
+
 def tracker_log_path(run_dir: Path) -> Path:
     """Returns the file that holds everything the tracker process prints."""
     return run_dir / "logs" / "tracker.log"
