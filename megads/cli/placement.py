@@ -11,6 +11,7 @@ from megads.runtime.launcher import LaunchSpec
 from megads.runtime.node_ranks import Ranks, require_devices
 from megads.runtime.slurm import Allocation, Node, find_allocation
 from megads.runtime.slurm_ranks import SlurmRanks
+from megads.runtime.slurm_scheduler import end_chain, send_back
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,15 @@ class Placement:
         part = spec.node_part(self.ranks_per_node, num_nodes=len(self.nodes))
         return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
 
+    def hand_over(self, config: RootConfig, exit_code: int) -> str:
+        """Sees to what follows this job, when the run directory is free again; returns a line about it, or none."""
+        if config.cluster.chain:
+            return end_chain(self.allocation, exit_code)
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues)
+
     def __str__(self) -> str:
         names = ", ".join(node.name for node in self.nodes)
-        return f"SLURM job {self.allocation.job_id} on {names}, {self.ranks_per_node} ranks on each"
+        return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each"
 
 
 def find_placement(config: RootConfig) -> Placement | None:
@@ -69,7 +76,7 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
     ranks, nodes = config.parallel.world_size, len(allocation.nodes)
     given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
     product = f"{config.parallel.product} = {ranks} ranks"
-    where = f"the {nodes} nodes of SLURM job {allocation.job_id}"
+    where = f"the {nodes} nodes of SLURM job {allocation.job.id}"
     per_node = given or gpus or (ranks // nodes if ranks % nodes == 0 else 0)
     if per_node == 0:
         fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from typing import Protocol
 
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED
 
@@ -28,11 +29,33 @@ class StopOrder:
     message: str
 
 
+class Watch(Protocol):
+    """Something that may want a run to stop."""
+
+    def look(self) -> StopOrder | None: ...
+
+
+class Hold(Protocol):
+    """A start's hold on its run directory."""
+
+    def check(self) -> None:
+        """Raises MegadsError when it is lost."""
+        ...
+
+
 class Scheduler:
-    """Nobody schedules: a run on this machine goes on until it ends or a signal comes, and a second signal kills."""
+    """Nobody schedules: a run on this machine goes on until it ends or a signal comes, and a second signal kills.
+
+    Args:
+        hold: on the run directory; None where nobody can take it.
+        deadline: stops the run in time; None where there is no limit.
+    """
 
     signals = tuple(_REASONS)
     second_signal = "a second signal kills at once"
+
+    def __init__(self, hold: Hold | None = None, deadline: Watch | None = None):
+        self._hold, self._deadline = hold, deadline
 
     def description(self) -> dict[str, object]:
         """What events.jsonl says of the scheduler at every start."""
@@ -52,4 +75,6 @@ class Scheduler:
         Raises:
             MegadsError: this start must end at once, without saving.
         """
-        return None
+        if self._hold is not None:
+            self._hold.check()
+        return self._deadline.look() if self._deadline is not None else None

@@ -12,9 +12,24 @@ from dataclasses import dataclass
 
 from megads.errors import ConfigError
 from megads.runtime import environment
+from megads.runtime.duration import parse_time_left
 
 _TIMEOUT_S = 20.0
-_NO_LIMIT = ("UNLIMITED", "NOT_SET", "INVALID", "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of a SLURM job.
+
+    Attributes:
+        id: number of the job; every task of an array has its own.
+        restarts: how often it was requeued before.
+        cluster: name of the SLURM cluster.
+    """
+
+    id: str
+    restarts: int
+    cluster: str
 
 
 @dataclass(frozen=True)
@@ -35,22 +50,18 @@ class Allocation:
     """A SLURM job as its batch script sees it.
 
     Attributes:
-        job_id: number of the job; every task of an array has its own.
-        restarts: how often the job was requeued.
+        job: which.
         nodes: in SLURM's order; the batch script runs on the first.
         gpus_per_node: as SLURM says; 0 where it says nothing.
         cpus_per_task: as asked for; None where nobody did.
         array: number of the array that the job is a task of; None for a job of its own.
-        cluster: name of the SLURM cluster.
     """
 
-    job_id: str
-    restarts: int
+    job: Job
     nodes: tuple[Node, ...]
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
     array: str | None = None
-    cluster: str = ""
 
 
 def find_allocation() -> Allocation:
@@ -68,13 +79,11 @@ def find_allocation() -> Allocation:
         )
     cpus = variables.get("SLURM_CPUS_PER_TASK")
     return Allocation(
-        job_id=job,
-        restarts=int(variables.get("SLURM_RESTART_COUNT", "0")),
+        job=Job(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
         nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
         gpus_per_node=_gpus(variables),
         cpus_per_task=int(cpus) if cpus else None,
         array=variables.get("SLURM_ARRAY_JOB_ID"),
-        cluster=variables.get("SLURM_CLUSTER_NAME", ""),
     )
 
 
@@ -98,18 +107,19 @@ def ask(*command: str) -> str:
     return done.stdout.strip()
 
 
-def job_state(job_id: str) -> str:
-    """Returns the state of a job in long form, RUNNING for instance; empty for a job that SLURM no longer knows.
+def ask_job(job_id: str) -> tuple[str, int]:
+    """Returns the state of a job, RUNNING for instance, and how often it was requeued; an unknown job has no state.
 
     Raises:
         ConfigError: SLURM does not answer.
     """
     try:
-        return fields(ask("scontrol", "--oneliner", "show", "job", job_id)).get("JobState", "")
+        job = fields(ask("scontrol", "--oneliner", "show", "job", job_id))
     except ConfigError as error:
         if "Invalid job id" in str(error):
-            return ""
+            return "", 0
         raise
+    return job.get("JobState", ""), int(job.get("Restarts", "0"))
 
 
 def time_left_s(job_id: str) -> float | None:
@@ -118,7 +128,7 @@ def time_left_s(job_id: str) -> float | None:
     Raises:
         ConfigError: SLURM does not answer.
     """
-    return parse_time(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
+    return parse_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
 
 
 def steps(job_id: str, name: str) -> list[str]:
@@ -129,18 +139,6 @@ def steps(job_id: str, name: str) -> list[str]:
     """
     lines = ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %j").splitlines()
     return [step for step, found in (line.split(maxsplit=1) for line in lines) if found.strip() == name]
-
-
-def parse_time(text: str) -> float | None:
-    """Returns SLURM's [days-]hours:minutes:seconds in seconds, minutes:seconds too; None for no limit."""
-    text = text.strip()
-    if text in _NO_LIMIT:
-        return None
-    days, _, clock = text.rpartition("-")
-    seconds = 0.0
-    for part in clock.split(":"):
-        seconds = 60 * seconds + float(part)
-    return 86400 * int(days or 0) + seconds
 
 
 def fields(line: str) -> dict[str, str]:

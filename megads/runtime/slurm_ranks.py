@@ -148,7 +148,7 @@ class SlurmRanks:
             self._cancelled = True
             # Without a controller that answers there is the second way.
             with suppress(ConfigError):
-                for step in slurm.steps(self._allocation.job_id, _STEP_NAME):
+                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
                     slurm.ask("scancel", "--signal=KILL", step)
         if now - self._ended_at > _GIVE_UP_AFTER_S:
             self._srun.kill()
