@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -90,4 +91,8 @@ time.sleep(100)
 
 
 def _sleepers() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "317"]]
+    return [process for process in psutil.process_iter(["name", "cmdline"]) if _sleeps(process.info)]
+
+
+def _sleeps(info: dict[str, Any]) -> bool:
+    return info["name"] == "sleep" and info["cmdline"][-1:] == ["317"]

@@ -31,13 +31,14 @@ class Timing:
     """How fast the private cluster reacts.
 
     Attributes:
-        node_lost_s: silence of a slurmd after which its node is down (SlurmdTimeout).
+        node_lost_s: silence of a slurmd after which its node is down (SlurmdTimeout); the controller asks in rounds, so
+            that it takes 10 to 20 s more.
         kill_wait_s: from SIGTERM to SIGKILL of a job (KillWait).
         cred_expire_s: life of a credential; a requeued job waits as long (AuthInfo=cred_expire).
         scheduler_s: between two rounds of the scheduler.
     """
 
-    node_lost_s: int = 8
+    node_lost_s: int = 5
     kill_wait_s: int = 5
     cred_expire_s: int = 5
     scheduler_s: int = 1
@@ -110,6 +111,9 @@ def _controller_lines(folder: Path, timing: Timing, addresses: Addresses) -> lis
         "JobRequeue=1",
         f"KillWait={timing.kill_wait_s}",
         "SlurmctldTimeout=30",
+        # A lost node is asked again until this has passed.
+        "MessageTimeout=5",
+        "MailProg=/bin/true",
         f"SlurmdTimeout={timing.node_lost_s}",
         "AccountingStorageType=accounting_storage/none",
         "JobAcctGatherType=jobacct_gather/none",
