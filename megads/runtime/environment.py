@@ -174,6 +174,16 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def outside_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns this process's environment without what a SLURM job or its user's defaults put there.
+
+    Args:
+        variables: added to it.
+    """
+    theirs = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)} | dict(variables)
+
+
 def wandb_login() -> str | None:
     """Returns where wandb would find a key, or None when nobody is logged in; the key itself stays where it is."""
     if os.environ.get("WANDB_API_KEY"):
