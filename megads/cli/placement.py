@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
@@ -20,7 +21,7 @@ class Placement:
 
     Attributes:
         allocation: the job.
-        nodes: in the order of their ranks.
+        nodes: those that the ranks are on, in the order of the ranks; what is left of the allocation are spares.
         ranks_per_node: neighbouring ranks on each.
     """
 
@@ -39,15 +40,29 @@ class Placement:
         part = spec.node_part(self.ranks_per_node, num_nodes=len(self.nodes))
         return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
 
-    def hand_over(self, config: RootConfig, exit_code: int) -> str:
-        """Sees to what follows this job, when the run directory is free again; returns a line about it, or none."""
+    def on(self, names: Sequence[str]) -> Placement:
+        """The same on other nodes of the job, in the order given."""
+        by_name = {node.name: node for node in self.allocation.nodes}
+        return replace(self, nodes=tuple(by_name[name] for name in names))
+
+    def hand_over(self, config: RootConfig, exit_code: int, excluded: Sequence[str] = ()) -> str:
+        """Sees to what follows this job, when the run directory is free again; returns a line about it, or none.
+
+        Args:
+            config: of the run.
+            exit_code: of the run.
+            excluded: nodes that the job should not get again.
+        """
         if config.cluster.chain:
             return end_chain(self.allocation, exit_code)
-        return send_back(self.allocation, exit_code, config.cluster.max_requeues)
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues, excluded)
 
     def __str__(self) -> str:
         names = ", ".join(node.name for node in self.nodes)
-        return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each"
+        used = {node.name for node in self.nodes}
+        others = [node.name for node in self.allocation.nodes if node.name not in used]
+        kept = f"; not used: {', '.join(others)}" if others else ""
+        return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each{kept}"
 
 
 def find_placement(config: RootConfig) -> Placement | None:
@@ -68,15 +83,21 @@ def find_placement(config: RootConfig) -> Placement | None:
 
 
 def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
-    """Shares the ranks out over all nodes of a job.
+    """Shares the ranks out over all nodes of a job but cluster.spare_nodes.
 
     Raises:
         ConfigError: they do not fill the nodes.
     """
-    ranks, nodes = config.parallel.world_size, len(allocation.nodes)
+    spare = config.cluster.spare_nodes
+    ranks, nodes = config.parallel.world_size, len(allocation.nodes) - spare
+    if nodes < 1:
+        raise ConfigError(
+            f"cluster.spare_nodes = {spare}, but SLURM job {allocation.job.id} has {len(allocation.nodes)} nodes: ask "
+            "for as many more as are spare (sbatch --nodes)"
+        )
     given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
     product = f"{config.parallel.product} = {ranks} ranks"
-    where = f"the {nodes} nodes of SLURM job {allocation.job.id}"
+    where = f"the {nodes} nodes of SLURM job {allocation.job.id}{f' less {spare} spare' if spare else ''}"
     per_node = given or gpus or (ranks // nodes if ranks % nodes == 0 else 0)
     if per_node == 0:
         fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
@@ -96,4 +117,4 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
             f"cluster.ranks_per_node = {per_node}, but the job has {gpus} GPUs on each node: lower it, or ask for more "
             "(sbatch --gpus-per-node)"
         )
-    return Placement(allocation, allocation.nodes, per_node)
+    return Placement(allocation, allocation.nodes[:nodes], per_node)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megads.cli.attempts import Attempts, Ended
 from megads.cli.placement import Placement, find_placement
 from megads.cli.run_state import is_finished, refuse_while_stopped
 from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
@@ -27,15 +28,10 @@ from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
-from megads.runtime.deadline import Deadline
-from megads.runtime.duration import parse_duration
 from megads.runtime.environment import share_of_cores
-from megads.runtime.launcher import LaunchSpec, launch
+from megads.runtime.launcher import LaunchSpec
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.scheduler import Scheduler
-from megads.runtime.slurm import time_left_s
-from megads.runtime.slurm_scheduler import SlurmScheduler
 from megads.runtime.trackers import wanted_trackers
 
 if TYPE_CHECKING:
@@ -52,16 +48,16 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     check_config(config)
     placement = find_placement(config)
     try:
-        code = _run(config, invocation, placement)
+        ended = _run(config, invocation, placement)
     except MegadsError as error:
-        _hand_over(placement, config, error.exit_code)
+        _hand_over(placement, config, Ended(error.exit_code))
         raise
-    _hand_over(placement, config, code)
-    return code
+    _hand_over(placement, config, ended)
+    return ended.exit_code
 
 
-def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> int:
-    """Prepares and starts the run; returns its exit code."""
+def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> Ended:
+    """Prepares and starts the run; returns how it ended."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.cli.memory_check import choose_recompute, this_machine
 
@@ -74,7 +70,7 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
     known, choice = choose_recompute(known, machine)
     if config.run.dry_run:
         print(describe(known, data, choice, machine))
-        return EXIT_OK
+        return Ended(EXIT_OK)
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
     refuse_early(config, known, preparation, machine)
@@ -90,40 +86,27 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
-            return EXIT_OK
+            return Ended(EXIT_OK)
         return _start(config, placement, lease, console)
 
 
-def _hand_over(placement: Placement | None, config: RootConfig, exit_code: int) -> None:
+def _hand_over(placement: Placement | None, config: RootConfig, ended: Ended) -> None:
     """Sees to what follows a SLURM job, and says it."""
-    said = placement.hand_over(config, exit_code) if placement and not config.run.dry_run else ""
+    if placement is None or config.run.dry_run:
+        return
+    said = placement.hand_over(config, ended.exit_code, ended.excluded)
     if said:
         print(said, flush=True)
 
 
-def _start(config: RootConfig, placement: Placement | None, lease: Lease, console: Console) -> int:
-    """Freezes the config and starts the ranks; returns the exit code."""
+def _start(config: RootConfig, placement: Placement | None, lease: Lease, console: Console) -> Ended:
+    """Freezes the config and starts the ranks; returns how they ended."""
     run_dir = Path(str(config.run.dir))
     for change in _changes(run_dir, config):
         console.say(f"changed since the last start: {change}", "warning")
     freeze(config, run_dir / CONFIG_FILE)
     spec = dataclasses.replace(launch_spec(config), lease=lease.number)
-    if placement is None:
-        return launch(spec, console, scheduler=Scheduler(lease, _deadline(config, lambda: None)))
-    console.say(str(placement))
-    deadline = _deadline(config, lambda: time_left_s(placement.allocation.job.id))
-    return launch(spec, console, placement.ranks(spec, config), SlurmScheduler(placement.allocation, lease, deadline))
-
-
-def _deadline(config: RootConfig, time_left: Callable[[], float | None]) -> Deadline:
-    """The time limits of this start."""
-    exit_after = config.run.exit_after
-    return Deadline(
-        Path(str(config.run.dir)),
-        parse_duration(exit_after) if exit_after is not None else None,
-        time_left,
-        config.run.save_before_limit_s,
-    )
+    return Attempts(config, spec, placement, lease).run(console)
 
 
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:

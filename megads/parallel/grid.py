@@ -144,7 +144,8 @@ def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
     """The axis along this rank's line, with a group that only the ranks of the line make.
 
     Were every line made on all ranks, starting would take a time that grows with the world. torch names such a group
-    after its members and the number of groups that they are in so far, which is alike on all ranks as long as each joins one line of every axis.
+    after its members and the number of groups that they are in so far, which is alike on all ranks as long as each
+    joins one line of every axis.
     """
     line = next(line for line in lines if rank in line)
     group = dist.new_group(list(line), use_local_synchronization=True) if len(line) > 1 else None

@@ -147,6 +147,12 @@ class ClusterConfig:
     """Words before each agent's command, as in [apptainer, exec, --nv, /images/megads.sif]."""
     max_requeues: int = 100
     """Most requeues of one SLURM job that a run asks for when it exits 6; 0 asks for none."""
+    spare_nodes: int = 0
+    """Nodes of the SLURM job beyond those the layout needs, to take the place of nodes that fail or that the health
+    check rejects; the job must be submitted with sbatch --no-kill."""
+    max_restarts: int | None = None
+    """Most times that the ranks are started again in place, from the last checkpoint, after a rank was killed or a node
+    lost; then the run exits 8. null is 10 with spare nodes, else 0: it ends at the first fault."""
     chain: bool = False
     """The job is a task of an array whose tasks continue one run after the other: no requeue, and a run that is
     finished, stopped or refused cancels the tasks that wait. Set by scripts/slurm/submit.sh --chain."""
@@ -155,18 +161,29 @@ class ClusterConfig:
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
 
+    @property
+    def restarts(self) -> int:
+        """Most restarts, the default resolved."""
+        return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 0
+
     def check(self) -> None:
         """Raises ConfigError on non-positive sizes, and on keys of SLURM without it."""
-        if self.max_requeues < 0:
-            raise ConfigError(f"cluster.max_requeues = {self.max_requeues}: must not be negative")
+        for name in ("max_requeues", "spare_nodes", "max_restarts"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"cluster.{name} = {getattr(self, name)}: must not be negative")
+        if self.spare_nodes and self.restarts == 0:
+            raise ConfigError(
+                f"cluster.spare_nodes = {self.spare_nodes} with cluster.max_restarts = 0: no spare could ever take a "
+                "place; raise max_restarts, or ask for fewer nodes"
+            )
         if self.kind is not ClusterKind.slurm:
-            for name in ("srun_options", "wrapper", "chain"):
+            for name in ("srun_options", "wrapper", "chain", "spare_nodes"):
                 if getattr(self, name):
                     raise ConfigError(f"cluster.{name} = {getattr(self, name)}: needs cluster=slurm")
-        if self.threads_per_rank is not None and self.threads_per_rank < 1:
-            raise ConfigError(f"cluster.threads_per_rank = {self.threads_per_rank}: must be at least 1")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ConfigError(f"cluster.ranks_per_node = {self.ranks_per_node}: must be at least 1")
+        for name in ("threads_per_rank", "ranks_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ConfigError(f"cluster.peak_tflops = {self.peak_tflops}: must be positive")
         if self.gpu_memory_gib is not None and self.gpu_memory_gib <= 0:

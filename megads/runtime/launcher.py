@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +22,7 @@ from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
 from megads.runtime.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.runtime.rank_outcome import clear_records, judge
+from megads.runtime.rank_outcome import Outcome, clear_records, judge
 from megads.runtime.run_dir import tracker_log_path
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.side_process import SideProcess
@@ -66,7 +66,9 @@ class LaunchSpec:
         return NodePart(self.run_dir, self.command, ranks_per_node, threads, self.cpu, self.lease, **place)  # type: ignore[arg-type]
 
 
-def launch(spec: LaunchSpec, console: Console, ranks: Ranks | None = None, scheduler: Scheduler | None = None) -> int:
+def launch(
+    spec: LaunchSpec, console: Console, ranks: Ranks | None = None, scheduler: Scheduler | None = None
+) -> Outcome:
     """Runs the ranks to their end; the caller holds the run directory (lease.claimed).
 
     Args:
@@ -76,7 +78,8 @@ def launch(spec: LaunchSpec, console: Console, ranks: Ranks | None = None, sched
         scheduler: what else may end the run; None is nothing.
 
     Returns:
-        The exit code: what the ranks returned, the first failing rank's own, or 130 when killed by a second signal.
+        How they ended. The exit code is what the ranks returned, the first failing rank's own, or 130 when killed by a
+        second signal.
 
     Raises:
         ConfigError: there are GPUs, but fewer than ranks; nothing is started.
@@ -119,9 +122,10 @@ class _Launch:
         self._signals: list[int] = []
         self._signals_answered = 0
         self._killed_by_signal = False
+        self._stop_requested = False
 
-    def run(self) -> int:
-        """Starts the ranks, watches them to the end and returns the exit code."""
+    def run(self) -> Outcome:
+        """Starts the ranks, watches them to the end and returns how they ended."""
         spec = self._spec
         self._events.write(
             "launch",
@@ -134,13 +138,13 @@ class _Launch:
         )
         with self._signals_caught():
             overruled = self._watch()
-            exit_code = self._conclude(overruled)
-            self._end_side(killed=exit_code == EXIT_KILLED or overruled is not None)
+            outcome = self._conclude(overruled)
+            self._end_side(killed=outcome.exit_code == EXIT_KILLED or overruled is not None)
         self._events.close()
         self._console.close()
         if overruled is not None:
             raise overruled
-        return exit_code
+        return replace(outcome, stopping=self._stop_requested)
 
     def _watch(self) -> MegadsError | None:
         """Waits for the end of the ranks; returns why they had to be killed, None when they had not."""
@@ -158,23 +162,29 @@ class _Launch:
         self._console.poll()
         return overruled
 
-    def _conclude(self, overruled: MegadsError | None) -> int:
+    def _conclude(self, overruled: MegadsError | None) -> Outcome:
         """Judges how the ranks ended, says so once and records it."""
         if overruled is not None:
             self._console.poll()
             self._console.close()
-            return overruled.exit_code
+            return Outcome(overruled.exit_code)
         if self._killed_by_signal:
             cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
             self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
             self._console.poll()
             self._console.say(f"killed by {cause}", "error")
             self._console.close()
-            return EXIT_KILLED
+            return Outcome(EXIT_KILLED)
         outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._ranks.reports())
         if outcome.message:
             self._events.write(
-                "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
+                "failure",
+                level="error",
+                rank=outcome.rank,
+                nodes=list(outcome.nodes),
+                exit_code=outcome.exit_code,
+                message=outcome.message,
+                first_sign=outcome.first_sign_s,
             )
         self._events.write("exit", exit_code=outcome.exit_code, level="debug")
         self._console.poll()
@@ -182,7 +192,7 @@ class _Launch:
         if outcome.message:
             with suppress(OSError):
                 sys.stderr.write(f"megads: {outcome.message}\n")
-        return outcome.exit_code
+        return outcome
 
     def _watch_side(self) -> None:
         """Says it once when the process beside the ranks fails; what fails within it, it says itself."""
@@ -245,6 +255,7 @@ class _Launch:
             self._request_stop(order.reason, order.message)
 
     def _request_stop(self, reason: str, message: str) -> None:
+        self._stop_requested = True
         request_stop(self._spec.run_dir, reason)
         self._events.write("stop_requested", level="debug", reason=reason, cause=message)
         self._console.say(message, "warning")

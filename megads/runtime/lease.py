@@ -65,22 +65,41 @@ class Holder:
 
 
 class Lease:
-    """One start's hold on a run directory, kept up by a thread.
+    """A launcher's hold on a run directory, kept up by a thread.
 
     Args:
         run_dir: the run directory.
-        holder: this start.
+        job: the SLURM job that this process is part of.
+
+    Attributes:
+        number: of this start of the ranks.
+
+    Raises:
+        ConfigError: a live launcher holds it.
     """
 
-    def __init__(self, run_dir: Path, holder: Holder):
-        self.number = holder.number
-        self._path = _path(run_dir, holder.number)
-        self._holder = holder
-        self._fence = Fence(run_dir, holder.number)
+    def __init__(self, run_dir: Path, job: Job | None):
+        self._run_dir, self._job = run_dir, job
+        self._take()
+
+    def _take(self) -> None:
+        self._holder = _claim(self._run_dir, self._job)
+        self.number = self._holder.number
+        self._path = _path(self._run_dir, self.number)
+        self._fence = Fence(self._run_dir, self.number)
         self._lost: Fenced | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
+
+    def renew(self) -> None:
+        """Takes the next number, for another start of the ranks: those of the last one may live on a lost node.
+
+        Raises:
+            ConfigError: another launcher was quicker.
+        """
+        self.release()
+        self._take()
 
     def check(self) -> None:
         """Raises Fenced when another start took over, as far as the last beat saw."""
@@ -155,7 +174,7 @@ def claimed(run_dir: Path, job: Job | None = None) -> Iterator[Lease]:
         ConfigError: it cannot be written to, or a live launcher holds it.
     """
     create(run_dir)
-    lease = Lease(run_dir, _claim(run_dir, job))
+    lease = Lease(run_dir, job)
     try:
         yield lease
     finally:

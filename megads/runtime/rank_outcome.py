@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,25 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code, and for a failure the rank to blame and one message."""
+    """How a run ended.
+
+    Attributes:
+        exit_code: as documented.
+        rank: to blame for a failure, where one is.
+        message: about a failure; empty for none.
+        nodes: to blame, or of the rank to blame; empty on a run of one machine.
+        lost: the nodes themselves are to blame, and not a rank on them.
+        first_sign_s: when a rank first noticed a failure, in seconds since 1970; None where none left a word.
+        stopping: somebody had asked the run to stop before.
+    """
 
     exit_code: int
     rank: int | None = None
     message: str = ""
+    nodes: tuple[str, ...] = ()
+    lost: bool = False
+    first_sign_s: float | None = None
+    stopping: bool = False
 
 
 def clear_records(run_dir: Path) -> None:
@@ -124,24 +138,35 @@ def read_exits(run_dir: Path, ranks: Iterable[int]) -> dict[int, int]:
 
 
 def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
-    """Decides what a run ended with.
-
-    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; a rank killed
-    by a signal from outside; a rank that ended without a word; the earliest lost peer.
+    """Decides what a run ended with; see `_blame` for the order of blame.
 
     Args:
         run_dir: holds the ranks' logs.
         num_ranks: ranks that were started.
         reports: of the nodes; a node that left none counts through its ranks, of which nobody knows anything.
     """
+    outcome = _blame(run_dir, num_ranks, reports)
+    signs = [record.time_s for report in reports for record in report.failures]
+    return replace(outcome, first_sign_s=min(signs, default=None))
+
+
+def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
+    """Decides what a run ended with.
+
+    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; a rank killed
+    by a signal from outside; a rank that ended without a word; the earliest lost peer.
+    """
     nodes = {record.rank: report.node for report in reports for record in report.failures}
     failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
     causes = [record for record in failures if not record.consequence]
     if causes:
         return _from_record(run_dir, causes[0], nodes[causes[0].rank])
-    for report in reports:
-        if report.error:
-            return Outcome(report.exit_code, None, f"node {report.node}: {report.error}")
+    broken = [report for report in reports if report.error]
+    if broken:
+        first = broken[0]
+        names = tuple(report.node for report in broken if report.error == first.error)
+        lost = first.exit_code == UnhealthyNode.exit_code
+        return Outcome(first.exit_code, None, f"node {', '.join(names)}: {first.error}", names, lost)
     silent = [(end, report.node) for report in reports for end in report.exits if end.rank not in nodes]
     killed = {rank for report in reports for rank in report.killed}
     blamed = _silent_cause(run_dir, silent, killed)
@@ -156,7 +181,7 @@ def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outco
     return Outcome(next((code for code in codes if code != EXIT_OK), EXIT_OK))
 
 
-def lost_node(names: Collection[str], word: str) -> NodeReport:
+def lost_nodes(names: Collection[str], word: str) -> list[NodeReport]:
     """What there is to report of nodes whose agents left no report.
 
     Args:
@@ -164,7 +189,7 @@ def lost_node(names: Collection[str], word: str) -> NodeReport:
         word: what the scheduler says of it.
     """
     what = f"lost, its agent ended without a report{f' ({word})' if word else ''}"
-    return NodeReport(node=", ".join(names), error=what, exit_code=UnhealthyNode.exit_code)
+    return [NodeReport(node=name, error=what, exit_code=UnhealthyNode.exit_code) for name in names]
 
 
 def _by_time(records: list[FailureRecord], single: bool) -> list[FailureRecord]:
@@ -181,8 +206,12 @@ def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed:
     for end, node in silent:
         if end.exit_code > 0:
             message = f"{_rank(end.rank, node)} ended with exit code {end.exit_code} before it could say why"
-            return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message))
+            return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node))
     return None
+
+
+def _nodes(name: str) -> tuple[str, ...]:
+    return (name,) if name else ()
 
 
 def _rank(rank: int, node: str) -> str:
@@ -197,7 +226,7 @@ def _from_record(run_dir: Path, record: FailureRecord, node: str) -> Outcome:
         text = f"{rank}: {record.message}"
     else:
         text = f"{rank} failed, {record.kind}: {record.message}"
-    return Outcome(record.exit_code, record.rank, _with_log(run_dir, record.rank, text))
+    return Outcome(record.exit_code, record.rank, _with_log(run_dir, record.rank, text), _nodes(node))
 
 
 def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
@@ -207,7 +236,7 @@ def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
         name = f"signal {-end.exit_code}"
     hint = " (out of memory? look for oom-kill in the kernel's log)" if -end.exit_code == signal.SIGKILL else ""
     message = f"{_rank(end.rank, node)} was killed by {name}{hint}"
-    return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message))
+    return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message), _nodes(node))
 
 
 def _with_log(run_dir: Path, rank: int, message: str) -> str:

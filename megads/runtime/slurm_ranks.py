@@ -16,7 +16,7 @@ from megads.errors import ConfigError
 from megads.runtime import slurm
 from megads.runtime.node_agent import FAILING, REPORT
 from megads.runtime.node_ranks import KILL_AFTER_S, POLL_S, NodePart
-from megads.runtime.rank_outcome import NodeReport, lost_node
+from megads.runtime.rank_outcome import NodeReport, lost_nodes
 from megads.runtime.run_dir import srun_log_path
 from megads.runtime.slurm import Allocation, Node
 from megads.runtime.tail import last_line
@@ -66,7 +66,7 @@ class SlurmRanks:
         # Imported here: it pulls in torch, for which a refused config should not wait.
         from megads.runtime.control_store import ControlStore
 
-        self._control = ControlStore(self._nodes[0].address)
+        self._control = ControlStore(self._allocation.nodes[0].address)
         with srun_log_path(self._part.run_dir).open("wb") as log:
             # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
             self._srun = subprocess.Popen(
@@ -102,7 +102,7 @@ class SlurmRanks:
     def reports(self) -> list[NodeReport]:
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
-        return [*reports, lost_node(missing, last_line(srun_log_path(self._part.run_dir)))] if missing else reports
+        return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")
 
     def description(self) -> dict[str, object]:
         return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
@@ -113,7 +113,7 @@ class SlurmRanks:
         count = str(len(self._nodes))
         cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
         every_node = [
-            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", f"{self._nodes[0].address}:{port}"),
+            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", f"{job.nodes[0].address}:{port}"),
             *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
@@ -122,7 +122,8 @@ class SlurmRanks:
         ]
         return (
             *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
-            *("--nodelist", ",".join(node.name for node in self._nodes)),
+            # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
+            *("--overlap", "--nodelist", ",".join(node.name for node in self._nodes)),
             *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
             *self._srun_options,
             *self._wrapper,

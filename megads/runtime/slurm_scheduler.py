@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, NumericalError, Preempted, StopRequested
@@ -57,13 +58,14 @@ class SlurmScheduler(Scheduler):
         return number == signal.SIGINT
 
 
-def send_back(allocation: Allocation, exit_code: int, max_requeues: int) -> str:
+def send_back(allocation: Allocation, exit_code: int, max_requeues: int, excluded: Sequence[str] = ()) -> str:
     """Puts a job that wants to go on back into the queue, the last thing it does; returns what happened, for people.
 
     Args:
         allocation: the job.
         exit_code: of the run; only 6 goes back.
         max_requeues: most requeues of a job, whoever asked for them.
+        excluded: nodes that it should not get again.
     """
     job = allocation.job
     if exit_code != Preempted.exit_code:
@@ -77,10 +79,29 @@ def send_back(allocation: Allocation, exit_code: int, max_requeues: int) -> str:
         _, restarts = slurm.ask_job(job.id)
         if restarts > job.restarts:
             return f"SLURM has requeued job {job.id} already"
-        slurm.ask("scontrol", "requeue", job.id)
+        _requeue(job.id, excluded)
     except ConfigError as error:
         return f"not requeued: {error}; {again}"
-    return f"job {job.id} is requeued, for the {job.restarts + 1}. time"
+    without = f", without {', '.join(excluded)}" if excluded else ""
+    return f"job {job.id} is requeued, for the {job.restarts + 1}. time{without}"
+
+
+def _requeue(job_id: str, excluded: Sequence[str]) -> None:
+    """Requeues a job; the nodes of a job can be excluded only while it waits, so it is held for that moment.
+
+    Raises:
+        ConfigError: SLURM does not answer or refuses.
+    """
+    if not excluded:
+        slurm.ask("scontrol", "requeue", job_id)
+        return
+    before = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job_id)).get("ExcNodeList", "(null)")
+    names = [*([] if before == "(null)" else [before]), *excluded]
+    slurm.ask("scontrol", "requeuehold", job_id)
+    try:
+        slurm.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
+    finally:
+        slurm.ask("scontrol", "release", job_id)
 
 
 def end_chain(allocation: Allocation, exit_code: int) -> str:

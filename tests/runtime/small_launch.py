@@ -30,7 +30,7 @@ def main(run_dir: Path, body: str) -> int:
         claimed(run_dir),
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), config.train.steps) as console,
     ):
-        return launch(spec, console)
+        return launch(spec, console).exit_code
 
 
 if __name__ == "__main__":

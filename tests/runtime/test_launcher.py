@@ -37,7 +37,7 @@ run_dir, ranks, digest, body = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3],
 command = ("-m", "megads.cli.rank", str(run_dir), "--digest", digest, "--entry", "tests.runtime.rank_bodies:" + body)
 try:
     with claimed(run_dir):
-        sys.exit(launch(LaunchSpec(run_dir, ranks, command), Console(run_dir, sys.stdout)))
+        sys.exit(launch(LaunchSpec(run_dir, ranks, command), Console(run_dir, sys.stdout)).exit_code)
 except MegadsError as error:
     sys.exit(f"{error.exit_code} {error}")
 """

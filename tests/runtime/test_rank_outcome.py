@@ -17,7 +17,7 @@ from megads.runtime.rank_outcome import (
     RankExit,
     clear_records,
     judge,
-    lost_node,
+    lost_nodes,
     read_exits,
     read_failures,
 )
@@ -104,7 +104,7 @@ def test_failures_of_two_nodes_are_compared_by_the_time_of_day(run_dir: Path) ->
 def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
     """Catches a node that went away reported as the lost connection of the ranks that noticed."""
     peer = NodeReport("n1", failures=[failure(0, 1.0, 1.0, consequence=True)], returned={})
-    outcome = judge(run_dir, 2, [peer, lost_node(["n2"], "Node failure on n2")])
+    outcome = judge(run_dir, 2, [peer, *lost_nodes(["n2"], "Node failure on n2")])
     assert (outcome.exit_code, outcome.rank) == (9, None)
     assert outcome.message == "node n2: lost, its agent ended without a report (Node failure on n2)"
 
