@@ -141,6 +141,8 @@ class ClusterConfig:
     ranks_per_node: int | None = None
     """Neighbouring ranks that share a node. On SLURM null is a rank a GPU, else the ranks shared out evenly; elsewhere
     it is for the table of which rank holds what, and null leaves nodes out of it."""
+    nodes: int | None = None
+    """Nodes that a SLURM job will have, for a dry run outside of it; inside, the job tells. submit.sh fills it in."""
     srun_options: list[str] = field(default_factory=list)
     """Further options of the srun that starts the agents, as in [--container-image=/images/megads.sqsh]."""
     wrapper: list[str] = field(default_factory=list)
@@ -180,7 +182,7 @@ class ClusterConfig:
             for name in ("srun_options", "wrapper", "chain", "spare_nodes"):
                 if getattr(self, name):
                     raise ConfigError(f"cluster.{name} = {getattr(self, name)}: needs cluster=slurm")
-        for name in ("threads_per_rank", "ranks_per_node"):
+        for name in ("nodes", "threads_per_rank", "ranks_per_node"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
