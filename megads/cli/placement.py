@@ -108,7 +108,7 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
     given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
     product = f"{config.parallel.product} = {ranks} ranks"
     where = f"the {nodes} nodes of SLURM job {allocation.job.id}" if allocation.job.id else f"{nodes} nodes"
-    where += f" less {spare} spare" if spare else ""
+    where += " that are not spare" if spare else ""
     per_node = given or gpus or (ranks // nodes if ranks % nodes == 0 else 0)
     if per_node == 0:
         fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
