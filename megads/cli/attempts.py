@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder
 from megads.cli.placement import Placement
 from megads.config import RootConfig, planned_steps
-from megads.errors import Preempted
-from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, next_attempt
+from megads.errors import Preempted, UnhealthyNode
+from megads.resilience.nodes.check import Place, check_nodes
+from megads.resilience.nodes.config import CheckNodesConfig
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
@@ -58,6 +60,7 @@ class Attempts:
         self._config, self._spec, self._placement, self._lease = config, spec, placement, lease
         self._run_dir = Path(str(config.run.dir))
         self._history: list[Attempt] = []
+        self._rejected: dict[str, str] = {}
         self._means = Means(
             nodes=tuple(node.name for node in placement.allocation.nodes) if placement else (environment.node_name(),),
             needed=len(placement.nodes) if placement else 1,
@@ -71,16 +74,58 @@ class Attempts:
         Args:
             console: shows the first attempt; others open their own.
         """
+        if self._placement is not None and self._config.cluster.checks_nodes:
+            first = self._first_places(console)
+            if first is not None:
+                return first
         outcome = self._start(console)
         while True:
             self._history.append(self._attempt(outcome))
             decision = next_attempt(self._history, self._means)
+            if isinstance(decision, Restart) and self._config.cluster.checks_nodes:
+                # Once more, knowing more: a node may be gone without having been blamed.
+                self._check(decision.excluded)
+                self._history[-1] = self._attempt(outcome)
+                decision = next_attempt(self._history, self._means)
             if isinstance(decision, GiveUp):
                 return self._give_up(decision, outcome)
             if isinstance(decision, Requeue):
                 self._note("requeue", outcome, decision.excluded)
                 return Ended(Preempted.exit_code, decision.excluded)
             outcome = self._again(decision, outcome)
+
+    def _first_places(self, console: Console) -> Ended | None:
+        """Checks the nodes before anything runs on them; returns the end where they are too few."""
+        assert self._placement is not None
+        console.say(f"checking the health of {len(self._means.nodes)} nodes")
+        self._check(())
+        places = [node.name for node in self._placement.nodes]
+        decision = first_attempt(places, self._rejected, self._means)
+        if isinstance(decision, Restart):
+            self._placement = self._placement.on(decision.nodes)
+            return None
+        outcome = Outcome(UnhealthyNode.exit_code, None, "; ".join(self._rejected.values()), tuple(self._rejected))
+        if isinstance(decision, GiveUp):
+            return self._give_up(decision, outcome)
+        self._note("requeue", outcome, decision.excluded)
+        return Ended(Preempted.exit_code, decision.excluded)
+
+    def _check(self, excluded: Collection[str]) -> None:
+        """Asks the nodes of the job that are still in use; notes those that are not fit."""
+        placement = self._placement
+        if placement is None:
+            return
+        allocation = placement.allocation
+        asked = tuple(name for name in self._means.nodes if name not in excluded and name not in self._rejected)
+        place = Place(asked, allocation.nodes[0].address, allocation, tuple(self._config.cluster.wrapper))
+        begin = time.monotonic()
+        rejected = check_nodes(CheckNodesConfig(folder=str(self._run_dir)), place).rejected
+        with closing(EventWriter(self._run_dir)) as events:
+            took_s = time.monotonic() - begin
+            events.write("nodes_checked", level="debug", nodes=list(asked), rejected=rejected, check_s=took_s)
+        for node, reason in rejected.items():
+            print(f"megads: node {node} is not fit to train: {reason}", file=sys.stderr, flush=True)
+        self._rejected |= rejected
 
     def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
         """Starts the ranks once more."""
@@ -114,7 +159,8 @@ class Attempts:
     def _attempt(self, outcome: Outcome) -> Attempt:
         """What the policy has to know of an attempt."""
         nodes = tuple(node.name for node in self._placement.nodes) if self._placement else self._means.nodes
-        return Attempt(nodes, outcome.exit_code, outcome.nodes, outcome.lost, stopping=outcome.stopping)
+        rejected = dict(self._rejected)
+        return Attempt(nodes, outcome.exit_code, outcome.nodes, outcome.lost, rejected, outcome.stopping)
 
     def _give_up(self, decision: GiveUp, outcome: Outcome) -> Ended:
         if decision.reason:

@@ -21,7 +21,7 @@ class Attempt:
         exit_code: of the attempt, as documented.
         blamed: of these nodes, those with the lost or faulty ones, or with the rank that failed.
         lost: whether the blamed nodes themselves failed, and not only a rank on them.
-        rejected: nodes that the health check after the attempt found faulty or got no answer from, with the reason.
+        rejected: nodes that health checks so far found faulty or got no answer from, with the reason.
         stopping: the run had been asked to stop before it ended.
     """
 
@@ -104,14 +104,32 @@ def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue 
     excluded = _excluded(history, means)
     healthy = [name for name in means.nodes if name not in excluded]
     if len(healthy) < means.needed:
-        why = f"{len(healthy)} healthy nodes are left, {means.needed} are needed"
-        return Requeue(excluded) if means.queue else GiveUp(UnhealthyNode.exit_code, why)
+        return _too_few(healthy, excluded, means)
     if means.max_restarts == 0:
         return GiveUp(last.exit_code)
     if len(history) > means.max_restarts:
         why = f"{len(history) - 1} restarts were all that cluster.max_restarts allows"
         return GiveUp(RestartsExhausted.exit_code, why)
     return Restart(take_places(last.nodes, healthy, means.needed), excluded)
+
+
+def first_attempt(places: Sequence[str], rejected: Collection[str], means: Means) -> Restart | Requeue | GiveUp:
+    """Decides where the ranks start when a health check went before.
+
+    Args:
+        places: nodes that the ranks would be on.
+        rejected: nodes that are not fit to train.
+        means: what there is to start with.
+    """
+    healthy = [name for name in means.nodes if name not in rejected]
+    if len(healthy) < means.needed:
+        return _too_few(healthy, tuple(rejected), means)
+    return Restart(take_places(places, healthy, means.needed), tuple(rejected))
+
+
+def _too_few(healthy: Sequence[str], excluded: tuple[str, ...], means: Means) -> Requeue | GiveUp:
+    why = f"{len(healthy)} healthy nodes are left, {means.needed} are needed"
+    return Requeue(excluded) if means.queue else GiveUp(UnhealthyNode.exit_code, why)
 
 
 def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> tuple[str, ...]:

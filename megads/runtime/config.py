@@ -152,6 +152,9 @@ class ClusterConfig:
     spare_nodes: int = 0
     """Nodes of the SLURM job beyond those the layout needs, to take the place of nodes that fail or that the health
     check rejects; the job must be submitted with sbatch --no-kill."""
+    check_nodes: bool | None = None
+    """Check the health of the job's nodes before the first start and after every fault, as megads check_nodes does;
+    null does so where there are spare nodes."""
     max_restarts: int | None = None
     """Most times that the ranks are started again in place, from the last checkpoint, after a rank was killed or a node
     lost; then the run exits 8. null is 10 with spare nodes, else 0: it ends at the first fault."""
@@ -162,6 +165,11 @@ class ClusterConfig:
     """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
+
+    @property
+    def checks_nodes(self) -> bool:
+        """Whether nodes are checked, the default resolved."""
+        return self.check_nodes if self.check_nodes is not None else self.spare_nodes > 0
 
     @property
     def restarts(self) -> int:
@@ -179,7 +187,7 @@ class ClusterConfig:
                 "place; raise max_restarts, or ask for fewer nodes"
             )
         if self.kind is not ClusterKind.slurm:
-            for name in ("srun_options", "wrapper", "chain", "spare_nodes"):
+            for name in ("srun_options", "wrapper", "chain", "spare_nodes", "check_nodes"):
                 if getattr(self, name):
                     raise ConfigError(f"cluster.{name} = {getattr(self, name)}: needs cluster=slurm")
         for name in ("nodes", "threads_per_rank", "ranks_per_node"):

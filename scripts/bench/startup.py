@@ -14,11 +14,13 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -41,7 +43,14 @@ TIMEOUT_S = 240.0
 def seconds_to_first_step(folder: Path, corpus: Path, ranks: int) -> float:
     """Starts a run of one step and waits until the step is in metrics.jsonl."""
     run_dir = folder / f"run-{time.monotonic_ns()}"
-    overrides = small_model(corpus, parallel__dp=ranks, train__steps=1, run__dir=str(run_dir), checkpoint__load="none")
+    overrides = small_model(
+        corpus,
+        parallel__dp=ranks,
+        train__steps=1,
+        train__global_batch_size=16,
+        run__dir=str(run_dir),
+        checkpoint__load="none",
+    )
     begin = time.time()
     command = [sys.executable, "-m", "megads.cli.main", "train", *overrides, "logging.wandb.mode=disabled"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
@@ -66,10 +75,20 @@ def compare_start(rounds: int) -> None:
         for ranks in (1, 4):
             ours, imports = [], []
             for _ in range(rounds):
-                imports.append(seconds_of_imports(ranks))
-                ours.append(seconds_to_first_step(Path(name), corpus, ranks))
-            start, bare = statistics.median(ours), statistics.median(imports)
+                imports.append(_with_cpu(lambda ranks=ranks: seconds_of_imports(ranks)))
+                ours.append(_with_cpu(lambda ranks=ranks: seconds_to_first_step(Path(name), corpus, ranks)))
+            start, bare = (statistics.median(seconds for seconds, _ in timed) for timed in (ours, imports))
+            cpu, bare_cpu = (statistics.median(seconds for _, seconds in timed) for timed in (ours, imports))
             print(f"{ranks} ranks: first step after {start:.2f} s, bare imports {bare:.2f} s, +{start - bare:.2f} s")
+            print(f"    CPU of the whole command {cpu:.2f} s, of the imports {bare_cpu:.2f} s")
+
+
+def _with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
+    """Returns what a measurement returns, and the CPU seconds of the processes that it waited for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = measure()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _rank(connection: Connection, rank: int, sizes: tuple[int, int, int], port: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, next_attempt, take_places
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 
 JOB = Means(nodes=("a", "b", "c", "d"), needed=2, max_restarts=3, queue=True)
 LOST_B = Attempt(("a", "b"), 9, blamed=("b",), lost=True)
@@ -70,6 +70,7 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
     assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"))
 
 
-def test_places_are_filled_where_there_was_no_attempt() -> None:
-    """Catches a first attempt on too few nodes after a health check that rejected one."""
-    assert take_places((), ("a", "c", "d"), 2) == ("a", "c")
+def test_the_first_attempt_is_on_healthy_nodes() -> None:
+    """Catches ranks on a node that the check before the start rejected, and a start on too few."""
+    assert first_attempt(("a", "b"), ["a", "c"], JOB) == Restart(("d", "b"), ("a", "c"))
+    assert first_attempt(("a", "b"), ["a", "c", "d"], JOB) == Requeue(("a", "c", "d"))

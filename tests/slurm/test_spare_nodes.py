@@ -69,3 +69,24 @@ def test_without_spares_the_job_asks_for_other_nodes(reference: list[dict], trai
     assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
     assert first[1] not in events_of(run.run_dir, "launch")[1]["nodes"]
     assert steps_of(run.run_dir) == reference
+
+
+def test_a_node_that_fails_the_health_check_is_not_used(
+    reference: list[dict], training: Callable[..., Training]
+) -> None:
+    """Catches ranks started on a node that does not answer while SLURM still counts on it."""
+    run = training(cluster__spare_nodes=1)
+    cluster = run.jobs.cluster
+    silent = cluster.nodes[1]
+    cluster.kill_slurmd(silent)
+    try:
+        job = run.submit(options=(*THREE_NODES, f"--nodelist={','.join(cluster.nodes[:3])}"))
+        assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+        (launch,) = events_of(run.run_dir, "launch")
+        assert launch["nodes"] == [cluster.nodes[0], cluster.nodes[2]]
+        (checked,) = events_of(run.run_dir, "nodes_checked")
+        assert list(checked["rejected"]) == [silent]
+        assert f"node {silent} is not fit to train" in run.jobs.output(job)
+        assert steps_of(run.run_dir) == reference
+    finally:
+        cluster.revive(silent)

@@ -110,7 +110,8 @@ def first_round(nodes: Sequence[str]) -> list[Pair]:
 
 
 def second_round(nodes: Sequence[str], failed: Collection[Pair]) -> list[list[Pair]]:
-    """Pairs each node that is not known to be good with one that is.
+    """Pairs each node that is not known to be good with one that is: of a pair that passed, or, where none did, the one
+    that sat out, as a single faulty node is what to expect.
 
     Args:
         nodes: all that take part.
@@ -121,7 +122,7 @@ def second_round(nodes: Sequence[str], failed: Collection[Pair]) -> list[list[Pa
         is no doubt.
     """
     passed = [pair for pair in first_round(nodes) if pair not in failed]
-    good = [node for pair in passed for node in pair]
+    good = [node for pair in passed for node in pair] or list(nodes[len(nodes) // 2 * 2 :])
     doubtful = [node for node in nodes if node not in good]
     if not good:
         return []
@@ -135,7 +136,7 @@ def name_faulty(nodes: Sequence[str], first: Collection[Pair], second: Collectio
     """Returns the nodes that fail in exchanging data, with the reason.
 
     A node that failed with its neighbour, and again with one that is known to be good, is faulty itself; its neighbour
-    is not. Where no pair passed, nobody can tell, and both of a pair are named.
+    is not. Where nothing but a pair that failed is there, nobody can tell, and both are named.
 
     Args:
         nodes: all that took part.

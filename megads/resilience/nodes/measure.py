@@ -18,7 +18,7 @@ from torch import Tensor
 from megads.resilience.nodes.judge import Measured
 
 _CHUNK_BYTES = 2**20
-_MOST_CHUNKS = 256
+_MOST_CHUNKS = 64
 _CPU_SIZE = 256
 _GPU_SIZE = 8192
 _TIMEOUT_S = 20.0
