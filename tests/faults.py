@@ -75,6 +75,11 @@ def die_in_validation(config: Any, run_dir: Path) -> int:
     return train.train(config, run_dir)
 
 
+def die_after_a_step(config: Any, run_dir: Path) -> int:
+    """The faulty rank is killed before its third step, at every start."""
+    return _train(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> int:
     """Trains; the faulty rank's engine is broken just before the faulty step, counted from this start."""
     from megads import train

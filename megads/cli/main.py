@@ -20,6 +20,7 @@ VERBS = {
     "dataset": "merge, split, inspect, count or check indexed datasets",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",
+    "check_nodes": "which nodes of a SLURM job are fit to train?",
     "report": "draw a run as one HTML page and pictures",
 }
 # What is no Hydra app.

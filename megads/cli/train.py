@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megads.cli.attempts import Attempts, Ended
+from megads.cli.placement import Placement, find_placement
+from megads.cli.run_state import is_finished, refuse_while_stopped
 from megads.cli.train_data import (
     build_index_maps,
     data_fault,
@@ -29,12 +32,14 @@ from megads.config import (
     planned_steps,
     record_config,
 )
-from megads.errors import EXIT_OK, ConfigError
+from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.plan.parameters import parameter_count
+from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
 from megads.runtime.environment import share_of_cores
-from megads.runtime.launcher import LaunchSpec, launch
-from megads.runtime.run_dir import CONFIG_FILE, claimed
+from megads.runtime.launcher import LaunchSpec
+from megads.runtime.lease import Lease, claimed
+from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.trackers import wanted_trackers
 
 if TYPE_CHECKING:
@@ -48,41 +53,72 @@ _TABLE_WIDTH = 120
 
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
+    check_config(config)
+    placement = find_placement(config)
+    try:
+        ended = _run(config, invocation, placement)
+    except MegadsError as error:
+        _hand_over(placement, config, Ended(error.exit_code))
+        raise
+    _hand_over(placement, config, ended)
+    return ended.exit_code
+
+
+def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> Ended:
+    """Prepares and starts the run; returns how it ended."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.cli.memory_check import choose_recompute, this_machine
 
-    check_config(config)
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
     config = place(config, invocation.choices)
     known, data = describe_data(config, preparation)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
-    machine = this_machine()
+    machine = this_machine(len(placement.nodes) if placement else 1)
     known, choice = choose_recompute(known, machine)
     if config.run.dry_run:
         print(describe(known, data, choice, machine))
-        return EXIT_OK
+        return Ended(EXIT_OK)
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
     if not config.run.prepare_only:
         refuse_early(config, known, preparation, machine)
     run_dir = Path(str(config.run.dir))
+    job = placement.allocation.job if placement else None
     with (
-        claimed(run_dir),
+        claimed(run_dir, job) as lease,
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
     ):
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         if choice:
             console.say(choice)
         config = prepare_data(config, preparation, run_dir, console)
+        if placement and is_finished(config):
+            console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
+            return Ended(EXIT_OK)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         guard_data(config, preparation, run_dir)
         if config.run.prepare_only:
             build_index_maps(config, console)
-            return EXIT_OK
-        record_config(config, run_dir)
-        return launch(launch_spec(config), console)
+            return Ended(EXIT_OK)
+        return _start(config, placement, lease, console)
+
+
+def _hand_over(placement: Placement | None, config: RootConfig, ended: Ended) -> None:
+    """Sees to what follows a SLURM job, and says it."""
+    if placement is None or config.run.dry_run:
+        return
+    said = placement.hand_over(config, ended.exit_code, ended.excluded)
+    if said:
+        print(said, flush=True)
+
+
+def _start(config: RootConfig, placement: Placement | None, lease: Lease, console: Console) -> Ended:
+    """Freezes the config and starts the ranks; returns how they ended."""
+    record_config(config, Path(str(config.run.dir)))
+    spec = dataclasses.replace(launch_spec(config), lease=lease.number)
+    return Attempts(config, spec, placement, lease).run(console)
 
 
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
@@ -95,11 +131,13 @@ def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation
         machine: where the ranks would run.
 
     Raises:
+        StopRequested: somebody stopped the run.
         ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.cli.memory_check import refuse_unfit
 
+    refuse_while_stopped(config)
     wanted_trackers(config.logging)
     refuse_unfit(known, machine)
     if preparation is None:

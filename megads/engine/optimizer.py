@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
+from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.config import OptimConfig
 from megads.optim.groups import Role, parameter_role
@@ -95,14 +96,7 @@ class BucketAdamW:
             {"params": [bucket.master], "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0}
             for bucket in self.buckets
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
-        # The moments exist before the first step, so that a checkpoint of step 0 has the shape of any other.
-        for bucket in self.buckets:
-            self.adamw.state[bucket.master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=bucket.master.device),
-                "exp_avg": torch.zeros_like(bucket.master),
-                "exp_avg_sq": torch.zeros_like(bucket.master),
-            }
+        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps)
         self.watch: Callable[[], None] | None = None
         self.grad_norm, self.skipped = 0.0, False
         self.begin()

@@ -24,9 +24,9 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
-        self.word = nn.Embedding(config.vocabulary, config.hidden_size)
+        self.word = _table(config.vocabulary, config.hidden_size)
         learned = config.position is Position.learned
-        self.position = nn.Embedding(config.max_seq_len, config.hidden_size) if learned else None
+        self.position = _table(config.max_seq_len, config.hidden_size) if learned else None
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.embedding_norm else None
         self.dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout")
 
@@ -39,6 +39,11 @@ class Embedding(nn.Module):
             hidden_bsh = self.norm(hidden_bsh)
         dropped_bsh: Tensor = self.dropout(hidden_bsh, info)
         return dropped_bsh
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """An embedding whose weights are not drawn: on the meta device torch's own start loads the compiler for that."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 class MLP(nn.Module):

@@ -117,7 +117,7 @@ def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
 
 
 def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> ParallelGrid:
-    """Makes every group of the grid; collective over the world.
+    """Makes the groups of this rank's lines; to be called on every rank.
 
     Raises:
         ConfigError: the layout does not fill the world.
@@ -141,14 +141,15 @@ def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> Parallel
 
 
 def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
-    """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's."""
-    mine: Axis | None = None
-    for line in lines:
-        group = dist.new_group(list(line)) if len(line) > 1 else None
-        if rank in line:
-            mine = Axis(line.index(rank), line, group)
-    assert mine is not None
-    return mine
+    """The axis along this rank's line, with a group that only the ranks of the line make.
+
+    Were every line made on all ranks, starting would take a time that grows with the world. torch names such a group
+    after its members and the number of groups that they are in so far, which is alike on all ranks as long as each
+    joins one line of every axis.
+    """
+    line = next(line for line in lines if rank in line)
+    group = dist.new_group(list(line), use_local_synchronization=True) if len(line) > 1 else None
+    return Axis(line.index(rank), line, group)
 
 
 def single_rank_grid() -> ParallelGrid:

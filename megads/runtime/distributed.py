@@ -20,11 +20,9 @@ def world(device: torch.device, timeout_s: float) -> Iterator[None]:
     small gloo jobs sometimes abort at exit.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    # Without device_id: with it torch would make each further group, used or not, by a collective over the whole world;
+    # so a group costs nothing before its members use it.
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     yield
     dist.barrier()
     dist.destroy_process_group()

@@ -32,7 +32,7 @@ def run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]
     """Starts the ranks and waits for them.
 
     Args:
-        folder: of the job, the ranks' logs and their results; the caller holds it (run_dir.claimed).
+        folder: of the job, the ranks' logs and their results; the caller holds it (lease.claimed).
         job: what they do.
         console: says what the launcher has to say.
 
@@ -53,7 +53,7 @@ def run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]
         old.unlink()
     job_path(folder).write_bytes(pickle.dumps(job))
     command = ("-m", "megads.verify.rank", str(folder))
-    code = launch(LaunchSpec(folder, ranks, command, threads_per_rank=1, cpu=True, saves=False), console)
+    code = launch(LaunchSpec(folder, ranks, command, threads_per_rank=1, cpu=True, saves=False), console).exit_code
     if code:
         return code, []
     by_rank: list[list[RankRun]] = [pickle.loads(result_path(folder, rank).read_bytes()) for rank in range(ranks)]

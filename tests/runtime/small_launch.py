@@ -11,7 +11,7 @@ from pathlib import Path
 from megads.config import config_digest, load_frozen
 from megads.runtime.console_choice import open_console
 from megads.runtime.launcher import LaunchSpec, launch
-from megads.runtime.run_dir import claimed
+from megads.runtime.lease import claimed
 from megads.runtime.trackers import wanted_trackers
 
 
@@ -30,7 +30,7 @@ def main(run_dir: Path, body: str) -> int:
         claimed(run_dir),
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), config.train.steps) as console,
     ):
-        return launch(spec, console)
+        return launch(spec, console).exit_code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""One node of a check: `python -m megads.cli.node_checker --store <host:port> --node <name>`, started by the check."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+
+def main() -> None:
+    """Takes part in the check to its end."""
+    parser = argparse.ArgumentParser(prog="python -m megads.cli.node_checker")
+    parser.add_argument("--store", required=True, help="host:port of the coordinator's store")
+    parser.add_argument("--node", required=True, help="name of this node")
+    entry = "megads.resilience.nodes.checker:run_checker"
+    parser.add_argument("--entry", default=entry, help="module:function to run; tests name their own")
+    arguments = parser.parse_args()
+    host, _, port = arguments.store.rpartition(":")
+    module, function = arguments.entry.split(":")
+    from megads.resilience.nodes.board import Board
+
+    getattr(importlib.import_module(module), function)(Board(host, int(port)), arguments.node)
+    sys.stdout.flush()
+    # Without the interpreter's shutdown, in which a process group whose partner is gone could hang.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

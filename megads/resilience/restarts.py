@@ -1,0 +1,166 @@
+"""What follows when the ranks of a run have ended: a pure function of the attempts so far and the nodes at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megads.errors import EXIT_BUG, RestartsExhausted, UnhealthyNode
+
+_FAULTS = (EXIT_BUG, UnhealthyNode.exit_code)
+"""A rank that died without a reason of its own, and a node. Every other code is the run's own word: another start would
+end with it too, or nobody wants one."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks, over.
+
+    Attributes:
+        nodes: on which they were, in the order of their ranks.
+        exit_code: of the attempt, as documented.
+        blamed: of these nodes, those with the lost or faulty ones, or with the rank that failed.
+        lost: whether the blamed nodes themselves failed, and not only a rank on them.
+        rejected: nodes that health checks so far found faulty or got no answer from, with the reason.
+        stopping: the run had been asked to stop before it ended.
+    """
+
+    nodes: tuple[str, ...]
+    exit_code: int
+    blamed: tuple[str, ...] = ()
+    lost: bool = False
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    stopping: bool = False
+
+
+@dataclass(frozen=True)
+class Means:
+    """What there is to go on with.
+
+    Attributes:
+        nodes: all of the allocation, spares included, in its order.
+        needed: nodes that the layout takes.
+        max_restarts: most restarts without going back to the queue.
+        queue: there is one to go back to.
+    """
+
+    nodes: tuple[str, ...]
+    needed: int
+    max_restarts: int
+    queue: bool = False
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again at once.
+
+    Attributes:
+        nodes: on which, in the order of their ranks.
+        excluded: nodes that are not used any more.
+    """
+
+    nodes: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Give the nodes back and ask for others.
+
+    Attributes:
+        excluded: nodes that are not wanted again.
+    """
+
+    excluded: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nothing follows.
+
+    Attributes:
+        exit_code: of the run.
+        reason: why there is no other start, for people; empty where the code says it.
+    """
+
+    exit_code: int
+    reason: str = ""
+
+
+def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue | GiveUp:
+    """Decides what follows the last attempt.
+
+    A run that ended by its own word, or was asked to stop, ends. Nodes that were lost or rejected are left out, and one
+    on which a rank failed twice in a row where there is another. The others keep their places, and spares take those
+    that are free. Where too few are left, the job goes back to the queue and asks not to get them again.
+
+    Args:
+        history: all attempts of this job, the last one last.
+        means: what there is to go on with.
+    """
+    last = history[-1]
+    if last.exit_code not in _FAULTS or last.stopping:
+        return GiveUp(last.exit_code)
+    excluded = _excluded(history, means)
+    healthy = [name for name in means.nodes if name not in excluded]
+    if len(healthy) < means.needed:
+        return _too_few(healthy, excluded, means)
+    if means.max_restarts == 0:
+        return GiveUp(last.exit_code)
+    if len(history) > means.max_restarts:
+        why = f"{len(history) - 1} restarts were all that cluster.max_restarts allows"
+        return GiveUp(RestartsExhausted.exit_code, why)
+    return Restart(take_places(last.nodes, healthy, means.needed), excluded)
+
+
+def first_attempt(places: Sequence[str], rejected: Collection[str], means: Means) -> Restart | Requeue | GiveUp:
+    """Decides where the ranks start when a health check went before.
+
+    Args:
+        places: nodes that the ranks would be on.
+        rejected: nodes that are not fit to train.
+        means: what there is to start with.
+    """
+    healthy = [name for name in means.nodes if name not in rejected]
+    if len(healthy) < means.needed:
+        return _too_few(healthy, tuple(rejected), means)
+    return Restart(take_places(places, healthy, means.needed), tuple(rejected))
+
+
+def _too_few(healthy: Sequence[str], excluded: tuple[str, ...], means: Means) -> Requeue | GiveUp:
+    why = f"{len(healthy)} healthy nodes are left, {means.needed} are needed"
+    return Requeue(excluded) if means.queue else GiveUp(UnhealthyNode.exit_code, why)
+
+
+def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> tuple[str, ...]:
+    """Returns the nodes of the next attempt: healthy ones where they were, others in the places that are free.
+
+    Args:
+        before: nodes of the last attempt; fewer than needed where there was none.
+        healthy: nodes that may be used, at least `needed`.
+        needed: nodes to choose.
+    """
+    spares = iter([name for name in healthy if name not in before])
+    kept = [name if name in healthy else "" for name in [*before, *[""] * needed][:needed]]
+    return tuple(name or next(spares) for name in kept)
+
+
+def _excluded(history: Sequence[Attempt], means: Means) -> tuple[str, ...]:
+    """Nodes that are not used any more, in the order in which they failed."""
+    found: dict[str, None] = {}
+    for attempt in history:
+        found |= dict.fromkeys(attempt.blamed if attempt.lost else ())
+        found |= dict.fromkeys(attempt.rejected)
+    spare = len(means.nodes) - len(found) - means.needed
+    for name in _failed_twice(history):
+        if name not in found and spare > 0:
+            found[name] = None
+            spare -= 1
+    return tuple(found)
+
+
+def _failed_twice(history: Sequence[Attempt]) -> Collection[str]:
+    """Nodes on which a rank failed in both of the last two attempts: software would fail anywhere."""
+    if len(history) < 2:
+        return ()
+    return [name for name in history[-1].blamed if name in history[-2].blamed]

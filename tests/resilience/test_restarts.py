@@ -1,0 +1,76 @@
+"""What follows a failed attempt: the policy alone, no process."""
+
+from __future__ import annotations
+
+import pytest
+
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+
+JOB = Means(nodes=("a", "b", "c", "d"), needed=2, max_restarts=3, queue=True)
+LOST_B = Attempt(("a", "b"), 9, blamed=("b",), lost=True)
+
+
+def killed(*nodes: str, on: str = "") -> Attempt:
+    """A rank was killed, on one of the nodes of a job, or on this machine."""
+    return Attempt(nodes, 1, blamed=(on,) if on else ())
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 130])
+def test_a_run_that_ends_by_its_own_word_ends(code: int) -> None:
+    """Catches a wrong learning rate or a missing file that is tried again, and a finished run that starts anew."""
+    assert next_attempt([Attempt(("a", "b"), code, blamed=("b",))], JOB) == GiveUp(code)
+
+
+@pytest.mark.parametrize("attempt", [LOST_B, killed("a", "b", on="b")])
+def test_a_run_that_was_asked_to_stop_ends(attempt: Attempt) -> None:
+    """Catches a run that somebody interrupts, whose ranks die of it, and that comes back."""
+    stopped = Attempt(attempt.nodes, attempt.exit_code, attempt.blamed, attempt.lost, stopping=True)
+    assert next_attempt([stopped], JOB) == GiveUp(attempt.exit_code)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node() -> None:
+    """Catches ranks that change places without need: the others' caches and logs stay where they are."""
+    assert next_attempt([LOST_B], JOB) == Restart(("a", "c"), ("b",))
+    lost_a = Attempt(("a", "c"), 9, blamed=("a",), lost=True)
+    assert next_attempt([LOST_B, lost_a], JOB) == Restart(("d", "c"), ("b", "a"))
+
+
+def test_a_rejected_node_is_left_out() -> None:
+    """Catches a health check that nobody listens to, of spares too."""
+    attempt = Attempt(("a", "b"), 1, blamed=("a",), rejected={"b": "GEMM at 20%", "c": "no answer"})
+    assert next_attempt([attempt], JOB) == Restart(("a", "d"), ("b", "c"))
+
+
+def test_without_enough_nodes_the_job_goes_back_to_the_queue() -> None:
+    """Catches a job that hangs on to nodes it cannot use, or that gets the faulty ones again."""
+    none_spare = Means(("a", "b"), 2, max_restarts=0, queue=True)
+    assert next_attempt([LOST_B], none_spare) == Requeue(("b",))
+    history = [LOST_B, Attempt(("a", "c"), 9, ("c",), True), Attempt(("a", "d"), 9, ("a", "d"), True)]
+    assert next_attempt(history, JOB) == Requeue(("b", "c", "a", "d"))
+    no_queue = next_attempt([LOST_B], Means(("a", "b"), 2, max_restarts=5))
+    assert isinstance(no_queue, GiveUp) and no_queue.exit_code == 9 and "1 healthy nodes are left" in no_queue.reason
+
+
+def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
+    """Catches restarts without end of a run that dies each time, and a first fault that ends a run of weeks."""
+    here = Means(("host",), 1, max_restarts=2)
+    assert next_attempt([killed("host")], here) == Restart(("host",))
+    assert next_attempt([killed("host")] * 2, here) == Restart(("host",))
+    last = next_attempt([killed("host")] * 3, here)
+    assert isinstance(last, GiveUp) and last.exit_code == 8 and "2 restarts" in last.reason
+    assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(1)
+
+
+def test_a_node_whose_rank_fails_twice_makes_room() -> None:
+    """Catches a node that kills every rank put on it without ever being lost, and a spare given for one failure."""
+    once = killed("a", "b", on="b")
+    assert next_attempt([once], JOB) == Restart(("a", "b"))
+    assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
+    assert next_attempt([once, once], Means(("a", "b"), 2, max_restarts=9, queue=True)) == Restart(("a", "b"))
+    assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"))
+
+
+def test_the_first_attempt_is_on_healthy_nodes() -> None:
+    """Catches ranks on a node that the check before the start rejected, and a start on too few."""
+    assert first_attempt(("a", "b"), ["a", "c"], JOB) == Restart(("d", "b"), ("a", "c"))
+    assert first_attempt(("a", "b"), ["a", "c", "d"], JOB) == Requeue(("a", "c", "d"))

@@ -1,0 +1,59 @@
+"""A run whose ranks are killed goes on by itself: the real command, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.command import Command, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+
+pytestmark = pytest.mark.distributed
+
+
+def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int) -> None:
+    """Kills one rank of the n-th start once a step is recorded."""
+    log = run_dir / "logs" / f"rank_{rank:05d}.log"
+
+    def due() -> bool:
+        steps = steps_of(run_dir)
+        return len(events_of(run_dir, "start")) == start and bool(steps) and steps[-1]["step"] >= step
+
+    command.wait_for(due)
+    os.kill(int(log.read_text().split("pid ")[-1].split(",")[0]), signal.SIGKILL)
+
+
+def test_killed_ranks_start_again_in_place(corpus: Path, megads: StartCommand) -> None:
+    """faults.md row 1. Catches a restart that loses or repeats steps, takes another checkpoint than the last, goes
+    on for ever, or is not in events.jsonl with its cause and its cost."""
+    overrides = small_model(corpus, parallel__dp=2, train__steps=36, checkpoint__every_steps=4)
+    reference, run_dir = megads.folder / "reference", megads.folder / "killed"
+    assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
+
+    command = megads("train", *overrides, f"run.dir={run_dir}", "cluster.max_restarts=2")
+    kill_rank(command, run_dir, rank=1, step=6, start=1)
+    kill_rank(command, run_dir, rank=0, step=14, start=2)
+    ended = command.end()
+    assert ended.code == 0, ended.err
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, 36)) == checksums(checkpoint_of(reference, 36))
+    restarts, resumes = events_of(run_dir, "restart"), events_of(run_dir, "resume")
+    assert [event["restart"] for event in restarts] == [1, 2]
+    assert [event["from_step"] for event in restarts] == [event["step"] for event in resumes]
+    for event, rank in zip(restarts, (1, 0), strict=True):
+        assert f"rank {rank} was killed by SIGKILL" in event["cause"]
+        assert event["lost_steps"] == event["last_step"] - event["from_step"] >= 0
+    assert [event["start"] for event in events_of(run_dir, "launch")] == [1, 2, 3], "each start fences the last"
+
+
+def test_restarts_are_exhausted(corpus: Path, megads: StartCommand) -> None:
+    """Catches a run that dies each time and hides it behind exit 1, or starts again without end."""
+    overrides = small_model(corpus, parallel__dp=2, train__steps=60, cluster__max_restarts=1)
+    command = megads("train", *overrides, f"run.dir={megads.folder / 'run'}", fault="die_after_a_step")
+    ended = command.end()
+    assert ended.code == 8, ended.err
+    assert "1 restarts were all that cluster.max_restarts allows" in ended.err
+    (event,) = events_of(megads.folder / "run", "gave_up")
+    assert event["exit_code"] == 8 and "killed by SIGKILL" in event["cause"]
