@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig, Partition
 
 
 def partition(weights: Sequence[float], num_stages: int) -> list[int]:
@@ -32,12 +33,65 @@ def partition(weights: Sequence[float], num_stages: int) -> list[int]:
     weighted = [layer for layer, weight in enumerate(weights) if weight > 0]
     if len(weighted) < num_stages:
         raise ConfigError(
-            f"parallel.pp = {num_stages} stages but only {len(weighted)} layers carry weight: "
+            f"the pipeline has {num_stages} stages but only {len(weighted)} layers carry weight: "
             "every stage needs one; use fewer stages or a deeper model"
         )
     prefix = [0, *accumulate(_as_integers([weights[layer] for layer in weighted]))]
     cuts = _cut(prefix, num_stages)
     return [0, *(weighted[cut - 1] + 1 for cut in cuts), len(weights)]
+
+
+def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int]:
+    """Cuts a model into the stages of a pipeline, virtual ones counted each, as a layout says.
+
+    Args:
+        weights: of the model's layers in order: the embedding, the blocks, and last the head, before which there may
+            be layers of weight 0. Given costs multiply them.
+        parallel: the layout; `partition` is not auto any more.
+
+    Returns:
+        num_stages + 1 bounds: virtual stage i holds layers bounds[i] to bounds[i + 1] - 1.
+
+    Raises:
+        ConfigError: fewer weighted layers than stages.
+    """
+    assert parallel.partition is not Partition.auto, "the launcher replaces auto by costs"
+    embedding, block, head = parallel.layer_costs or (1.0, 1.0, 1.0)
+    if parallel.partition is Partition.uniform:
+        embedding = head = 0.0
+    costs = [weights[0] * embedding, *(weight * block for weight in weights[1:-1]), weights[-1] * head]
+    return partition_around(costs, parallel.num_stages, parallel.first_stage_blocks, parallel.last_stage_blocks)
+
+
+def partition_around(weights: Sequence[float], num_stages: int, first: int | None, last: int | None) -> list[int]:
+    """`partition` with a first and a last stage that may be given.
+
+    Args:
+        weights: cost of each layer; the first one is the embedding's and the last one the head's.
+        num_stages: stages to fill.
+        first: weighted layers that the first stage holds beside the embedding; None leaves it to the weights.
+        last: weighted layers that the last stage holds beside the head; None leaves it to the weights.
+
+    Raises:
+        ConfigError: too few weighted layers are left for the other stages.
+    """
+    blocks = [layer for layer in range(1, len(weights) - 1) if weights[layer] > 0]
+    inner = num_stages - (first is not None) - (last is not None)
+    left = len(blocks) - (first or 0) - (last or 0)
+    if (first is not None or last is not None) and (left < inner or (left and not inner)):
+        raise ConfigError(
+            f"parallel.first_stage_blocks = {_shown(first)} and parallel.last_stage_blocks = {_shown(last)} of "
+            f"{len(blocks)} blocks leave {left} for {inner} other stages"
+            f"{', of which each needs one' if inner else ''}: change the numbers"
+        )
+    begin = 0 if first is None else blocks[first - 1] + 1 if first else 1
+    end = len(weights) if last is None else blocks[-last] if last else blocks[-1] + 1
+    middle = [begin + bound for bound in partition(weights[begin:end], inner)] if inner else [begin]
+    return [*([0] if begin else []), *middle, *([len(weights)] if end < len(weights) else [])]
+
+
+def _shown(value: int | None) -> str:
+    return "null" if value is None else str(value)
 
 
 def _as_integers(weights: Sequence[float]) -> list[int]:

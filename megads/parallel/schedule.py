@@ -102,25 +102,46 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
 
-def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int) -> Placement:
+ScheduleName = StrEnum(
+    "ScheduleName",
+    {"1f1b": "1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "dualpipe_v": "dualpipe_v", "zb_v": "zb_v"},
+)
+"""The schedules; a class statement could not have 1f1b, which is no identifier."""
+_SINGLE_STAGE = ("1f1b", "zb_h1")
+_V_SHAPED = ("dualpipe_v", "zb_v")
+
+
+def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None = None) -> Placement:
     """Where a schedule puts its virtual stages; the number of micro-batches does not matter.
 
     Args:
         name: of the schedule.
         pipeline_ranks: p.
-        virtual_stages: v, stages of each rank.
+        virtual_stages: v, stages of each rank; None for 1 where the schedule has no more, else 2.
 
     Raises:
         ConfigError: there is no such schedule, or it cannot have so many virtual stages.
     """
-    if name != "1f1b":
-        raise ConfigError(f"parallel.schedule = {name}: must be 1f1b")
-    if virtual_stages != 1:
-        raise ConfigError(
-            f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, which has one stage a rank: "
-            "leave it out, or use parallel.schedule=interleaved"
-        )
-    return Placement(tuple(range(pipeline_ranks)))
+    if name not in list(ScheduleName):
+        raise ConfigError(f"parallel.schedule = {name}: must be one of {', '.join(ScheduleName)}")
+    if virtual_stages is not None and virtual_stages < 1:
+        raise ConfigError(f"parallel.virtual_stages = {virtual_stages}: must be at least 1")
+    ranks = tuple(range(pipeline_ranks))
+    if name in _SINGLE_STAGE:
+        if virtual_stages not in (None, 1):
+            raise ConfigError(
+                f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, which has one stage a "
+                "rank: leave it out, or use parallel.schedule=interleaved"
+            )
+        return Placement(ranks)
+    if name in _V_SHAPED:
+        if virtual_stages not in (None, 2):
+            raise ConfigError(
+                f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, whose V shape has two "
+                "stages a rank: leave it out, or use parallel.schedule=interleaved"
+            )
+        return Placement(ranks + ranks[::-1])
+    return Placement(ranks * (2 if virtual_stages is None else virtual_stages))
 
 
 def build_schedule(

@@ -73,5 +73,5 @@ def test_large_and_skewed_in_time() -> None:
 
 def test_too_many_stages() -> None:
     """Catches a stage without a weighted layer."""
-    with pytest.raises(ConfigError, match=r"parallel\.pp = 3 .* only 2 layers"):
+    with pytest.raises(ConfigError, match=r"has 3 stages but only 2 layers"):
         partition([0, 1, 0, 1, 0], 3)
