@@ -195,9 +195,9 @@ def rate_schedule(config: RootConfig) -> Callable[[int], float]:
     return lambda samples: learning_rate(samples, config.optim, config.schedule, decay)
 
 
-def needs_tokens(grid: ParallelGrid) -> bool:
-    """Only the ends of the pipeline read tokens and labels; the middle gets BatchInfo."""
-    return grid.pp.is_first or grid.pp.is_last
+def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:
+    """Only the ranks of the first and the last stage read tokens and labels; the others get BatchInfo."""
+    return grid.pp.rank in config.parallel.placement.ends
 
 
 def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState) -> TrainLoader:
@@ -210,7 +210,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, s
         grid.dp.size,
         config.model.vocabulary,
         start_sample=state.samples,
-        needs_tokens=needs_tokens(grid),
+        needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
         packing=packing(config),
     )
@@ -264,7 +264,7 @@ def validation_hook(
             grid.dp.rank,
             grid.dp.size,
             config.model.vocabulary,
-            needs_tokens(grid),
+            needs_tokens(config, grid),
             VALIDATION_MICRO_BATCHES,
             replace(packing(config), mask_eod=False),
         )

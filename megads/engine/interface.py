@@ -85,7 +85,7 @@ class TrainEngine(Protocol):
 
     @property
     def bounds(self) -> list[int]:
-        """Pipeline stage s holds the model's stages bounds[s] to bounds[s + 1]."""
+        """Virtual stage s of the pipeline holds the model's stages bounds[s] to bounds[s + 1]."""
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:

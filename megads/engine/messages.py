@@ -80,9 +80,7 @@ class Messages:
         device: where they are.
     """
 
-    def __init__(
-        self, parallel: ParallelConfig, grid: ParallelGrid, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, parallel: ParallelConfig, grid: ParallelGrid, dtype: torch.dtype, device: torch.device) -> None:
         self._grid = grid
         self._upward, self._downward = _line_group(parallel, grid), _line_group(parallel, grid)
         self._pool = BufferPool(dtype, device)

@@ -86,10 +86,12 @@ class ShardedTrainEngine:
         micro_batches = self._own_tokens(micro_batches)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens = global_tokens(micro_batches, self.grid, self.device)
+        tokens = global_tokens(micro_batches, self.grid, self.device, loss_rank=0)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = engine.averaged_over / tokens.clamp(min=1.0)
-        loss, tokens_all = share_loss(engine.accumulate(micro_batches), tokens, self.grid, 1.0 / engine.averaged_over)
+        loss, tokens_all = share_loss(
+            engine.accumulate(micro_batches), tokens, self.grid, loss_rank=0, scale=1.0 / engine.averaged_over
+        )
         if self._watch is not None:
             self._watch(self._gradient_shards())
         engine.step()
@@ -105,9 +107,9 @@ class ShardedTrainEngine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         micro_batches = self._own_tokens(micro_batches)
-        tokens = global_tokens(micro_batches, self.grid, self.device)
+        tokens = global_tokens(micro_batches, self.grid, self.device, loss_rank=0)
         self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid))
+        return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid, loss_rank=0))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""
@@ -124,10 +126,9 @@ class ShardedTrainEngine:
         gradients = (p for p, norm in engine.gradient_norms.items() if not torch.isfinite(norm))
         mine = Symptoms(
             rank=self.grid.rank,
-            stage=0,
             weights=tuple(weights),
-            forward=not bool(engine.forward_finite.item()),
-            gradients=tuple(placement_of(p).key for p in gradients),
+            forward_stage=None if engine.forward_finite.item() else 0,
+            gradients=tuple((0, placement_of(p).key) for p in gradients),
         )
         return agree_on_culprit(mine)
 

@@ -70,6 +70,11 @@ class Placement:
         return tuple(stage for stage, holder in enumerate(self.ranks) if holder == rank)
 
     @property
+    def ends(self) -> tuple[int, int]:
+        """The pipeline ranks of the first and of the last virtual stage; both are one under a V shape."""
+        return self.ranks[0], self.ranks[-1]
+
+    @property
     def num_stages(self) -> int:
         """Virtual stages, p * v."""
         return len(self.ranks)
