@@ -20,6 +20,7 @@ from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.stage_pipeline import StagePipeline
 from megads.parallel.schedule import Action, ActionKind, Schedule, build_schedule
+from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
 
 Key = tuple[int, int]
 """A micro-batch and a virtual stage."""
@@ -38,6 +39,14 @@ class InFlight:
     input: Tensor
     root: Tensor | GradientEdge
     buffer: Tensor | None
+
+
+@dataclass
+class Owed:
+    """What the first part of a backward pass leaves to the second: gradients, and the messages' buffers they need."""
+
+    gradients: PutOff
+    buffers: list[Tensor]
 
 
 class StageEngine(PipelineEngine):  # type: ignore[misc]
@@ -77,6 +86,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._hidden_size = int(module.hidden_size)
         self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
+        self._weight_gradients = WeightGradients()
         self._begin([])
 
     def _configure_optimizer(self, client_optimizer: Callable[[StagePipeline], BucketAdamW], _parameters: Any) -> None:
@@ -92,6 +102,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._in_flight: dict[Key, InFlight] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._input_gradients: dict[Key, Tensor] = {}
+        self._owed: dict[Key, Owed] = {}
         self.total_loss: Tensor | None = None
         self.forward_finite = {
             stage: torch.ones((), dtype=torch.bool, device=self.device) for stage in self.module.chunks
@@ -100,13 +111,15 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def _schedule(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
             parallel = self.module.parallel
-            self._schedules[micro_batches] = build_schedule(
+            schedule = self._schedules[micro_batches] = build_schedule(
                 parallel.schedule,
                 parallel.pp,
                 parallel.placement.num_stages // parallel.pp,
                 micro_batches,
                 contiguous=parallel.contiguous_micro_batches,
             )
+            if any(action.kind is ActionKind.backward_weight for action in schedule.actions[self.stage_id]):
+                split_backward(self.module, self._weight_gradients)
         return self._schedules[micro_batches]
 
     def _run(self, schedule: Schedule, *, trains: bool) -> None:
@@ -206,16 +219,36 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         return buffer, buffer
 
     def _backward(self, micro_batch: int, stage: int) -> None:
+        for buffer in self._run_backward(micro_batch, stage):
+            self._messages.release(buffer)
+
+    def _backward_input(self, micro_batch: int, stage: int) -> None:
+        with self._weight_gradients.put_off() as gradients:
+            buffers = self._run_backward(micro_batch, stage)
+        # What the weights' gradients are computed from may lie in the buffers.
+        self._owed[micro_batch, stage] = Owed(gradients, buffers)
+
+    def _backward_weight(self, micro_batch: int, stage: int) -> None:
+        self._note_last(micro_batch)
+        owed = self._owed.pop((micro_batch, stage))
+        with torch.no_grad():
+            owed.gradients.settle(self.optimizer.take)
+        for buffer in owed.buffers:
+            self._messages.release(buffer)
+
+    def _note_last(self, micro_batch: int) -> None:
         self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
+
+    def _run_backward(self, micro_batch: int, stage: int) -> list[Tensor]:
+        """Runs a stage backward; returns the buffers that it read."""
+        self._note_last(micro_batch)
         passed = self._in_flight.pop((micro_batch, stage))
         gradient, buffer = self._output_gradient(micro_batch, stage)
         torch.autograd.backward(passed.root, gradient)
         if not self._is_first(stage):
             assert passed.input.grad is not None
             self._input_gradients[micro_batch, stage] = passed.input.grad
-        for used in (passed.buffer, buffer):
-            if used is not None:
-                self._messages.release(used)
+        return [used for used in (passed.buffer, buffer) if used is not None]
 
     def _send_activation(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_activation, micro_batch, stage)
@@ -242,6 +275,8 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         instructions.Load: _load,
         instructions.Forward: _forward,
         instructions.Backward: _backward,
+        instructions.BackwardInput: _backward_input,
+        instructions.BackwardWeight: _backward_weight,
         instructions.SendActivation: _send_activation,
         instructions.ReceiveActivation: _receive_activation,
         instructions.SendGradient: _send_gradient,
