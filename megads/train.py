@@ -23,6 +23,7 @@ from megads.data.runs import TrainSource, ValidationSource
 from megads.data.unigram import unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
+from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.optim.schedule import learning_rate
@@ -73,6 +74,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
             NonFiniteHook(events, config.train.max_nonfinite_steps),
             checkpoint_hook(config, run_dir, engine, state, events),
         ]
+        hooks += timeline_hooks(config, run_dir, engine)
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         announce(config, engine, device, state, events)
         announce_data(config, train_samples, state, events)
@@ -244,6 +246,12 @@ def checkpoint_hook(
     return CheckpointHook(
         engine, run_dir, config.checkpoint, config_digest(config), model, config.parallel.sizes, state, events
     )
+
+
+def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:
+    """Times steps, where that is asked for."""
+    every_steps = config.logging.timeline_every_steps
+    return [] if every_steps is None else [TimelineHook(engine, run_dir, every_steps, engine.grid)]
 
 
 def validation_hook(

@@ -21,6 +21,7 @@ from megads.engine.optimizer import BucketAdamW
 from megads.engine.stage_pipeline import StagePipeline
 from megads.parallel.schedule import Action, ActionKind, Schedule, build_schedule
 from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
+from megads.runtime.spans import Span, SpanRecorder
 
 Key = tuple[int, int]
 """A micro-batch and a virtual stage."""
@@ -87,6 +88,8 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients()
+        self.watch_spans: Callable[[list[Span]], None] | None = None
+        self._spans = SpanRecorder(self.device)
         self._begin([])
 
     def _configure_optimizer(self, client_optimizer: Callable[[StagePipeline], BucketAdamW], _parameters: Any) -> None:
@@ -130,10 +133,15 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def run_training_schedule(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
         """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
         self._learning_rate = learning_rate
+        if self.watch_spans is not None:
+            self._spans.begin()
         self._begin(micro_batches)
         self.optimizer.begin()
         self.module.train()
         self._run(self._schedule(len(micro_batches)), trains=True)
+        if self.watch_spans is not None:
+            self.watch_spans(self._spans.end())
+            self.watch_spans = None
         return self.total_loss
 
     def run_inference_schedule(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -188,11 +196,20 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         made_here = self._outputs.pop((micro_batch, stage - 1), None)
         if made_here is not None:
             return made_here.detach().requires_grad_(torch.is_grad_enabled()), None
-        buffer = self._messages.take(Action(ActionKind.receive_activation, micro_batch, stage))
+        buffer = self._take(ActionKind.receive_activation, micro_batch, stage)
         return buffer.detach().requires_grad_(torch.is_grad_enabled()), buffer
+
+    def _take(self, receive: ActionKind, micro_batch: int, stage: int) -> Tensor:
+        """Waits for a message; the wait is what its span shows."""
+        with self._spans.span(receive, micro_batch, stage):
+            return self._messages.take(Action(receive, micro_batch, stage))
 
     def _forward(self, micro_batch: int, stage: int) -> None:
         hidden, buffer = self._input(micro_batch, stage)
+        with self._spans.span(ActionKind.forward, micro_batch, stage):
+            self._run_forward(micro_batch, stage, hidden, buffer)
+
+    def _run_forward(self, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         output = self.module(stage, hidden, self._info(micro_batch, stage))
         root: Tensor | GradientEdge
         if self._is_last(stage):
@@ -215,23 +232,23 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         made_here = self._input_gradients.pop((micro_batch, stage + 1), None)
         if made_here is not None:
             return made_here, None
-        buffer = self._messages.take(Action(ActionKind.receive_gradient, micro_batch, stage))
+        buffer = self._take(ActionKind.receive_gradient, micro_batch, stage)
         return buffer, buffer
 
     def _backward(self, micro_batch: int, stage: int) -> None:
-        for buffer in self._run_backward(micro_batch, stage):
+        for buffer in self._run_backward(ActionKind.backward, micro_batch, stage):
             self._messages.release(buffer)
 
     def _backward_input(self, micro_batch: int, stage: int) -> None:
         with self._weight_gradients.put_off() as gradients:
-            buffers = self._run_backward(micro_batch, stage)
+            buffers = self._run_backward(ActionKind.backward_input, micro_batch, stage)
         # What the weights' gradients are computed from may lie in the buffers.
         self._owed[micro_batch, stage] = Owed(gradients, buffers)
 
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
         self._note_last(micro_batch)
         owed = self._owed.pop((micro_batch, stage))
-        with torch.no_grad():
+        with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
             owed.gradients.settle(self.optimizer.take)
         for buffer in owed.buffers:
             self._messages.release(buffer)
@@ -239,12 +256,13 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def _note_last(self, micro_batch: int) -> None:
         self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
 
-    def _run_backward(self, micro_batch: int, stage: int) -> list[Tensor]:
+    def _run_backward(self, kind: ActionKind, micro_batch: int, stage: int) -> list[Tensor]:
         """Runs a stage backward; returns the buffers that it read."""
         self._note_last(micro_batch)
         passed = self._in_flight.pop((micro_batch, stage))
         gradient, buffer = self._output_gradient(micro_batch, stage)
-        torch.autograd.backward(passed.root, gradient)
+        with self._spans.span(kind, micro_batch, stage):
+            torch.autograd.backward(passed.root, gradient)
         if not self._is_first(stage):
             assert passed.input.grad is not None
             self._input_gradients[micro_batch, stage] = passed.input.grad
@@ -252,11 +270,13 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     def _send_activation(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_activation, micro_batch, stage)
-        self._messages.send(action, self._outputs.pop((micro_batch, stage)))
+        with self._spans.span(action.kind, micro_batch, stage):
+            self._messages.send(action, self._outputs.pop((micro_batch, stage)))
 
     def _send_gradient(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_gradient, micro_batch, stage)
-        self._messages.send(action, self._input_gradients.pop((micro_batch, stage)))
+        with self._spans.span(action.kind, micro_batch, stage):
+            self._messages.send(action, self._input_gradients.pop((micro_batch, stage)))
 
     def _receive_activation(self, micro_batch: int, stage: int) -> None:
         self._messages.post(Action(ActionKind.receive_activation, micro_batch, stage))
@@ -265,10 +285,12 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._messages.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
     def _reduce_gradients(self) -> None:
-        self.optimizer.reduce()
+        with self._spans.span("reduce_gradients"):
+            self.optimizer.reduce()
 
     def _optimizer_step(self) -> None:
-        self.optimizer.step(self._learning_rate)
+        with self._spans.span("optimizer_step"):
+            self.optimizer.step(self._learning_rate)
 
     # The stock map holds function objects, so overriding methods alone would change nothing.
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {

@@ -27,6 +27,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
+from megads.runtime.spans import Span
 
 
 class ShardedTrainEngine:
@@ -49,6 +50,7 @@ class ShardedTrainEngine:
         self.device, self.grid = device, grid
         self._loss = TokenMeanLoss(model.vocabulary, grid)
         self._watch: Callable[[list[Shard]], None] | None = None
+        self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)
         config = partial(sharded_config, parallel.zero_stage, precision, micro_batch_size, optim.clip_grad)
         shard = partial(shard_weights, grid=grid, precision=precision, config=config(BUCKET_ELEMENTS))
@@ -83,6 +85,8 @@ class ShardedTrainEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
         engine = self._engine
+        if self._watch_spans is not None:
+            engine.spans.begin()
         micro_batches = self._own_tokens(micro_batches)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -94,7 +98,11 @@ class ShardedTrainEngine:
         )
         if self._watch is not None:
             self._watch(self._gradient_shards())
-        engine.step()
+        with engine.spans.span("optimizer_step"):
+            engine.step()
+        if self._watch_spans is not None:
+            self._watch_spans(engine.spans.end())
+            self._watch_spans = None
         skipped = bool(engine.optimizer.overflow)
         return StepResult(
             loss=loss,
@@ -135,6 +143,10 @@ class ShardedTrainEngine:
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """See TrainEngine.watch_gradients."""
         self._watch = watch
+
+    def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
+        """See TrainEngine.watch_spans."""
+        self._watch_spans = watch
 
     def _owned(self, piece: Piece) -> bool:
         replicated = placement_of(piece.parameter).dim is None

@@ -24,6 +24,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
+from megads.runtime.spans import Span
 
 
 def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: int) -> dict[str, Any]:
@@ -147,6 +148,10 @@ class PipelineTrainEngine:
             return {"gradient": part.of(gradient_of(part.bucket))}
 
         self._engine.optimizer.watch = None if watch is None else lambda: watch(self._shards(gradient, owned=True))
+
+    def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
+        """See TrainEngine.watch_spans."""
+        self._engine.watch_spans = watch
 
     @property
     def optimizer_steps(self) -> int:
