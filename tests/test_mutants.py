@@ -40,7 +40,7 @@ from megads.parallel import collectives, context, cross_entropy
 from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
-from megads.parallel.schedule import ActionKind
+from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
 from megads.parallel.weight_gradients import PutOff

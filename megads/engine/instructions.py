@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads
 
-from megads.parallel.schedule import Action, ActionKind, Schedule
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 
 
 class ActionInstruction(PipeInstruction):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from megads.parallel.acknowledgement import RECEIVES, SENDS, acknowledged_sends, arrival, departure
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
-from megads.parallel.schedule import Action, Schedule
+from megads.parallel.pipeline_actions import Action, Schedule
 
 AHEAD = 1
 """Receives that are posted to each peer before they are due: a message that comes early finds its place."""

@@ -19,7 +19,8 @@ from megads.engine.instructions import RankInstructions, forward_only
 from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.stage_pipeline import StagePipeline
-from megads.parallel.schedule import Action, ActionKind, Schedule, build_schedule
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
+from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
 from megads.runtime.spans import Span, SpanRecorder
 

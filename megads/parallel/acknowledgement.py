@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from megads.parallel.schedule import Action, ActionKind, Schedule
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 
 SENDS = (ActionKind.send_activation, ActionKind.send_gradient)
 RECEIVES = (ActionKind.receive_activation, ActionKind.receive_gradient)

@@ -7,7 +7,14 @@ from enum import StrEnum
 from math import isfinite
 
 from megads.errors import ConfigError
-from megads.parallel.schedule import Placement, ScheduleName, stage_placement
+from megads.parallel.schedule import (
+    Placement,
+    Schedule,
+    ScheduleName,
+    build_schedule,
+    check_contiguous,
+    stage_placement,
+)
 
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of the grid of ranks."""
@@ -75,8 +82,9 @@ class ParallelConfig:
     """Stages of each pipeline rank. null: 1 for 1f1b and zb_h1, which have no more; 2 for the others, of which
     interleaved alone takes any number."""
     contiguous_micro_batches: int | None = None
-    """For interleaved, micro-batches that run through one virtual stage in a row before the next one's turn: pp is
-    depth-first (least memory), all of the step's micro-batches breadth-first (Llama 3, section 3.3.2). null: pp."""
+    """For interleaved, the least number of micro-batches that run through one virtual stage in a row before the next
+    one's turn: pp is depth-first (least memory), all of the step's micro-batches breadth-first (Llama 3, section
+    3.3.2). null: pp."""
     partition: Partition = Partition.weighted
     """How layers are cut into stages: uniform (blocks alone count), weighted (by layer_costs), or auto (by estimated
     FLOPs)."""
@@ -118,6 +126,16 @@ class ParallelConfig:
         """
         return stage_placement(self.schedule, self.pp, self.virtual_stages)
 
+    def schedule_of(self, micro_batches: int) -> Schedule:
+        """The pipeline's schedule for a step of so many micro-batches of each data-parallel rank.
+
+        Raises:
+            ConfigError: there is no such schedule.
+        """
+        return build_schedule(
+            self.schedule, self.pp, self.virtual_stages, micro_batches, contiguous=self.contiguous_micro_batches
+        )
+
     @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline, virtual ones counted each."""
@@ -156,16 +174,7 @@ class ParallelConfig:
                 f"parallel.schedule = {self.schedule} with parallel.pp = 1: virtual stages overlap the work of several "
                 "pipeline ranks; use parallel.schedule=1f1b, or raise parallel.pp"
             )
-        size = self.contiguous_micro_batches
-        if size is None:
-            return
-        if self.schedule != "interleaved":
-            raise ConfigError(
-                f"parallel.contiguous_micro_batches = {size} with parallel.schedule = {self.schedule}: only "
-                "interleaved takes it; leave it out"
-            )
-        if size < 1:
-            raise ConfigError(f"parallel.contiguous_micro_batches = {size}: must be at least 1")
+        check_contiguous(self.schedule, self.pp, self.contiguous_micro_batches)
 
     def _check_partition(self) -> None:
         """Raises ConfigError on costs and numbers of blocks that no partition can go by."""

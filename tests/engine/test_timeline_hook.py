@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megads.engine.timeline_hook import TimelineHook, timeline_path
-from megads.parallel.schedule import ActionKind, build_schedule
+from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import build_schedule
 from megads.runtime.hooks import StepInfo, TrainState
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
