@@ -29,8 +29,8 @@ OTHERS = [name for name in ScheduleName if name != "1f1b"]
 
 
 def scenario_of(micro_batches: int, layers: int = 3, **changes: Any) -> Scenario:
-    """So many micro-batches of one sample."""
-    settings = {"steps": 3, "masked": True, "micro_batch_size": 1, "global_batch_size": micro_batches}
+    """So many micro-batches of two samples: one of a single token makes a step that even one process cannot repeat."""
+    settings = {"steps": 3, "masked": True, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
     scenario = scenario_with(**(settings | changes))
     return replace(scenario, model=replace(scenario.model, num_layers=layers))
 
