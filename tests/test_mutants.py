@@ -41,6 +41,7 @@ from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
 from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import ScheduleName
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
 from megads.parallel.weight_gradients import PutOff
@@ -50,7 +51,11 @@ from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, trai
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = PARITY_LAYOUTS | {"pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full)}
+LAYOUTS = PARITY_LAYOUTS | {
+    "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
+    # The rank in the middle receives gradients and puts weights' parts off beyond the next message.
+    "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
+}
 
 
 def local_alibi_slopes() -> None:
@@ -521,9 +526,9 @@ CASES = [
     Case(a_weight_part_dropped, "pp2 zb_h1", parity.check_first_step),
     Case(weight_parts_of_the_last_micro_batch_lost, "pp2 zb_h1", parity.check_first_step),
     Case(buffer_given_back_after_the_forward_pass, "pp2 interleaved", parity.check_first_step),
-    Case(buffers_given_back_before_the_weight_part, "pp2 zb_v", parity.check_first_step),
+    Case(buffers_given_back_before_the_weight_part, "pp3 zb_h1", parity.check_first_step),
     Case(messages_received_in_another_order, "pp2 interleaved", parity.check_first_step),
-    Case(gradients_reduced_with_the_first_virtual_stage, "pp2 interleaved", parity.check_first_step),
+    Case(gradients_reduced_with_the_first_virtual_stage, "pp2dp2 dualpipe_v", parity.check_first_step),
     Case(bias_of_the_second_chunk_dropped, "cp2", parity.check_first_step),
     Case(keys_and_values_in_rank_order, "cp2", parity.check_first_step),
     Case(key_and_value_gradients_not_summed_over_context, "cp2", parity.check_first_step),
