@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.parallel.acknowledgement import RECEIVES, SENDS, acknowledged_sends, arrival, departure
+from megads.parallel.acknowledgement import acknowledged_sends, sent_and_received
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
 from megads.parallel.pipeline_actions import Action, Schedule
@@ -87,7 +87,9 @@ class Messages:
         self._links: dict[int, _Link] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._leaving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._schedule: Schedule | None = None
         self._acknowledged: dict[Action, tuple[Action, ...]] = {}
+        self._peers: dict[Action, int] = {}
 
     def begin(self, schedule: Schedule, shape_of: Callable[[int], Shape]) -> None:
         """Before a step: posts the first receives.
@@ -97,19 +99,20 @@ class Messages:
             shape_of: shape of the messages of a micro-batch.
         """
         rank = self._grid.pp.rank
-        self._schedule, self._shape_of = schedule, shape_of
-        self._acknowledged = acknowledged_sends(schedule, rank)
+        self._shape_of = shape_of
+        if schedule is not self._schedule:
+            self._schedule = schedule
+            self._acknowledged = acknowledged_sends(schedule, rank)
+            sent, received = sent_and_received(schedule, rank)
+            self._peers = {m.send: m.receiver for m in sent} | {m.receive: m.sender for m in received}
         self._links = {}
         for action in schedule.actions[rank]:
-            if action.kind in RECEIVES:
-                peer = self._peer_of(departure(action))
+            if action.kind.receives:
+                peer = self._peers[action]
                 self._links.setdefault(peer, _Link(self._grid.pp.ranks[peer])).due.append(action)
         self._pool.drop_other_shapes({shape_of(index) for index in range(schedule.micro_batches)})
         for peer in self._links:
             self._post_ahead(peer)
-
-    def _peer_of(self, action: Action) -> int:
-        return self._schedule.placement.rank_of(action.stage)
 
     def _group(self, source: int, target: int) -> ProcessGroup | None:
         return self._upward if target > source else self._downward
@@ -131,7 +134,7 @@ class Messages:
     def post(self, action: Action) -> None:
         """Posts a receive and all that come before it from the same peer, as far as they are not posted."""
         while action not in self._arriving:
-            self._post_next(self._peer_of(departure(action)))
+            self._post_next(self._peers[action])
 
     def take(self, action: Action) -> Tensor:
         """Waits for a message and posts the next one of the same peer.
@@ -146,7 +149,7 @@ class Messages:
         work.wait()
         for send in self._acknowledged.get(action, ()):
             self._end(send)
-        peer = self._peer_of(departure(action))
+        peer = self._peers[action]
         self._links[peer].posted -= 1
         self._post_ahead(peer)
         return buffer
@@ -157,8 +160,7 @@ class Messages:
 
     def send(self, action: Action, tensor: Tensor) -> None:
         """Starts a send; the tensor is kept until the peer has it, and must not change."""
-        assert action.kind in SENDS
-        peer = self._peer_of(arrival(action))
+        peer = self._peers[action]
         group = self._group(self._grid.pp.rank, peer)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, self._grid.pp.ranks[peer], group=group)

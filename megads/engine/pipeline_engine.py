@@ -88,6 +88,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._hidden_size = int(module.hidden_size)
         self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
+        self._forward_schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients()
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans = SpanRecorder(self.device)
@@ -126,6 +127,11 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
                 split_backward(self.module, self._weight_gradients)
         return self._schedules[micro_batches]
 
+    def _forward_schedule(self, micro_batches: int) -> Schedule:
+        if micro_batches not in self._forward_schedules:
+            self._forward_schedules[micro_batches] = forward_only(self._schedule(micro_batches))
+        return self._forward_schedules[micro_batches]
+
     def _run(self, schedule: Schedule, *, trains: bool) -> None:
         self._messages.begin(schedule, self._message_shape)
         self._exec_schedule(RankInstructions(schedule, self.stage_id, trains=trains))
@@ -150,7 +156,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
-            self._run(forward_only(self._schedule(len(micro_batches))), trains=False)
+            self._run(self._forward_schedule(len(micro_batches)), trains=False)
         return self.total_loss
 
     def _message_shape(self, micro_batch: int) -> tuple[int, ...]:

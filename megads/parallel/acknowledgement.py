@@ -8,32 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
-
-SENDS = (ActionKind.send_activation, ActionKind.send_gradient)
-RECEIVES = (ActionKind.receive_activation, ActionKind.receive_gradient)
-_ARRIVALS = {
-    ActionKind.send_activation: (ActionKind.receive_activation, 1),
-    ActionKind.send_gradient: (ActionKind.receive_gradient, -1),
-}
-_USERS = {
-    ActionKind.receive_activation: (ActionKind.forward,),
-    ActionKind.receive_gradient: (ActionKind.backward, ActionKind.backward_input),
-}
+from megads.parallel.pipeline_actions import Action, Schedule
+from megads.parallel.schedule_messages import Message, message_from, message_to
 
 
-def arrival(send: Action) -> Action:
-    """The receive that a send meets."""
-    kind, step = _ARRIVALS[send.kind]
-    return Action(kind, send.micro_batch, send.stage + step)
-
-
-def departure(receive: Action) -> Action:
-    """The send that a receive meets."""
-    for kind, (met, step) in _ARRIVALS.items():
-        if met is receive.kind:
-            return Action(kind, receive.micro_batch, receive.stage - step)
-    raise AssertionError(f"{receive.kind} is no receive")
+def sent_and_received(schedule: Schedule, rank: int) -> tuple[list[Message], list[Message]]:
+    """Messages that a pipeline rank sends, in order, and those that it uses, in the order of their receives."""
+    placement, row = schedule.placement, schedule.actions[rank]
+    sent = [message for message in (message_from(placement, action) for action in row) if message is not None]
+    used = {m.receive: m for m in (message_to(placement, action) for action in row) if m is not None}
+    return sent, [used[action] for action in row if action.kind.receives]
 
 
 def acknowledged_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
@@ -47,25 +31,17 @@ def acknowledged_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Acti
         For receives of this rank, the sends of this rank to the same peer that the peer used before it sent. A send
         that no message follows is not in it.
     """
-    places = [{action: place for place, action in enumerate(row)} for row in schedule.actions]
-    # Of each peer, what it sends here, by place in its list.
-    replies: dict[int, list[Action]] = {}
-    for receive in schedule.actions[rank]:
-        if receive.kind in RECEIVES:
-            replies.setdefault(schedule.placement.rank_of(departure(receive).stage), []).append(departure(receive))
+    sent, received = sent_and_received(schedule, rank)
     found: dict[Action, list[Action]] = {}
-    for send in schedule.actions[rank]:
-        if send.kind not in SENDS:
-            continue
-        met = arrival(send)
-        peer = schedule.placement.rank_of(met.stage)
-        used = next(
-            places[peer][user]
-            for user in (Action(kind, met.micro_batch, met.stage) for kind in _USERS[met.kind])
-            if user in places[peer]
-        )
-        sent = replies.get(peer, [])
-        following = bisect_right([places[peer][reply] for reply in sent], used)
-        if following < len(sent):
-            found.setdefault(arrival(sent[following]), []).append(send)
+    for peer in {message.receiver for message in sent}:
+        row = schedule.actions[peer]
+        uses = {m.receive: place for place, action in enumerate(row) if (m := message_to(schedule.placement, action))}
+        places = {action: place for place, action in enumerate(row) if action.kind.sends}
+        replies = [message for message in received if message.sender == peer]
+        sent_at = [places[reply.send] for reply in replies]
+        for message in sent:
+            if message.receiver == peer:
+                following = bisect_right(sent_at, uses[message.receive])
+                if following < len(replies):
+                    found.setdefault(replies[following].receive, []).append(message.send)
     return {receive: tuple(sends) for receive, sends in found.items()}
