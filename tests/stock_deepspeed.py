@@ -72,14 +72,13 @@ class StockEngine(PipelineEngine):
     }
 
 
-def build_stock(scenario: Scenario, dp: int, pp: int = 1) -> StockEngine:
-    """DeepSpeed's engine over `dp` x `pp` ranks; untied models only.
+def build_stock(scenario: Scenario, parallel: ParallelConfig) -> StockEngine:
+    """DeepSpeed's engine; data and pipeline parallel layouts and untied models only.
 
     In bf16 it is ZeRO-1 with gradients that accumulate and reduce in fp32, in fp32 plain AdamW.
     """
     assert not scenario.model.tie_embeddings
     prepare_deepspeed()
-    parallel = ParallelConfig(dp=dp, pp=pp)
     low = scenario.dtype is torch.bfloat16
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     loss = TokenMeanLoss(scenario.model.vocabulary, grid)
@@ -110,6 +109,6 @@ def build_stock(scenario: Scenario, dp: int, pp: int = 1) -> StockEngine:
 
 def train_stock(scenario: Scenario, dp: int, steps: int = 2) -> None:
     """Builds the engine and trains."""
-    engine = build_stock(scenario, dp)
+    engine = build_stock(scenario, ParallelConfig(dp=dp))
     for step in range(steps):
         engine.train(step_batches(scenario, step, dist.get_rank() % dp, dp))

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Step time of pipelines over the ideal: ours by schedule, stock DeepSpeed's, torch.distributed.pipelining's.
+
+All train the same untied model in fp32 on gloo ranks of this CPU, one thread each, in one process group and in turn.
+The ideal is 1F1B's formula on this machine: (m + p - 1) / m times the time in which every rank, all at once, runs m
+micro-batches through the whole model forward and backward, divided by p. It has no messages, no optimizer and no
+waiting but the bubble. Run from the repository: python -m scripts.bench.pipeline
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from megads.batch import BatchInfo
+from megads.model.config import ModelConfig
+from megads.model.gpt import GPT
+from megads.model.stages import stage_specs
+from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.partition import stage_bounds
+from megads.parallel.schedule import ScheduleName
+from megads.runtime.metrics import JsonLinesWriter
+from tests.distributed import run_ranks
+from tests.parity import Scenario, build_engine, step_batches
+from tests.stock_deepspeed import build_stock
+
+MODEL = ModelConfig(num_layers=8, hidden_size=256, num_heads=4, vocab_size=512, max_seq_len=64, tie_embeddings=False)
+BATCH, SEQ_LEN = 2, 64
+CLIP = 1.0
+Step = Callable[[], None]
+
+
+def scenario_of(micro_batches: int) -> Scenario:
+    """So many micro-batches of 128 tokens."""
+    return Scenario(
+        model=MODEL, hot=False, seq_len=SEQ_LEN, micro_batch_size=BATCH, global_batch_size=BATCH * micro_batches,
+        clip_grad=CLIP,
+    )  # fmt: skip
+
+
+def layout_of(schedule: str, ranks: int) -> ParallelConfig:
+    """The same blocks on every stage: embedding and head are small here."""
+    return ParallelConfig(pp=ranks, schedule=ScheduleName(schedule), partition=Partition.uniform)
+
+
+class Chunk(nn.Module):
+    """Some of the model's stages as torch's pipelining calls them: with one argument."""
+
+    def __init__(self, stages: list[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.info = BatchInfo(sample_ids=torch.arange(BATCH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Tokens or [b, s, h] to [b, s, h] or logits."""
+        for stage in self.stages:
+            hidden = stage(hidden, self.info)
+        return hidden
+
+
+def cross_entropy(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
+    """Mean over all tokens."""
+    return F.cross_entropy(logits_bsv.flatten(0, 1), labels_bs.flatten())
+
+
+def torch_step(name: str, layout: str, micro_batches: int) -> Step:
+    """A step of torch.distributed.pipelining with clipping and AdamW; collective.
+
+    Args:
+        name: of its schedule.
+        layout: our schedule with the same placement of stages.
+        micro_batches: of the step.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallel = layout_of(layout, ranks)
+    specs = stage_specs(MODEL, 0)
+    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    stages = []
+    for number in parallel.placement.stages_of(rank):
+        built = [spec.build() for spec in specs[bounds[number] : bounds[number + 1]]]
+        for parameter in (p for module in built for p in module.parameters()):
+            nn.init.normal_(parameter, 0.0, 0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+        chunk = Chunk(built)
+        stages.append(pipelining.PipelineStage(chunk, number, parallel.num_stages, torch.device("cpu")))
+    make = getattr(pipelining, name)
+    schedule = make(stages if len(stages) > 1 else stages[0], micro_batches, loss_fn=cross_entropy)
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    adamw = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    batches = step_batches(scenario_of(micro_batches), 0)
+    tokens, labels = (torch.cat([getattr(b, key) for b in batches]) for key in ("tokens_bs", "labels_bs"))
+    first, last = (rank == end for end in parallel.placement.ends)
+
+    def step() -> None:
+        schedule.step(*([tokens] if first else []), **({"target": labels, "losses": []} if last else {}))
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def our_step(schedule: str, micro_batches: int, engines: dict[str, Any]) -> Step:
+    """A step of ours, optimizer and all; collective."""
+    if schedule not in engines:
+        engines[schedule] = build_engine(scenario_of(4), layout_of(schedule, dist.get_world_size()))
+    batches, engine = step_batches(scenario_of(micro_batches), 0), engines[schedule]
+    return lambda: engine.step(batches, 1e-4)
+
+
+def stock_step(micro_batches: int) -> Step:
+    """A step of DeepSpeed's, on stages of the same blocks; collective."""
+    scenario = scenario_of(micro_batches)
+    engine = build_stock(scenario, layout_of("1f1b", dist.get_world_size()))
+    batches = step_batches(scenario, 0)
+    return lambda: engine.train(batches)
+
+
+def alone_step(micro_batches: int) -> Step:
+    """All micro-batches through the whole model on this rank: what a pipeline shares out."""
+    model = GPT(MODEL, 0)
+    batches = step_batches(scenario_of(micro_batches), 0)
+
+    def step() -> None:
+        for batch in batches:
+            cross_entropy(model(batch.tokens_bs, batch.info), batch.labels_bs).backward()
+
+    return step
+
+
+PEERS = {
+    "torch 1F1B": ("Schedule1F1B", "1f1b"),
+    "torch interleaved 1F1B": ("ScheduleInterleaved1F1B", "interleaved"),
+    "torch interleaved zero bubble": ("ScheduleInterleavedZeroBubble", "interleaved"),
+    "torch ZB-V": ("ScheduleZBVZeroBubble", "zb_v"),
+}
+
+
+def time_s(step: Step) -> float:
+    """Seconds until every rank has done its step."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def measure(counts: list[int], rounds: int) -> dict[tuple[str, int], list[float]]:
+    """Step times over the ideal of the same round, by engine and micro-batches."""
+    ranks, engines = dist.get_world_size(), {}
+    found: dict[tuple[str, int], list[float]] = {}
+    for count in counts:
+        alone = alone_step(count)
+        sides: dict[str, Step] = {f"megads {name}": our_step(name, count, engines) for name in ScheduleName}
+        sides["DeepSpeed 1F1B"] = stock_step(count)
+        sides |= {name: torch_step(*peer, count) for name, peer in PEERS.items()}
+        for step in (alone, *sides.values()):
+            step()
+        for _ in range(rounds):
+            before = time_s(alone)
+            for name, step in sides.items():
+                # Other processes on the machine come and go: the ideal is measured on both sides of every step.
+                taken, after = time_s(step), time_s(alone)
+                ideal = (before + after) / 2 / ranks * (count + ranks - 1) / count
+                found.setdefault((name, count), []).append(taken / ideal)
+                before = after
+    return found
+
+
+def report(found: Mapping[tuple[str, int], list[float]], ranks: int, counts: list[int]) -> None:
+    """Prints the table: medians, and the least in brackets."""
+    print(f"p = {ranks}: step time / ideal of 1F1B, median (least); load average {os.getloadavg()[0]:.1f}")
+    print("| engine and schedule | " + " | ".join(f"m = {count}" for count in counts) + " |")
+    print("|---|" + "---|" * len(counts))
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = [f"{statistics.median(found[name, count]):.2f} ({min(found[name, count]):.2f})" for count in counts]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pp", type=int, nargs="*", default=[2], help="pipeline ranks; each wants a core of its own")
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--append", help="file of results")
+    arguments = parser.parse_args()
+    for ranks in arguments.pp:
+        found = run_ranks(measure, ranks, arguments.micro_batches, arguments.rounds)[0]
+        report(found, ranks, arguments.micro_batches)
+        if arguments.append:
+            writer = JsonLinesWriter(arguments.append)
+            for (name, count), ratios in found.items():
+                writer.write_line(
+                    {"bench": "pipeline", "time": time.time(), "pp": ranks, "engine": name, "micro_batches": count,
+                     "over_ideal": statistics.median(ratios), "rounds": len(ratios)}
+                )  # fmt: skip
+            writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
