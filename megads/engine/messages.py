@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megads.parallel.acknowledgement import acknowledged_sends, sent_and_received
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
-from megads.parallel.pipeline_actions import Action, Schedule
+from megads.parallel.pipeline_actions import Action, Placement, Schedule
 
 AHEAD = 1
 """Receives that are posted to each peer before they are due: a message that comes early finds its place."""
@@ -87,9 +88,26 @@ class Messages:
         self._links: dict[int, _Link] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._leaving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._connect(parallel.placement, device)
         self._schedule: Schedule | None = None
         self._acknowledged: dict[Action, tuple[Action, ...]] = {}
         self._peers: dict[Action, int] = {}
+
+    def _connect(self, placement: Placement, device: torch.device) -> None:
+        """Sends one element each way between all ranks that will talk, in one order on all of them.
+
+        NCCL connects two ranks in the first call of both, which waits for the other's: a receive that is posted ahead
+        would wait for a send that comes after what depends on this rank.
+        """
+        ranks, here = self._grid.pp.ranks, self._grid.pp.rank
+        pairs = {tuple(sorted(pair)) for pair in pairwise(placement.ranks)}
+        for low, high in sorted(pairs):
+            for source, target in ((low, high), (high, low)) if low != high else ():
+                group = self._group(source, target)
+                if here == source:
+                    dist.send(torch.zeros(1, device=device), ranks[target], group=group)
+                if here == target:
+                    dist.recv(torch.zeros(1, device=device), ranks[source], group=group)
 
     def begin(self, schedule: Schedule, shape_of: Callable[[int], Shape]) -> None:
         """Before a step: posts the first receives.

@@ -30,7 +30,7 @@ from megads.parallel.config import ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.metrics import JsonLinesWriter
-from tests.distributed import run_ranks
+from tests import distributed
 from tests.parity import Scenario, build_engine, step_batches
 from tests.stock_deepspeed import build_stock
 
@@ -194,8 +194,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--append", help="file of results")
     arguments = parser.parse_args()
+    distributed.TIMEOUT_S = 3600.0
     for ranks in arguments.pp:
-        found = run_ranks(measure, ranks, arguments.micro_batches, arguments.rounds)[0]
+        found = distributed.run_ranks(measure, ranks, arguments.micro_batches, arguments.rounds)[0]
         report(found, ranks, arguments.micro_batches)
         if arguments.append:
             writer = JsonLinesWriter(arguments.append)
