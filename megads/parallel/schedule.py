@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from functools import lru_cache
 
 from megads.errors import ConfigError
 from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
@@ -92,6 +93,7 @@ def check_contiguous(name: str, pipeline_ranks: int, contiguous: int | None) -> 
         )
 
 
+@lru_cache(maxsize=32)
 def build_schedule(
     name: str, pipeline_ranks: int, virtual_stages: int | None, micro_batches: int, *, contiguous: int | None = None
 ) -> Schedule:
