@@ -2,8 +2,8 @@
 """Step time of pipelines over the ideal: ours by schedule, stock DeepSpeed's, torch.distributed.pipelining's.
 
 All train the same untied model in fp32 on gloo ranks of this CPU, one thread each, in one process group and in turn,
-and all times include clipping and AdamW. The ideal is 1F1B's formula, (m + p - 1) / m times the m-fold work of a rank on a
-micro-batch: no messages, no optimizer, no waiting but the bubble.
+and all times include clipping and AdamW. The ideal is 1F1B's formula, (m + p - 1) / m times the m-fold work of a rank
+on a micro-batch: no messages, no optimizer, no waiting but the bubble.
 
 With --wait-ms every block waits so long forward and for each part of its backward pass instead of computing: the CPU is
 as idle as beside an accelerator, so that more ranks than cores, or other work on the machine, do not change what is
