@@ -243,22 +243,10 @@ def head_ops(p: Pass) -> list[Op]:
 
 
 def received_ops(p: Pass) -> list[Op]:
-    """A later stage's input: the engine keeps what it received beside the copy that the model reads.
-
-    Backward leaves the gradient of what was received there until it is sent.
-    """
-    return [Op("received", kept=p.hidden, forward=p.hidden, backward=p.hidden)]
-
-
-def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
-    """The operations of a last stage that receives.
-
-    Until the next loss is there the engine has the previous one, and through its graph what was received, and the
-    gradient of that.
-    """
-    return [replace(op, forward=op.forward + 2 * p.hidden) for op in ops]
+    """A later stage's input, read where it arrived; backward leaves its gradient, which is sent."""
+    return [Op("received", kept=p.hidden, backward=p.hidden)]
 
 
 def sent_ops(p: Pass) -> list[Op]:
-    """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
-    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards, backward=0)]
+    """An earlier stage's output, of which only the graph is kept for backward, and the test whether it is finite."""
+    return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]

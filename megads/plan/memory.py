@@ -339,13 +339,18 @@ def _sums_begun(buckets: Sequence[BucketLayout], made: int) -> int:
 def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:
     """What the engine holds between passes.
 
-    One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
-    loaded micro-batch, and of those of the running step this context rank's share.
+    That is the buffer of a receive posted ahead for each peer, and an activation on its way to each that gets some.
+    First and last stage have tokens, labels and mask of every loaded micro-batch, and of those of the running step this
+    context rank's share.
     """
-    received = one_pass.hidden if parallel.pp > 1 else 0
+    placement = parallel.placement
+    before, after = (
+        {placement.rank_of(s + step) for s in stages if placement.crosses(s, s + step)} for step in (-1, 1)
+    )
+    messages = one_pass.hidden * (len(before | after) + len(after))
     own = one_pass.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
-    return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
+    return messages + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(one_pass: Pass, elements: int) -> int:

@@ -12,7 +12,6 @@ from megads.plan.activations import (
     embedding_ops,
     final_norm_ops,
     head_ops,
-    hold_previous,
     received_ops,
     sent_ops,
 )
@@ -46,6 +45,4 @@ def stage_ops(
             ops += block_ops(one_pass, recompute[layer])
     if not last:
         ops += sent_ops(one_pass)
-    elif not first:
-        ops = hold_previous(ops, one_pass)
     return ops
