@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def _train(scenario: Scenario, layout: str, folder: Path) -> None:
     hook = TimelineHook(engine, folder, 2, engine.grid)
     hook.on_start(TrainState())
     for step in range(1, 4):
-        engine.step(step_batches(scenario, step), scenario.lr)
+        engine.step(step_batches(scenario, step, engine.grid.dp.rank, engine.grid.dp.size), scenario.lr)
         hook.on_step(replace(INFO, step=step, last=step == 3))
 
 
@@ -40,6 +41,16 @@ def _spans(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [
         span | {"start_s": span["start_s"] + offset_s, "end_s": span["end_s"] + offset_s} for span in record["spans"]
     ]
+
+
+def test_engines_without_a_pipeline_are_timed_too(tmp_path: Path) -> None:
+    """Catches an engine that times nothing, or every step."""
+    run_ranks(_train, 2, scenario_with(global_batch_size=8, micro_batch_size=2), "zero2dp2", tmp_path)
+    assert len(list((tmp_path / "timeline").iterdir())) == 2
+    spans = json.loads(timeline_path(tmp_path, 2, 1).read_text())["spans"]
+    passes = [(kind, micro_batch, 0) for micro_batch in range(2) for kind in ("forward", "backward")]
+    assert [(s["kind"], s["micro_batch"], s["stage"]) for s in spans] == [*passes, ("optimizer_step", None, None)]
+    assert all(one["end_s"] <= other["start_s"] for one, other in pairwise(spans))
 
 
 def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> None:
