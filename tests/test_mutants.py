@@ -460,8 +460,8 @@ def positions_counted_from_the_rank() -> None:
 
 def tokens_summed_over_data_parallel_only() -> None:
     inner = megads.engine.training.global_tokens
-    megads.engine.training.global_tokens = lambda batches, grid, device: inner(
-        batches, replace(grid, data=grid.dp), device
+    megads.engine.training.global_tokens = lambda batches, grid, *where: inner(
+        batches, replace(grid, data=grid.dp), *where
     )
 
 
