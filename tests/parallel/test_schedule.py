@@ -52,7 +52,7 @@ def prove(schedule: Schedule, v: int) -> None:
     known = known_bubble_share(name, p, v, m)
     if known is not None:
         assert bubble_share(schedule) == pytest.approx(known, abs=1e-12)
-    elif name == "zb_v" and m >= p:
+    elif m >= p:
         # Found by search: at most as many idle passes more as there are ranks.
         lost = (p - 1) / (6 * m + p - 1)
         assert lost - 1e-12 <= bubble_share(schedule) <= (2 * p - 1) / (6 * m + 2 * p - 1)
