@@ -62,10 +62,10 @@ def bidirectional_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action
     other's result: their messages hide behind each other's computation. At most 2p + 1 passes of a virtual stage wait
     on a rank, each half as large as 1F1B's; every rank is idle for p - 1.
 
-    With fewer than 2p micro-batches the ways never fill; the order of `zero_bubble_v` is used, in as much memory.
+    With fewer than 2p micro-batches the ways never fill; the order is then that of `zero_bubble_v`.
     """
     if micro_batches < 2 * pipeline_ranks:
-        return zero_bubble_v(pipeline_ranks, micro_batches, waiting=2 * pipeline_ranks + 1)
+        return zero_bubble_v(pipeline_ranks, micro_batches)
     rows = []
     for rank in range(pipeline_ranks):
         row = _Row((rank, 2 * pipeline_ranks - 1 - rank))
@@ -118,37 +118,41 @@ _PREFERENCES = (
 """What a rank does first of what it can do at once; weight parts come last. No order is the best for every p and m."""
 
 
-def zero_bubble_v(pipeline_ranks: int, micro_batches: int, *, waiting: int | None = None) -> list[list[Action]]:
+def zero_bubble_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
     """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), found by list scheduling.
 
     On a clock of unit passes every rank runs what can start first, weight parts only where nothing else can; of a few
     orders of preference the one with the shortest step is taken. At most 2p passes of a virtual stage wait on a rank,
-    1F1B's memory; idle time is p - 1 or little more if m >= p.
+    1F1B's memory; idle time is p - 1, or with more than 4 ranks a little more, if m >= p.
 
     Args:
         pipeline_ranks: p.
         micro_batches: m.
-        waiting: most passes of a virtual stage between forward pass and weight part on a rank; None for 2p.
     """
-    limit = 2 * pipeline_ranks if waiting is None else waiting
-    found = [_ListScheduler(pipeline_ranks, micro_batches, limit, order) for order in _PREFERENCES]
+    # With two ranks an order that reckons with slow messages is as short without them; with more ranks none is.
+    message = 1 / 16 if pipeline_ranks == 2 else 0.0
+    found = [_ListScheduler(pipeline_ranks, micro_batches, message, order) for order in _PREFERENCES]
     for scheduler in found:
         scheduler.run()
     return min(found, key=lambda scheduler: max(scheduler.free)).rows
 
 
 class _ListScheduler:
-    """Writes down a V-shaped order pass by pass, on a clock on which every pass takes 1 and a message nothing."""
+    """Writes down a V-shaped order pass by pass, on a clock on which every pass takes 1 and a message `message`."""
 
     def __init__(
-        self, ranks: int, micro_batches: int, waiting: int, preference: Sequence[tuple[ActionKind, int]]
+        self,
+        ranks: int,
+        micro_batches: int,
+        message: float,
+        preference: Sequence[tuple[ActionKind, int]],
     ) -> None:
-        self.ranks, self.micro_batches, self.waiting = ranks, micro_batches, waiting
+        self.ranks, self.micro_batches, self.message = ranks, micro_batches, message
         self.preference = (*preference, (_WEIGHT, _DOWN), (_WEIGHT, _UP))
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
-        self.free = [0] * ranks
+        self.free = [0.0] * ranks
         self._live = [0] * ranks
-        self._ends: dict[tuple[ActionKind, int], list[int]] = {
+        self._ends: dict[tuple[ActionKind, int], list[float]] = {
             (kind, stage): [] for kind in (_FORWARD, _INPUT, _WEIGHT) for stage in range(2 * ranks)
         }
 
@@ -172,9 +176,9 @@ class _ListScheduler:
         inside = min(max(stage, 0), 2 * self.ranks - 1)
         return min(inside, 2 * self.ranks - 1 - inside)
 
-    def _next(self, rank: int) -> tuple[int, int, ActionKind, int] | None:
+    def _next(self, rank: int) -> tuple[float, int, ActionKind, int] | None:
         """What a rank runs next: (start, place in its preference, kind, stage); None while it can run nothing."""
-        best: tuple[int, int, ActionKind, int] | None = None
+        best: tuple[float, int, ActionKind, int] | None = None
         for place, (kind, way) in enumerate(self.preference):
             stage = rank if way == _DOWN else 2 * self.ranks - 1 - rank
             ready = self._ready(kind, stage, rank)
@@ -182,7 +186,7 @@ class _ListScheduler:
                 best = max(ready, self.free[rank]), place, kind, stage
         return best
 
-    def _ready(self, kind: ActionKind, stage: int, rank: int) -> int | None:
+    def _ready(self, kind: ActionKind, stage: int, rank: int) -> float | None:
         """When what a pass needs is there; None if something it needs has not run, or no memory is left."""
         micro_batch = len(self._ends[kind, stage])
         if micro_batch == self.micro_batches:
@@ -193,10 +197,15 @@ class _ListScheduler:
             needed = [(_FORWARD, stage), (_INPUT, stage + 1)]
         else:
             # A pass down is followed by one up, for which memory must be left.
-            if self._live[rank] + (2 if stage < self.ranks else 1) > self.waiting:
+            if self._live[rank] + (2 if stage < self.ranks else 1) > 2 * self.ranks:
                 return None
             needed = [(_FORWARD, stage - 1)]
-        rows = [self._ends[key] for key in needed if key in self._ends]
-        if any(len(row) <= micro_batch for row in rows):
-            return None
-        return max((row[micro_batch] for row in rows), default=0)
+        ready = 0.0
+        for key in needed:
+            ends = self._ends.get(key)  # None before the first and after the last stage
+            if ends is None:
+                continue
+            if len(ends) <= micro_batch:
+                return None
+            ready = max(ready, ends[micro_batch] + (0 if self._rank_of(key[1]) == rank else self.message))
+        return ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -119,6 +120,28 @@ def mean_costs(traces: Sequence[RankTrace], num_stages: int) -> ScheduleCosts:
     transits = [transit for transit in _transits(traces) if transit > 0]
     latency = fmean(transits) if transits else 0.0
     return ScheduleCosts([mean(ActionKind.forward, stage) for stage in stages], first, second, latency)
+
+
+def measured_layer_costs(costs: ScheduleCosts, bounds: Sequence[int]) -> tuple[float, float, float] | None:
+    """What `parallel.layer_costs` wants, from the costs of stages: the embedding and the head in blocks.
+
+    A block costs what it does on the stages between the first and the last, and the ends what is left there.
+
+    Args:
+        costs: of each virtual stage.
+        bounds: virtual stage i holds layers bounds[i] to bounds[i + 1] - 1: embedding, blocks, final norm, head.
+
+    Returns:
+        Costs of the embedding, of a block (1) and of the head; None without a stage in between.
+    """
+    totals = [sum(parts) for parts in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)]
+    layers = [end - start for start, end in pairwise(bounds)]
+    inner, blocks = sum(totals[1:-1]), sum(layers[1:-1])
+    if len(layers) != len(totals) or not blocks or not inner:
+        return None
+    block = inner / blocks
+    embedding, head = (max(0.0, totals[i] / block - (layers[i] - ends)) for i, ends in ((0, 1), (-1, 2)))
+    return embedding, 1.0, head
 
 
 def _transits(traces: Sequence[RankTrace]) -> Iterator[float]:

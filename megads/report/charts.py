@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megads.report.history import FloatArray, RunHistory
 from megads.report.series import axis_top, envelope, finite, smooth, smoothing_width
-from megads.report.step_timeline import draw_step_timeline
+from megads.report.step_timeline import draw_step_timeline, read_steps
 from megads.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.report.timeline import draw_timeline
 
@@ -24,6 +24,7 @@ _VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
 
 def run_charts(history: RunHistory) -> list[Chart]:
     """The charts of a run in the order of its page."""
+    steps = read_steps(history.run_dir)
     return [
         Chart(
             "loss", "Training loss, validation loss and unigram loss over steps", partial(draw_loss, history), wide=True
@@ -36,7 +37,7 @@ def run_charts(history: RunHistory) -> list[Chart]:
         Chart(
             "step_timeline",
             "What every rank did in one step, measured and simulated",
-            partial(draw_step_timeline, history),
+            partial(draw_step_timeline, history, steps),
             wide=True,
         ),
         Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),

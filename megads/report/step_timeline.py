@@ -14,14 +14,14 @@ from matplotlib.figure import Figure
 from megads.errors import ConfigError
 from megads.parallel.schedule import Schedule, build_schedule
 from megads.parallel.schedule_clock import run_clock
-from megads.plan.step_trace import Bar, RankTrace, mean_costs, perfetto_trace, simulated_step
+from megads.plan.step_trace import Bar, RankTrace, mean_costs, measured_layer_costs, perfetto_trace, simulated_step
 from megads.report.history import RunHistory, number
 from megads.report.step_picture import Panel, draw_steps
 
 TIMELINE_FOLDER = "timeline"
 _FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
-_MOST_STEPS = 20
-"""Steps in a trace, the last ones; each has thousands of events on many ranks."""
+_MOST_STEPS = 5
+"""Timed steps that are read, the last ones; each has thousands of events on many ranks."""
 
 
 def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
@@ -93,13 +93,21 @@ def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | 
         return None
 
 
-def draw_step_timeline(history: RunHistory, wide: bool = True) -> Figure | None:
+def layer_costs(history: RunHistory) -> tuple[float, float, float] | None:
+    """Costs of the embedding, a block and the head in blocks, over all timed steps; None where they cannot be told."""
+    traces = [trace for step in read_steps(history.run_dir).values() for trace in step]
+    bounds = history.last_event("start").get("stages")
+    if not traces or not isinstance(bounds, list) or not all(isinstance(bound, int) for bound in bounds):
+        return None
+    return measured_layer_costs(mean_costs(traces, len(bounds) - 1), bounds)
+
+
+def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]], wide: bool = True) -> Figure | None:
     """The last timed step as it was, below it as the clock has it with the measured mean costs."""
-    steps = read_steps(history.run_dir)
     if not steps:
         return None
     most = max(len(traces) for traces in steps.values())
-    step, traces = next((step, traces) for step, traces in reversed(steps.items()) if len(traces) == most)
+    step, traces = next((step, traces) for step, traces in reversed(list(steps.items())) if len(traces) == most)
     panels = [Panel(f"measured, step {step:,}", traces)]
     schedule = schedule_of(history, traces)
     if schedule is not None:
@@ -110,7 +118,7 @@ def draw_step_timeline(history: RunHistory, wide: bool = True) -> Figure | None:
 
 
 def step_trace_json(run_dir: Path) -> bytes | None:
-    """All timed steps for ui.perfetto.dev; None where there are none."""
+    """The last timed steps for ui.perfetto.dev; None where there are none."""
     steps = read_steps(run_dir)
     if not steps:
         return None

@@ -9,7 +9,15 @@ import pytest
 
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
-from megads.plan.step_trace import Bar, RankTrace, idle_share, mean_costs, perfetto_trace, simulated_step
+from megads.plan.step_trace import (
+    Bar,
+    RankTrace,
+    idle_share,
+    mean_costs,
+    measured_layer_costs,
+    perfetto_trace,
+    simulated_step,
+)
 
 COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5, 2.0], latency=0.25)
 
@@ -28,6 +36,18 @@ def test_costs_are_found_again(name: str) -> None:
     assert found.latency == pytest.approx(0.25)
     again = run_clock(build_schedule(name, ranks, None, 6), found)
     assert again.step_time == pytest.approx(timeline.step_time)
+
+
+def test_costs_of_layers_are_found() -> None:
+    """Catches a block that is counted at the ends twice, or the final norm as one: 4 a block, 1 and 6 at the ends."""
+    blocks, bounds = (1, 3, 2, 0), (0, 2, 5, 7, 9)
+    totals = [4.0 * number for number in blocks]
+    totals[0] += 1
+    totals[-1] += 6
+    costs = ScheduleCosts([total / 4 for total in totals], [total / 2 for total in totals], [t / 4 for t in totals])
+    assert measured_layer_costs(costs, bounds) == pytest.approx((0.25, 1.0, 1.5))
+    two = ScheduleCosts([1.0, 1.0], [1.0, 1.0], [1.0, 1.0])
+    assert measured_layer_costs(two, (0, 3, 7)) is None, "ends alone do not tell blocks from the rest"
 
 
 def test_idle_time_is_the_clock_s() -> None:

@@ -21,7 +21,7 @@ from megads.report.style import house_style
 from megads.report.write import write_report
 from megads.runtime.run_dir import CONFIG_FILE
 from tests.report.test_write import assert_self_contained
-from tests.report.written_runs import BEGIN, write_start, write_steps
+from tests.report.written_runs import BEGIN, write_events, write_start, write_steps
 
 SECONDS = ScheduleCosts([0.02] * 4, [0.03] * 4, [0.01] * 4, latency=0.004)
 
@@ -84,7 +84,7 @@ def test_torn_files_are_passed_over(tmp_path: Path) -> None:
     steps = read_steps(tmp_path)
     assert {step: len(traces) for step, traces in steps.items()} == {5: 2, 6: 1}
     with house_style():
-        figure = draw_step_timeline(read_history(tmp_path))
+        figure = draw_step_timeline(read_history(tmp_path), steps)
     assert figure is not None
     assert [axes.get_title(loc="left").partition(":")[0] for axes in figure.axes] == [
         "measured, step 5",
@@ -99,7 +99,7 @@ def test_the_simulated_step_is_the_run_s(tmp_path: Path) -> None:
     history = read_history(tmp_path)
     assert schedule_of(history, read_steps(tmp_path)[5]) == build_schedule("zb_v", 2, None, 4)
     with house_style():
-        figure = draw_step_timeline(history)
+        figure = draw_step_timeline(history, read_steps(tmp_path))
     assert figure is not None
     measured, simulated = (axes.get_title(loc="left").rpartition(": ")[2] for axes in figure.axes)
     assert measured == simulated
@@ -110,6 +110,7 @@ def test_the_simulated_step_is_the_run_s(tmp_path: Path) -> None:
 def test_report_has_the_picture_and_the_trace(tmp_path: Path) -> None:
     """Catches a report without what was timed; `test_write` has runs that timed nothing."""
     write_run(tmp_path)
+    write_events(tmp_path, ("start", {"step": 3, "total_steps": 3, "stages": [0, 2, 4, 6, 9]}))
     write_timeline(tmp_path, 5)
     write_timeline(tmp_path, 6)
     written = write_report(ReportConfig(run=str(tmp_path)))
@@ -117,6 +118,8 @@ def test_report_has_the_picture_and_the_trace(tmp_path: Path) -> None:
     page = written.page.read_text()
     assert_self_contained(page)
     assert "measured, step 6" in page and "weight part" in page
+    # The clock's costs are equal on all four stages, and the start says that they hold 1, 2, 2 and 1 blocks.
+    assert "[1.00,1,1.00]: embedding, a block, head, measured" in page
     assert written.trace == tmp_path / "report" / "timeline.trace.json"
     events = json.loads(written.trace.read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"step 5", "step 6"}
