@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,8 @@ from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig, Position
 from megads.optim.config import OptimConfig, ScheduleConfig
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config_path
 
@@ -180,7 +181,7 @@ def check_shape(config: RootConfig) -> None:
 
 def _check_layout(config: RootConfig) -> None:
     """The model must divide over tensor parallel ranks and pipeline stages, samples over context parallel ranks."""
-    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
+    model, tp = config.model, config.parallel.tp
     for name, value in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
         if value % tp:
             shown = "model.ffn_size (4 * hidden_size unless set)" if name == "ffn_width" else f"model.{name}"
@@ -188,13 +189,28 @@ def _check_layout(config: RootConfig) -> None:
                 f"{shown} = {value} is not divisible by parallel.tp = {tp}: every tensor parallel rank takes an equal "
                 "share; lower parallel.tp or change the model"
             )
-    if model.num_layers < pp:
-        raise ConfigError(
-            f"model.num_layers = {model.num_layers} is below parallel.pp = {pp}: every pipeline stage needs a block; "
-            "lower parallel.pp"
-        )
+    _check_stages(config)
     _check_context_parallel(config)
     _check_sequence_parallel(config)
+
+
+def _check_stages(config: RootConfig) -> None:
+    """Every stage needs a block, but for a first and a last one that are told to do without."""
+    model, parallel = config.model, config.parallel
+    alone = (parallel.first_stage_blocks, parallel.last_stage_blocks).count(0)
+    if model.num_layers < parallel.num_stages - alone:
+        stages = f"parallel.pp = {parallel.pp}"
+        remedy = "lower parallel.pp"
+        if parallel.num_stages > parallel.pp:
+            virtual = parallel.num_stages // parallel.pp
+            stages = f"parallel.pp * virtual_stages = {parallel.pp} * {virtual}"
+            remedy = "lower one of them"
+        raise ConfigError(
+            f"model.num_layers = {model.num_layers} is below {stages}: every pipeline stage needs a block; {remedy}"
+        )
+    estimated = parallel.partition is Partition.auto
+    known = replace(parallel, partition=Partition.weighted) if estimated else parallel
+    stage_bounds([1.0] * (model.num_layers + 2), known)
 
 
 def _check_sequence_parallel(config: RootConfig) -> None:

@@ -33,6 +33,7 @@ from megads.data.skip import require_same_past, skips_of
 from megads.data.unigram import unigram_entropy
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
+from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.optim.schedule import learning_rate
@@ -86,6 +87,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
             NonFiniteHook(events, config.train.max_nonfinite_steps),
             checkpoint_hook(config, run_dir, engine, state, events, fence),
         ]
+        hooks += timeline_hooks(config, run_dir, engine)
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         announce(config, engine, device, state, events)
         announce_data(config, train_samples, state, events)
@@ -233,9 +235,9 @@ def rate_schedule(config: RootConfig) -> Callable[[int], float]:
     return lambda samples: learning_rate(samples, config.optim, config.schedule, decay)
 
 
-def needs_tokens(grid: ParallelGrid) -> bool:
-    """Only the ends of the pipeline read tokens and labels; the middle gets BatchInfo."""
-    return grid.pp.is_first or grid.pp.is_last
+def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:
+    """Only the ranks of the first and the last stage read tokens and labels; the others get BatchInfo."""
+    return grid.pp.rank in config.parallel.placement.ends
 
 
 def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState) -> TrainLoader:
@@ -248,7 +250,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, s
         grid.dp.size,
         config.model.vocabulary,
         start_sample=state.samples,
-        needs_tokens=needs_tokens(grid),
+        needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
         packing=packing(config),
     )
@@ -285,6 +287,12 @@ def checkpoint_hook(
     )
 
 
+def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:
+    """Times steps, where that is asked for."""
+    every_steps = config.logging.timeline_every_steps
+    return [] if every_steps is None else [TimelineHook(engine, run_dir, every_steps, engine.grid)]
+
+
 def validation_hook(
     config: RootConfig,
     grid: ParallelGrid,
@@ -303,7 +311,7 @@ def validation_hook(
             grid.dp.rank,
             grid.dp.size,
             config.model.vocabulary,
-            needs_tokens(grid),
+            needs_tokens(config, grid),
             VALIDATION_MICRO_BATCHES,
             replace(packing(config), mask_eod=False),
         )

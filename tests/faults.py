@@ -80,6 +80,26 @@ def die_after_a_step(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
+    """The launcher is killed, and the ranks with it, while the faulty rank computes what backward passes put off."""
+
+    def prepare(engine: Any) -> None:
+        optimizer, calls = engine._engine.optimizer, 0
+        inner = optimizer.take
+
+        def take(*gradient: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 7:
+                os.kill(os.getppid(), signal.SIGKILL)
+                signal.pause()
+            inner(*gradient)
+
+        optimizer.take = take
+
+    return _train(config, run_dir, prepare)
+
+
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> int:
     """Trains; the faulty rank's engine is broken just before the faulty step, counted from this start."""
     from megads import train

@@ -21,6 +21,7 @@ from megads.batch import BatchInfo
 from megads.engine.interface import TrainEngine
 from megads.model.dropout import Dropout
 from megads.parallel.config import ParallelConfig
+from megads.parallel.schedule import ScheduleName
 from megads.verify import checks
 from megads.verify import run as verified
 from megads.verify.checks import (
@@ -79,6 +80,10 @@ LAYOUTS = {
     "pp2dp3": ParallelConfig(pp=2, dp=3),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
+    "pp2 interleaved": ParallelConfig(pp=2, schedule=ScheduleName.interleaved),
+    "pp2 zb_h1": ParallelConfig(pp=2, schedule=ScheduleName.zb_h1),
+    "pp2 zb_v": ParallelConfig(pp=2, schedule=ScheduleName.zb_v),
+    "pp2dp2 dualpipe_v": ParallelConfig(pp=2, dp=2, schedule=ScheduleName.dualpipe_v, bucket_elements=SMALL_BUCKET),
     "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
     "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),

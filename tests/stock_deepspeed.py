@@ -11,11 +11,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 
-from megads.batch import MicroBatch
+from megads.batch import BatchInfo, MicroBatch
 from megads.engine.deepspeed_setup import prepare_deepspeed
-from megads.engine.pipeline_engine import StageEngine
-from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.stage_pipeline import StagePipeline, placement_of, run_stages
 from megads.engine.token_mean import TokenMeanLoss
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
@@ -23,43 +23,76 @@ from megads.parallel.grid import build_grid
 from tests.parity import Scenario, initial_weights, step_batches
 
 
+class StockPipeline(StagePipeline):
+    """Our stages as DeepSpeed calls them: with one argument.
+
+    Attributes:
+        info: of the micro-batch in flight; the engine sets it before each forward pass.
+    """
+
+    info: BatchInfo
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return run_stages(self.chunks[self.stage_id], hidden, self.info)
+
+
 class StockEngine(PipelineEngine):
     """DeepSpeed's engine but for reading our micro-batches."""
 
-    optimizer: BF16_Optimizer
-    module: StagePipeline
+    module: StockPipeline
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
         """One step."""
-        StageEngine._begin(self, micro_batches)
+        self._micro_batches, self._loaded, self._forwarded = micro_batches, 0, 0
+        self.micro_batches = len(micro_batches)
+        self.total_loss = self.total_additional_losses = None
+        self._compute_loss = True
         self.module.train()
         self._exec_schedule(self._train_schedule())
 
+    def _load_micro_batch(self, buffer_id: int) -> None:
+        batch = self._micro_batches[self._loaded]
+        self._loaded += 1
+        if self.is_first_stage():
+            self.pipe_buffers["inputs"][buffer_id] = batch.tokens_bs.to(self.device)
+        if self.is_last_stage():
+            labels = (batch.labels_bs.to(self.device), batch.loss_mask_bs.to(self.device))
+            self.pipe_buffers["labels"][buffer_id] = labels
+
+    def _forward_pass(self, buffer_id: int) -> None:
+        # 1F1B runs the forwards of a stage in order, so the n-th one belongs to micro-batch n.
+        self.module.info = self._micro_batches[self._forwarded].info.to(self.device)
+        self._forwarded += 1
+        self._exec_forward_pass(buffer_id)
+
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
         **PipelineEngine._INSTRUCTION_MAP,
-        schedule.LoadMicroBatch: StageEngine._load_micro_batch,
-        schedule.ForwardPass: StageEngine._forward_pass,
+        schedule.LoadMicroBatch: _load_micro_batch,
+        schedule.ForwardPass: _forward_pass,
     }
 
 
-def build_stock(scenario: Scenario, dp: int) -> StockEngine:
-    """ZeRO-1 in bf16 with gradients that accumulate and reduce in fp32, over `dp` ranks; untied models only."""
-    assert scenario.dtype is torch.bfloat16 and not scenario.model.tie_embeddings
+def build_stock(scenario: Scenario, parallel: ParallelConfig) -> StockEngine:
+    """DeepSpeed's engine; data and pipeline parallel layouts and untied models only.
+
+    In bf16 it is ZeRO-1 with gradients that accumulate and reduce in fp32, in fp32 plain AdamW.
+    """
+    assert not scenario.model.tie_embeddings
     prepare_deepspeed()
-    parallel = ParallelConfig(dp=dp)
+    low = scenario.dtype is torch.bfloat16
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     loss = TokenMeanLoss(scenario.model.vocabulary, grid)
     value = initial_weights(scenario) or (lambda name, shape: torch.zeros(shape))
-    module = StagePipeline(scenario.model, parallel, grid, scenario.seed, value, torch.device("cpu"), loss)
+    module = StockPipeline(scenario.model, parallel, grid, scenario.seed, value, torch.device("cpu"), loss)
     named = [(placement_of(p).key, p) for p in module.parameters()]
     groups = parameter_groups(named, tied_name=None, weight_decay=scenario.optim.weight_decay)
     config = {
         "train_batch_size": scenario.global_batch_size,
         "train_micro_batch_size_per_gpu": scenario.micro_batch_size,
         "gradient_clipping": scenario.clip_grad,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1 if low else 0},
         "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": low},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
@@ -70,12 +103,12 @@ def build_stock(scenario: Scenario, dp: int) -> StockEngine:
     engine = StockEngine(
         args=None, model=module, optimizer=adamw, mpu=mpu, config=config, config_class=DeepSpeedConfig(config, mpu)
     )
-    assert type(engine.optimizer) is BF16_Optimizer
+    assert not low or type(engine.optimizer) is BF16_Optimizer
     return engine
 
 
 def train_stock(scenario: Scenario, dp: int, steps: int = 2) -> None:
     """Builds the engine and trains."""
-    engine = build_stock(scenario, dp)
+    engine = build_stock(scenario, ParallelConfig(dp=dp))
     for step in range(steps):
         engine.train(step_batches(scenario, step, dist.get_rank() % dp, dp))

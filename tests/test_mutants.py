@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
@@ -25,7 +24,9 @@ import megads.engine.token_mean
 import megads.engine.training
 import megads.parallel.recompute
 from megads.batch import BatchInfo, MicroBatch
+from megads.engine import instructions
 from megads.engine.bucket import Bucket
+from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.sharded_engine import ShardedEngine
@@ -39,15 +40,22 @@ from megads.parallel import collectives, context, cross_entropy
 from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
+from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import ScheduleName
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
+from megads.parallel.weight_gradients import PutOff
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = PARITY_LAYOUTS | {"pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full)}
+LAYOUTS = PARITY_LAYOUTS | {
+    "pp2 recomputed": ParallelConfig(pp=2, recompute=Recompute.full),
+    # The rank in the middle receives gradients and puts weights' parts off beyond the next message.
+    "pp3 zb_h1": ParallelConfig(pp=3, schedule=ScheduleName.zb_h1),
+}
 
 
 def local_alibi_slopes() -> None:
@@ -81,14 +89,15 @@ def bf16_reduction() -> None:
 
 
 def averaged_micro_batches() -> None:
-    """What DeepSpeed does to every loss unless it is told that there is one micro-batch."""
-    inner = megads.engine.training.deepspeed_config
+    """What DeepSpeed's own backward pass does to every loss unless it is told that there is one micro-batch."""
+    inner = TokenMeanLoss.__call__
 
-    def config(*args: Any) -> Any:
-        settings = inner(*args)
-        return settings | {"train_batch_size": 2 * settings["train_batch_size"], "gradient_accumulation_steps": 2}
+    def loss(self: TokenMeanLoss, logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        found = inner(self, logits, targets)
+        # The value alone stays right.
+        return found.detach() + (found - found.detach()) / 2
 
-    megads.engine.training.deepspeed_config = config
+    TokenMeanLoss.__call__ = loss
 
 
 def averaged_replicas() -> None:
@@ -303,14 +312,14 @@ def recomputation_of_the_latest_micro_batch() -> None:
         inner(block)
 
     latest: list[Any] = []
-    begin = StageEngine._INSTRUCTION_MAP[schedule.ForwardPass]
+    begin = StageEngine._INSTRUCTION_MAP[instructions.Forward]
 
-    def forward_pass(self: StageEngine, buffer_id: int) -> None:
-        latest[:] = [self._micro_batches[self._forwarded].info]
-        begin(self, buffer_id)
+    def forward_pass(self: StageEngine, micro_batch: int, stage: int) -> None:
+        latest[:] = [self._micro_batches[micro_batch].info]
+        begin(self, micro_batch, stage)
 
     megads.parallel.recompute.recompute_module = recompute_module
-    StageEngine._INSTRUCTION_MAP |= {schedule.ForwardPass: forward_pass}
+    StageEngine._INSTRUCTION_MAP |= {instructions.Forward: forward_pass}
 
 
 def dropout_redrawn_in_recomputation() -> None:
@@ -325,6 +334,73 @@ def dropout_redrawn_in_recomputation() -> None:
         return inner(self, x, info, **where)
 
     Dropout.forward = forward
+
+
+def a_weight_part_dropped() -> None:
+    inner = PutOff.settle
+
+    def settle(self: PutOff, take: Any) -> None:
+        self._owed.pop()
+        inner(self, take)
+
+    PutOff.settle = settle
+
+
+def weight_parts_of_the_last_micro_batch_lost() -> None:
+    inner = StageEngine._INSTRUCTION_MAP[instructions.BackwardWeight]
+
+    def backward_weight(self: StageEngine, micro_batch: int, stage: int) -> None:
+        if micro_batch < len(self._micro_batches) - 1:
+            inner(self, micro_batch, stage)
+
+    StageEngine._INSTRUCTION_MAP |= {instructions.BackwardWeight: backward_weight}
+
+
+def buffer_given_back_after_the_forward_pass() -> None:
+    inner = StageEngine._run_forward
+
+    def run_forward(self: StageEngine, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
+        inner(self, micro_batch, stage, hidden, None)
+        if buffer is not None:
+            self._messages.release(buffer)
+
+    StageEngine._run_forward = run_forward
+
+
+def buffers_given_back_before_the_weight_part() -> None:
+    inner = StageEngine._run_backward
+
+    def run_backward(self: StageEngine, *args: Any) -> list[Tensor]:
+        for buffer in inner(self, *args):
+            self._messages.release(buffer)
+        return []
+
+    StageEngine._run_backward = run_backward
+
+
+def messages_received_in_another_order() -> None:
+    inner = Messages._post_ahead
+
+    def post_ahead(self: Messages, peer: int) -> None:
+        due = self._links[peer].due
+        if len(due) > 1 and due[0].kind is due[1].kind is ActionKind.receive_gradient:
+            due[0], due[1] = due[1], due[0]
+        inner(self, peer)
+
+    Messages._post_ahead = post_ahead
+
+
+def gradients_reduced_with_the_first_virtual_stage() -> None:
+    """The last backward pass of any stage ends the step's, as if each rank had one stage."""
+    inner = StageEngine._note_last
+
+    def note_last(self: StageEngine, micro_batch: int) -> None:
+        inner(self, micro_batch)
+        if self.optimizer.last_backward:
+            for bucket in self.optimizer.buckets:
+                bucket.missing = min(bucket.missing, 1)
+
+    StageEngine._note_last = note_last
 
 
 def bias_of_the_second_chunk_dropped() -> None:
@@ -384,8 +460,8 @@ def positions_counted_from_the_rank() -> None:
 
 def tokens_summed_over_data_parallel_only() -> None:
     inner = megads.engine.training.global_tokens
-    megads.engine.training.global_tokens = lambda batches, grid, device: inner(
-        batches, replace(grid, data=grid.dp), device
+    megads.engine.training.global_tokens = lambda batches, grid, *where: inner(
+        batches, replace(grid, data=grid.dp), *where
     )
 
 
@@ -447,6 +523,12 @@ CASES = [
     Case(embedding_norm_decays, "single", parity.check_curve, scenario_with(steps=5)),
     Case(recomputation_of_the_latest_micro_batch, "pp2 recomputed", parity.check_first_step, DROPOUT),
     Case(dropout_redrawn_in_recomputation, "pp2 recomputed", parity.check_first_step, DROPOUT),
+    Case(a_weight_part_dropped, "pp2 zb_h1", parity.check_first_step),
+    Case(weight_parts_of_the_last_micro_batch_lost, "pp2 zb_h1", parity.check_first_step),
+    Case(buffer_given_back_after_the_forward_pass, "pp2 interleaved", parity.check_first_step),
+    Case(buffers_given_back_before_the_weight_part, "pp3 zb_h1", parity.check_first_step),
+    Case(messages_received_in_another_order, "pp2 interleaved", parity.check_first_step),
+    Case(gradients_reduced_with_the_first_virtual_stage, "pp2dp2 dualpipe_v", parity.check_first_step),
     Case(bias_of_the_second_chunk_dropped, "cp2", parity.check_first_step),
     Case(keys_and_values_in_rank_order, "cp2", parity.check_first_step),
     Case(key_and_value_gradients_not_summed_over_context, "cp2", parity.check_first_step),

@@ -79,6 +79,26 @@ def test_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) ->
     assert checksums(checkpoint_of(killed, 10)) == checksums(checkpoint_of(reference, 10)), moment
 
 
+@pytest.mark.slow
+def test_a_kill_in_the_middle_of_a_schedule(corpus: Path, megads: StartCommand) -> None:
+    """N5 where micro-batches are in flight on virtual stages. Catches gradients or messages that outlive their step."""
+    overrides = small_model(
+        corpus, parallel__pp=2, parallel__schedule="zb_v", model__num_layers=4, train__steps=4,
+        checkpoint__every_steps=2, logging__timeline_every_steps=4,
+    )  # fmt: skip
+    reference, killed = megads.folder / "reference", megads.folder / "killed"
+    assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
+    assert megads("train", *overrides, f"run.dir={killed}", fault="die_in_a_weight_part").end().code == -9
+    assert last_step(killed) == 2
+    again = megads("train", *overrides, f"run.dir={killed}").end()
+    assert (again.code, again.err) == (0, "")
+    assert events_of(killed, "resume")[0]["step"] == 2
+    assert steps_of(killed) == steps_of(reference)
+    assert checksums(checkpoint_of(killed, 4)) == checksums(checkpoint_of(reference, 4))
+    files = sorted(path.name for path in (reference / "timeline").iterdir())
+    assert files == ["step_00000004.rank_00000.json", "step_00000004.rank_00001.json"]
+
+
 # Each layout continues the run of the one before: vocabulary padding, data parallel size and stages change. 509 tokens
 # do not divide by 2 or 3.
 CHAIN = [

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from megads.config import Precision, RootConfig
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
 from megads.plan.recompute_choice import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
+from megads.plan.step_time import with_estimated_partition
 from megads.runtime.machine_memory import (
     GPU_PROCESS_BYTES,
     HEAP_SHARE,
@@ -112,6 +113,30 @@ def plan_of(config: RootConfig, *, cuda: bool) -> MemoryPlan:
 def micro_batches(config: RootConfig) -> int:
     """Micro-batches of one data-parallel rank in a step of the full batch size."""
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
+
+
+def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
+    """Replaces what a layout leaves to the launcher by explicit values: the partition, then recomputation.
+
+    Args:
+        config: the run.
+        machine: where it runs; None where that is not known, which leaves recomputation as it is.
+
+    Returns:
+        The config, and why it has these values, for people; nothing where nothing was to choose, or not yet.
+    """
+    choices = []
+    if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
+        parallel = with_estimated_partition(config.model, config.parallel, config.train.seq_len)
+        config = dataclasses.replace(config, parallel=parallel)
+        _, block, head = parallel.layer_costs or (0.0, 1.0, 0.0)
+        choices.append(
+            f"parallel.partition=auto: by FLOPs the head weighs {head / block:.3g} blocks, the embedding none"
+        )
+    if machine is not None:
+        config, choice = choose_recompute(config, machine)
+        choices += [choice] if choice else []
+    return config, choices
 
 
 def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:

@@ -5,48 +5,93 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megads.cli.memory_check import Machine, Room, choose_recompute, gib, micro_batches, parts, plan_of, this_machine
+from megads.cli.memory_check import Machine, Room, gib, micro_batches, parts, plan_of, settle_auto, this_machine
+from megads.cli.plan import PlanConfig
 from megads.cli.rank_table import places_json, rank_table
+from megads.cli.report import require_matplotlib
+from megads.cli.schedule_table import (
+    candidates,
+    outlook_json,
+    outlook_of,
+    refusals,
+    schedule_line,
+    schedule_table,
+    schedules_json,
+)
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.parallel.config import Recompute
 from megads.plan.flops import hardware_flops_per_token, model_flops_per_token
-from megads.plan.memory import MemoryPlan, StageMemory, bubble_share
+from megads.plan.memory import MemoryPlan, StageMemory
+from megads.plan.step_time import Outlook, Speed
+from megads.plan.step_trace import perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
 
 _TABLE_WIDTH = 176
 """Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
 
 
-def show(config: RootConfig, device: str, *, as_text: bool, ranks: bool) -> None:
-    """Prints the plan of a run.
-
-    Args:
-        config: the run.
-        device: "cpu", "cuda", or "auto" for what this machine has.
-        as_text: tables, else JSON.
-        ranks: say also which rank holds what.
-    """
-    machine = _machine(config, device)
+def show(asked: PlanConfig) -> None:
+    """Prints the plan of a run, and draws its schedule if asked."""
+    machine = _machine(asked, asked.device.value)
+    config: RootConfig = asked
     if machine is None and config.parallel.recompute is Recompute.auto:
         raise ConfigError(
             "parallel.recompute = auto goes by the memory of a GPU, and this machine has none: set "
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
-    config, choice = choose_recompute(config, machine) if machine else (config, "")
+    config, choices = settle_auto(config, machine)
     plan = plan_of(config, cuda=machine is None or machine.per_gpu)
     room = machine.room(plan) if machine else None
-    if as_text:
-        _print(config, plan, room, choice, ranks)
-    else:
-        held = {"places": places_json(config)} if ranks else {}
-        print(json.dumps(as_json(config, plan, room) | held, indent=2))
+    speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
+    found = outlook_of(config, speed)
+    if asked.timeline is not None:
+        _draw(found, Path(asked.timeline), timed=asked.rank_tflops is not None)
+    compared = list(candidates(config, machine, speed)) if asked.schedules else []
+    if asked.json:
+        held = {"places": places_json(config)} if asked.ranks else {}
+        schedules = {"schedules": schedules_json(compared)} if compared else {}
+        print(json.dumps(as_json(config, plan, room, found) | held | schedules, indent=2))
+        return
+    console = Console(highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)
+    _print(console, config, plan, room, found, choices)
+    if compared:
+        console.print(schedule_table(compared, in_seconds=asked.rank_tflops is not None))
+        for reason in refusals(compared):
+            console.print(reason)
+    if asked.ranks:
+        console.print(rank_table(config))
+
+
+def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
+    """Writes the planned step as a picture, or for Perfetto.
+
+    Raises:
+        ConfigError: the file cannot be written, or matplotlib is not there.
+    """
+    traces, schedule = simulated_step(found.timeline), found.schedule
+    title = f"{schedule.name}, {schedule.placement.num_ranks} ranks, {schedule.micro_batches} micro-batches, planned"
+    try:
+        if path.suffix == ".json":
+            path.write_text(json.dumps(perfetto_trace({title: traces})))
+            return
+        require_matplotlib()
+        from megads.report.step_picture import Panel, draw_steps
+        from megads.report.style import house_style
+
+        with house_style():
+            draw_steps([Panel(title, traces)], timed=timed).savefig(path, facecolor="white", dpi=160)
+    except OSError as error:
+        raise ConfigError(f"timeline = {path} cannot be written ({error.strerror}): choose another file") from error
 
 
 def _machine(config: RootConfig, device: str) -> Machine | None:
@@ -62,7 +107,7 @@ def _machine(config: RootConfig, device: str) -> Machine | None:
 
 def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
     """What a step of the full batch size computes, by name, for people and machines alike."""
-    train, parallel = config.train, config.parallel
+    train = config.train
     flops = model_flops_per_token(config.model, train.seq_len)
     blocks = [mode for stage in plan.stages for mode in stage.recomputation]
     tokens = train.global_batch_size * train.seq_len
@@ -72,11 +117,10 @@ def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "flops_per_step": flops * tokens,
         "micro_batches": micro_batches(config),
-        "bubble_share": bubble_share(parallel.pp, micro_batches(config)),
     }
 
 
-def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str, Any]:
+def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outlook) -> dict[str, Any]:
     """The plan as plain dicts; all sizes in bytes."""
     stages = []
     for stage in plan.stages:
@@ -92,13 +136,15 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None) -> dict[str
         "all_ranks_bytes": plan.all_ranks,
         "machine": None if room is None else {**dataclasses.asdict(room), "fits": room.fits},
         **compute(config, plan),
+        "bubble_share": found.unit_bubble_share,
+        "pipeline": outlook_json(found),
         "stages": stages,
     }
 
 
-def _print(config: RootConfig, plan: MemoryPlan, room: Room | None, choice: str, ranks: bool) -> None:
-    console = Console(highlight=False)
-    console.width = max(console.width, _TABLE_WIDTH)
+def _print(
+    console: Console, config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outlook, choices: Sequence[str]
+) -> None:
     parallel, train, step = config.parallel, config.train, compute(config, plan)
     console.print(
         f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
@@ -106,13 +152,15 @@ def _print(config: RootConfig, plan: MemoryPlan, room: Room | None, choice: str,
     console.print(
         f"{step['flops_per_token']:.4g} FLOPs a token, {step['flops_per_step']:.4g} a step of "
         f"{step['tokens_per_step']:,} tokens = {step['micro_batches']} micro-batches x {train.micro_batch_size} "
-        f"samples x {parallel.dp} replicas x {train.seq_len} tokens; pipeline bubble {step['bubble_share']:.1%}"
+        f"samples x {parallel.dp} replicas x {train.seq_len} tokens"
     )
+    if parallel.pp > 1:
+        console.print(f"pipeline: {schedule_line(found)}")
     hardware = step["hardware_flops_per_token"]
     if hardware > step["flops_per_token"]:
         more = hardware / step["flops_per_token"] - 1
         console.print(f"{hardware:.4g} hardware FLOPs a token with what is recomputed, {more:+.1%}")
-    if choice:
+    for choice in choices:
         console.print(choice)
     console.print(_table(plan))
     largest = plan.largest
@@ -124,8 +172,6 @@ def _print(config: RootConfig, plan: MemoryPlan, room: Room | None, choice: str,
         console.print(f"  {gib(moment.total):>12} more: {moment.name}")
     if room is not None:
         console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
-    if ranks:
-        console.print(rank_table(config))
 
 
 def _recomputation(stage: StageMemory) -> str:

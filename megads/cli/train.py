@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from megads.config import (
     record_config,
 )
 from megads.errors import EXIT_OK, ConfigError, MegadsError
+from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
@@ -67,7 +68,7 @@ def run(config: RootConfig, invocation: Invocation) -> int:
 def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> Ended:
     """Prepares and starts the run; returns how it ended."""
     # It pulls in torch, for which the tab key must not wait.
-    from megads.cli.memory_check import choose_recompute, this_machine
+    from megads.cli.memory_check import settle_auto, this_machine
 
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
@@ -75,9 +76,9 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
     known, data = describe_data(config, preparation)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)
-    known, choice = choose_recompute(known, machine)
+    known, choices = settle_auto(known, machine)
     if config.run.dry_run:
-        print(describe(known, data, choice, machine))
+        print(describe(known, data, choices, machine))
         return Ended(EXIT_OK)
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
@@ -90,7 +91,7 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
     ):
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
-        if choice:
+        for choice in choices:
             console.say(choice)
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
@@ -172,17 +173,18 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
 
 
-def describe(config: RootConfig, data: str, choice: str, machine: Machine) -> str:
+def describe(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:
     """Returns what a run would do, for run.dry_run.
 
     Args:
         config: with its place.
         data: a line about the data.
-        choice: what was chosen of its layout and why; empty for nothing.
+        choices: what was chosen of its layout and why.
         machine: where the ranks would run.
     """
     from megads.cli.memory_check import memory_line
     from megads.cli.rank_table import rank_text
+    from megads.cli.schedule_table import schedule_text
 
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
@@ -204,14 +206,28 @@ def describe(config: RootConfig, data: str, choice: str, machine: Machine) -> st
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "memory": memory,
-        **({"chosen": choice} if choice else {}),
+        **_pipeline_rows(config),
+        **({"chosen": "; ".join(choices)} if choices else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }
     lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]
-    return "\n".join([*lines, rank_text(config, _TABLE_WIDTH)] if parallel.world_size > 1 else lines)
+    if parallel.partition is Partition.auto:
+        lines.append("which rank holds what is not known before the vocabulary is: parallel.partition=auto goes by it")
+    elif parallel.world_size > 1:
+        lines += [*schedule_text(config, machine, _TABLE_WIDTH), rank_text(config, _TABLE_WIDTH)]
+    return "\n".join(lines)
+
+
+def _pipeline_rows(config: RootConfig) -> dict[str, str]:
+    """What the pipeline's schedule promises, as a row of the dry run; none without a pipeline."""
+    from megads.cli.schedule_table import outlook_of, schedule_line
+
+    if config.parallel.pp == 1 or config.model.vocab_size is None:
+        return {}
+    return {"pipeline": schedule_line(outlook_of(config))}
 
 
 def _refuse_shared_place(config: RootConfig, invocation: Invocation) -> None:

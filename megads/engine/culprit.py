@@ -18,17 +18,20 @@ class Symptoms:
 
     Attributes:
         rank: global rank.
-        stage: its pipeline stage.
         weights: parameters that are not finite themselves.
-        forward: an activation it computed is not finite.
-        gradients: parameters whose own accumulated gradient is not finite.
+        forward_stage: the first of its virtual stages that computed an activation that is not finite; None if none did.
+        gradients: virtual stage and name of parameters whose own accumulated gradient is not finite.
     """
 
     rank: int
-    stage: int
     weights: tuple[str, ...] = ()
-    forward: bool = False
-    gradients: tuple[str, ...] = ()
+    forward_stage: int | None = None
+    gradients: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters among `gradients`, as many as are shown."""
+        return tuple(name for _, name in self.gradients[:SHOWN])
 
 
 def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:
@@ -39,10 +42,12 @@ def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:
     """
     for symptoms in sorted((s for s in ranks if s.weights), key=lambda s: s.rank):
         return Culprit(symptoms.rank, "weights", symptoms.weights[:SHOWN])
-    for symptoms in sorted((s for s in ranks if s.forward), key=lambda s: (s.stage, s.rank)):
-        return Culprit(symptoms.rank, "forward", symptoms.gradients[:SHOWN])
-    for symptoms in sorted((s for s in ranks if s.gradients), key=lambda s: (-s.stage, s.rank)):
-        return Culprit(symptoms.rank, "backward", symptoms.gradients[:SHOWN])
+    forward = [(s.forward_stage, s.rank, s) for s in ranks if s.forward_stage is not None]
+    for _, rank, symptoms in sorted(forward, key=lambda found: found[:2]):
+        return Culprit(rank, "forward", symptoms.names)
+    backward = [(-max(stage for stage, _ in s.gradients), s.rank, s) for s in ranks if s.gradients]
+    for _, rank, symptoms in sorted(backward, key=lambda found: found[:2]):
+        return Culprit(rank, "backward", symptoms.names)
     return Culprit(min(s.rank for s in ranks), "gradient norm")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megads.batch import MicroBatch
 from megads.parallel.grid import ParallelGrid
+from megads.runtime.spans import Span
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class TrainEngine(Protocol):
 
     @property
     def bounds(self) -> list[int]:
-        """Pipeline stage s holds the model's stages bounds[s] to bounds[s + 1]."""
+        """Virtual stage s of the pipeline holds the model's stages bounds[s] to bounds[s + 1]."""
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
@@ -115,6 +116,10 @@ class TrainEngine(Protocol):
             watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
                 to be kept. None ends the watch.
         """
+        ...
+
+    def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
+        """Times the next step, and calls `watch` at its end with what this rank did in it."""
         ...
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,8 @@ class BucketAdamW:
         buckets: in the order in which a backward pass completes them.
         grad_norm: global 2-norm of the last step before clipping; inf when it was skipped.
         skipped: the last step's norm was not finite, and nothing was updated.
-        last_backward: set by the engine before the last backward pass of a step: buckets reduce as they complete.
+        last_backward: set by the engine before the last backward pass of a stage in a step, and the last part of it
+            where it has two: buckets reduce as they complete.
         watch: is called at every step after the reduction and before clipping, while buckets hold their gradients.
     """
 
@@ -88,6 +88,7 @@ class BucketAdamW:
     ) -> None:
         self._grid, self._clip = grid, optim.clip_grad
         self._sharded = parallel.zero_stage > 0
+        self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
         unsharded_copy = not self._sharded and not grid.data.is_first
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
@@ -117,7 +118,8 @@ class BucketAdamW:
             bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, self._also_over(layout, pairs))
             for slot, same in enumerate(of_slots):
                 for parameter in same:
-                    parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, slot))
+                    self._places[parameter] = bucket, slot
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
             buckets.append(bucket)
         return buckets
 
@@ -133,7 +135,15 @@ class BucketAdamW:
         for bucket in self.buckets:
             bucket.begin()
 
-    def _on_gradient(self, bucket: Bucket, slot: int, parameter: Parameter) -> None:
+    def take(self, parameter: Parameter, gradient: Tensor) -> None:
+        """Adds a gradient that the backward pass put off, as if it had made it now."""
+        parameter.grad = gradient
+        self._on_gradient(parameter)
+
+    def _on_gradient(self, parameter: Parameter) -> None:
+        if parameter.grad is None:  # put off
+            return
+        bucket, slot = self._places[parameter]
         bucket.add(slot, parameter)
         if self.last_backward:
             bucket.missing -= 1

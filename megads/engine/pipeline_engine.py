@@ -1,27 +1,64 @@
-"""DeepSpeed's PipelineEngine, taught what our numerics contract asks for."""
+"""DeepSpeed's PipelineEngine with schedules of our own, taught what our numerics contract asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megads.batch import MicroBatch
+from megads.batch import BatchInfo, MicroBatch
+from megads.engine import instructions
+from megads.engine.instructions import RankInstructions, forward_only
+from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW
 from megads.engine.stage_pipeline import StagePipeline
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
+from megads.parallel.schedule import build_schedule
+from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
+from megads.runtime.spans import Span, SpanRecorder
+
+Key = tuple[int, int]
+"""A micro-batch and a virtual stage."""
+
+
+@dataclass
+class InFlight:
+    """What a micro-batch leaves on a virtual stage between its forward and its backward pass.
+
+    Attributes:
+        input: what the stage read, with its gradient after the backward pass.
+        root: where the backward pass starts: the loss, or the graph of the output, which itself is needed no more.
+        buffer: the message that the input arrived in; None where it came from this rank.
+    """
+
+    input: Tensor
+    root: Tensor | GradientEdge
+    buffer: Tensor | None
+
+
+@dataclass
+class Owed:
+    """What the first part of a backward pass leaves to the second: gradients, and the messages' buffers they need."""
+
+    gradients: PutOff
+    buffers: list[Tensor]
 
 
 class StageEngine(PipelineEngine):  # type: ignore[misc]
     """What differs from the stock engine:
 
+    - it runs any schedule of `megads.parallel.schedule` on the virtual stages of a rank: losses, activations and
+      gradients are kept under their micro-batch and stage, messages are asynchronous;
     - micro-batches are MicroBatch objects, and every stage gets its BatchInfo;
     - the optimizer is ours, for both precisions, and reduces gradients while the last backward pass runs; DeepSpeed
-      runs the schedule and knows neither ZeRO nor gradient accumulation;
+      knows neither ZeRO nor gradient accumulation;
     - each rank notes what it did to make a step non-finite.
     """
 
@@ -31,7 +68,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def __init__(
         self, module: StagePipeline, optimizer: Callable[[StagePipeline], BucketAdamW], config: dict[str, Any]
     ) -> None:
-        """Builds the engine over a stage.
+        """Builds the engine over this rank's stages.
 
         Args:
             module: this rank's stages.
@@ -47,6 +84,14 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
             config=config,
             config_class=DeepSpeedConfig(config, mpu),
         )
+        weight = next(module.parameters())
+        self._hidden_size = int(module.hidden_size)
+        self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
+        self._schedules: dict[int, Schedule] = {}
+        self._forward_schedules: dict[int, Schedule] = {}
+        self._weight_gradients = WeightGradients()
+        self.watch_spans: Callable[[list[Span]], None] | None = None
+        self._spans = SpanRecorder(self.device)
         self._begin([])
 
     def _configure_optimizer(self, client_optimizer: Callable[[StagePipeline], BucketAdamW], _parameters: Any) -> None:
@@ -56,72 +101,215 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches
-        self._loaded = self._forwarded = self._backwarded = 0
-        self.total_loss = self.total_additional_losses = None
-        self._compute_loss = True
-        self.forward_finite = torch.ones((), dtype=torch.bool, device=self.device)
+        self._infos: dict[int, BatchInfo] = {}
+        self._tokens: dict[int, Tensor] = {}
+        self._targets: dict[int, tuple[Tensor, Tensor]] = {}
+        self._in_flight: dict[Key, InFlight] = {}
+        self._outputs: dict[Key, Tensor] = {}
+        self._input_gradients: dict[Key, Tensor] = {}
+        self._owed: dict[Key, Owed] = {}
+        self.total_loss: Tensor | None = None
+        self.forward_finite = {
+            stage: torch.ones((), dtype=torch.bool, device=self.device) for stage in self.module.chunks
+        }
+
+    def _schedule(self, micro_batches: int) -> Schedule:
+        if micro_batches not in self._schedules:
+            parallel = self.module.parallel
+            schedule = self._schedules[micro_batches] = build_schedule(
+                parallel.schedule,
+                parallel.pp,
+                parallel.placement.num_stages // parallel.pp,
+                micro_batches,
+                contiguous=parallel.contiguous_micro_batches,
+            )
+            if any(action.kind is ActionKind.backward_weight for action in schedule.actions[self.stage_id]):
+                split_backward(self.module, self._weight_gradients)
+        return self._schedules[micro_batches]
+
+    def _forward_schedule(self, micro_batches: int) -> Schedule:
+        if micro_batches not in self._forward_schedules:
+            self._forward_schedules[micro_batches] = forward_only(self._schedule(micro_batches))
+        return self._forward_schedules[micro_batches]
+
+    def _run(self, schedule: Schedule, *, trains: bool) -> None:
+        self._messages.begin(schedule, self._message_shape)
+        self._exec_schedule(RankInstructions(schedule, self.stage_id, trains=trains))
+        self._messages.finish()
 
     def run_training_schedule(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
-        """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage."""
-        self.micro_batches, self._learning_rate = len(micro_batches), learning_rate
+        """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
+        self._learning_rate = learning_rate
+        if self.watch_spans is not None:
+            self._spans.begin()
         self._begin(micro_batches)
         self.optimizer.begin()
         self.module.train()
-        self._exec_schedule(self._train_schedule())
+        self._run(self._schedule(len(micro_batches)), trains=True)
+        if self.watch_spans is not None:
+            self.watch_spans(self._spans.end())
+            self.watch_spans = None
         return self.total_loss
 
     def run_inference_schedule(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Forward only; returns the sum of the losses on the last stage."""
+        """Forward only; returns the sum of the losses on the last stage's rank."""
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
-            self._exec_schedule(self._inference_schedule(len(micro_batches)))
+            self._run(self._forward_schedule(len(micro_batches)), trains=False)
         return self.total_loss
 
-    def _load_micro_batch(self, buffer_id: int) -> None:
-        batch = self._micro_batches[self._loaded]
-        self._loaded += 1
-        if self.is_first_stage():
+    def _message_shape(self, micro_batch: int) -> tuple[int, ...]:
+        """[b, t, h] of what a micro-batch's stages pass on; every stage knows it, so that nobody has to say it."""
+        batch, parallel = self._micro_batches[micro_batch], self.module.parallel
+        if batch.info.sequence_index is not None:
+            tokens = len(batch.info.sequence_index)
+        elif batch.tokens_bs is not None:
+            tokens = batch.tokens_bs.shape[1]
+        else:
+            assert batch.info.seq_len is not None, "a stage without tokens must be told how many there are"
+            tokens = batch.info.seq_len
+        share = tokens // parallel.tp if parallel.sequence_parallel else tokens
+        return len(batch.info.sample_ids), share, self._hidden_size
+
+    def _is_first(self, stage: int) -> bool:
+        return stage == 0
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.module.placement.num_stages - 1
+
+    def _load(self, micro_batch: int, stage: int) -> None:
+        batch = self._micro_batches[micro_batch]
+        if self._is_first(stage):
             assert batch.tokens_bs is not None
-            self.pipe_buffers["inputs"][buffer_id] = batch.tokens_bs.to(self.device)
-        if self.is_last_stage():
+            self._tokens[micro_batch] = batch.tokens_bs.to(self.device)
+        if self._is_last(stage):
             assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-            labels = (batch.labels_bs.to(self.device), batch.loss_mask_bs.to(self.device))
-            self.pipe_buffers["labels"][buffer_id] = labels
+            self._targets[micro_batch] = (batch.labels_bs.to(self.device), batch.loss_mask_bs.to(self.device))
 
-    def _forward_pass(self, buffer_id: int) -> None:
-        # 1F1B runs the forwards of a stage in order, so the n-th one belongs to micro-batch n.
-        self.module.info = self._micro_batches[self._forwarded].info.to(self.device)
-        self._forwarded += 1
-        self._exec_forward_pass(buffer_id)
-        output = self.loss if self.is_last_stage() else self.pipe_buffers["outputs"][buffer_id]
-        if self.is_last_stage():
-            # DeepSpeed would keep the logits of every buffer until its next use; only the loss is needed of them.
-            self.pipe_buffers["outputs"][buffer_id] = None
+    def _info(self, micro_batch: int, stage: int) -> BatchInfo:
+        """The same object on all stages of this rank, which share what is made of it."""
+        info = self._infos.get(micro_batch)
+        if info is None:
+            info = self._infos[micro_batch] = self._micro_batches[micro_batch].info.to(self.device)
+        if stage == max(self.module.chunks):
+            del self._infos[micro_batch]
+        return info
+
+    def _input(self, micro_batch: int, stage: int) -> tuple[Tensor, Tensor | None]:
+        """What a stage reads, and the message's buffer if it came in one."""
+        if self._is_first(stage):
+            return self._tokens.pop(micro_batch), None
+        made_here = self._outputs.pop((micro_batch, stage - 1), None)
+        if made_here is not None:
+            return made_here.detach().requires_grad_(torch.is_grad_enabled()), None
+        buffer = self._take(ActionKind.receive_activation, micro_batch, stage)
+        return buffer.detach().requires_grad_(torch.is_grad_enabled()), buffer
+
+    def _take(self, receive: ActionKind, micro_batch: int, stage: int) -> Tensor:
+        """Waits for a message; the wait is what its span shows."""
+        with self._spans.span(receive, micro_batch, stage):
+            return self._messages.take(Action(receive, micro_batch, stage))
+
+    def _forward(self, micro_batch: int, stage: int) -> None:
+        hidden, buffer = self._input(micro_batch, stage)
+        with self._spans.span(ActionKind.forward, micro_batch, stage):
+            self._run_forward(micro_batch, stage, hidden, buffer)
+
+    def _run_forward(self, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
+        output = self.module(stage, hidden, self._info(micro_batch, stage))
+        root: Tensor | GradientEdge
+        if self._is_last(stage):
+            output = root = self.module.loss_fn(output, self._targets.pop(micro_batch))
+            self.total_loss = output.detach().clone() if self.total_loss is None else self.total_loss + output.detach()
+        else:
+            self._outputs[micro_batch, stage] = output.detach()
+            root = get_gradient_edge(output) if torch.is_grad_enabled() else output
         # Stays on the device: no synchronisation in the step.
-        self.forward_finite &= torch.isfinite(output.detach()).all()
+        self.forward_finite[stage] &= torch.isfinite(output.detach()).all()
+        if torch.is_grad_enabled():
+            self._in_flight[micro_batch, stage] = InFlight(hidden, root, buffer)
+        elif buffer is not None:
+            self._messages.release(buffer)
 
-    def _backward_pass(self, buffer_id: int) -> None:
-        self._backwarded += 1
-        self.optimizer.last_backward = self._backwarded == len(self._micro_batches)
-        self._exec_backward_pass(buffer_id)
+    def _output_gradient(self, micro_batch: int, stage: int) -> tuple[Tensor | None, Tensor | None]:
+        """The gradient with which a stage's backward pass starts, and the message's buffer if it came in one."""
+        if self._is_last(stage):
+            return None, None
+        made_here = self._input_gradients.pop((micro_batch, stage + 1), None)
+        if made_here is not None:
+            return made_here, None
+        buffer = self._take(ActionKind.receive_gradient, micro_batch, stage)
+        return buffer, buffer
+
+    def _backward(self, micro_batch: int, stage: int) -> None:
+        for buffer in self._run_backward(ActionKind.backward, micro_batch, stage):
+            self._messages.release(buffer)
+
+    def _backward_input(self, micro_batch: int, stage: int) -> None:
+        with self._weight_gradients.put_off() as gradients:
+            buffers = self._run_backward(ActionKind.backward_input, micro_batch, stage)
+        # What the weights' gradients are computed from may lie in the buffers.
+        self._owed[micro_batch, stage] = Owed(gradients, buffers)
+
+    def _backward_weight(self, micro_batch: int, stage: int) -> None:
+        self._note_last(micro_batch)
+        owed = self._owed.pop((micro_batch, stage))
+        with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
+            owed.gradients.settle(self.optimizer.take)
+        for buffer in owed.buffers:
+            self._messages.release(buffer)
+
+    def _note_last(self, micro_batch: int) -> None:
+        self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
+
+    def _run_backward(self, kind: ActionKind, micro_batch: int, stage: int) -> list[Tensor]:
+        """Runs a stage backward; returns the buffers that it read."""
+        self._note_last(micro_batch)
+        passed = self._in_flight.pop((micro_batch, stage))
+        gradient, buffer = self._output_gradient(micro_batch, stage)
+        with self._spans.span(kind, micro_batch, stage):
+            torch.autograd.backward(passed.root, gradient)
+        if not self._is_first(stage):
+            assert passed.input.grad is not None
+            self._input_gradients[micro_batch, stage] = passed.input.grad
+        return [used for used in (passed.buffer, buffer) if used is not None]
+
+    def _send_activation(self, micro_batch: int, stage: int) -> None:
+        action = Action(ActionKind.send_activation, micro_batch, stage)
+        with self._spans.span(action.kind, micro_batch, stage):
+            self._messages.send(action, self._outputs.pop((micro_batch, stage)))
+
+    def _send_gradient(self, micro_batch: int, stage: int) -> None:
+        action = Action(ActionKind.send_gradient, micro_batch, stage)
+        with self._spans.span(action.kind, micro_batch, stage):
+            self._messages.send(action, self._input_gradients.pop((micro_batch, stage)))
+
+    def _receive_activation(self, micro_batch: int, stage: int) -> None:
+        self._messages.post(Action(ActionKind.receive_activation, micro_batch, stage))
+
+    def _receive_gradient(self, micro_batch: int, stage: int) -> None:
+        self._messages.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
     def _reduce_gradients(self) -> None:
-        self.optimizer.reduce()
-
-    def _reduce_tied_gradients(self) -> None:
-        """Done by the optimizer, after the reduction over data parallel."""
+        with self._spans.span("reduce_gradients"):
+            self.optimizer.reduce()
 
     def _optimizer_step(self) -> None:
-        self.optimizer.step(self._learning_rate)
+        with self._spans.span("optimizer_step"):
+            self.optimizer.step(self._learning_rate)
 
     # The stock map holds function objects, so overriding methods alone would change nothing.
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        schedule.LoadMicroBatch: _load_micro_batch,
-        schedule.ForwardPass: _forward_pass,
-        schedule.BackwardPass: _backward_pass,
-        schedule.ReduceGrads: _reduce_gradients,
-        schedule.ReduceTiedGrads: _reduce_tied_gradients,
-        schedule.OptimizerStep: _optimizer_step,
+        instructions.Load: _load,
+        instructions.Forward: _forward,
+        instructions.Backward: _backward,
+        instructions.BackwardInput: _backward_input,
+        instructions.BackwardWeight: _backward_weight,
+        instructions.SendActivation: _send_activation,
+        instructions.ReceiveActivation: _receive_activation,
+        instructions.SendGradient: _send_gradient,
+        instructions.ReceiveGradient: _receive_gradient,
+        stock.ReduceGrads: _reduce_gradients,
+        stock.OptimizerStep: _optimizer_step,
     }

@@ -19,6 +19,7 @@ from megads.batch import MicroBatch
 from megads.engine.whole_model import WholeModel
 from megads.engine.zero_state import FlatPartitions, ParameterPartitions, ZeroState
 from megads.parallel.grid import Axis, ParallelGrid
+from megads.runtime.spans import SpanRecorder
 
 
 class GridGroups:
@@ -130,6 +131,7 @@ class ShardedEngine(DeepSpeedEngine):  # type: ignore[misc]
             # It would divide the bf16 gradients before it casts them.
             self.optimizer.gradient_average = False
             self.averaged_over = 1
+        self.spans = SpanRecorder(self.device)
         self.gradient_norms: dict[Parameter, Tensor] = {}
         self.forward_finite = torch.ones((), dtype=torch.bool, device=self.device)
         for parameter in module.parameters():
@@ -151,9 +153,11 @@ class ShardedEngine(DeepSpeedEngine):  # type: ignore[misc]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
             self.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
-            loss = self(on_device(batch, self.device))
+            with self.spans.span("forward", index, 0):
+                loss = self(on_device(batch, self.device))
             self.forward_finite &= torch.isfinite(loss.detach())
-            self.backward(loss)
+            with self.spans.span("backward", index, 0):
+                self.backward(loss)
             total += loss.detach()
         if self.replica.size > 1:
             dist.all_reduce(self.optimizer.grad_partitions_flat_buffer, group=self.replica.group)

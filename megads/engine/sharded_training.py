@@ -27,6 +27,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
+from megads.runtime.spans import Span
 
 
 class ShardedTrainEngine:
@@ -49,6 +50,7 @@ class ShardedTrainEngine:
         self.device, self.grid = device, grid
         self._loss = TokenMeanLoss(model.vocabulary, grid)
         self._watch: Callable[[list[Shard]], None] | None = None
+        self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)
         config = partial(sharded_config, parallel.zero_stage, precision, micro_batch_size, optim.clip_grad)
         shard = partial(shard_weights, grid=grid, precision=precision, config=config(BUCKET_ELEMENTS))
@@ -83,16 +85,24 @@ class ShardedTrainEngine:
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
         engine = self._engine
+        if self._watch_spans is not None:
+            engine.spans.begin()
         micro_batches = self._own_tokens(micro_batches)
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        tokens = global_tokens(micro_batches, self.grid, self.device)
+        tokens = global_tokens(micro_batches, self.grid, self.device, loss_rank=0)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = engine.averaged_over / tokens.clamp(min=1.0)
-        loss, tokens_all = share_loss(engine.accumulate(micro_batches), tokens, self.grid, 1.0 / engine.averaged_over)
+        loss, tokens_all = share_loss(
+            engine.accumulate(micro_batches), tokens, self.grid, loss_rank=0, scale=1.0 / engine.averaged_over
+        )
         if self._watch is not None:
             self._watch(self._gradient_shards())
-        engine.step()
+        with engine.spans.span("optimizer_step"):
+            engine.step()
+        if self._watch_spans is not None:
+            self._watch_spans(engine.spans.end())
+            self._watch_spans = None
         skipped = bool(engine.optimizer.overflow)
         return StepResult(
             loss=loss,
@@ -105,9 +115,9 @@ class ShardedTrainEngine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         micro_batches = self._own_tokens(micro_batches)
-        tokens = global_tokens(micro_batches, self.grid, self.device)
+        tokens = global_tokens(micro_batches, self.grid, self.device, loss_rank=0)
         self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid))
+        return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid, loss_rank=0))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""
@@ -124,16 +134,19 @@ class ShardedTrainEngine:
         gradients = (p for p, norm in engine.gradient_norms.items() if not torch.isfinite(norm))
         mine = Symptoms(
             rank=self.grid.rank,
-            stage=0,
             weights=tuple(weights),
-            forward=not bool(engine.forward_finite.item()),
-            gradients=tuple(placement_of(p).key for p in gradients),
+            forward_stage=None if engine.forward_finite.item() else 0,
+            gradients=tuple((0, placement_of(p).key) for p in gradients),
         )
         return agree_on_culprit(mine)
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """See TrainEngine.watch_gradients."""
         self._watch = watch
+
+    def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
+        """See TrainEngine.watch_spans."""
+        self._watch_spans = watch
 
     def _owned(self, piece: Piece) -> bool:
         replicated = placement_of(piece.parameter).dim is None

@@ -21,7 +21,7 @@ from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, Stag
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
-from megads.parallel.partition import partition
+from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_blocks
 from megads.parallel.sharding import Placement, materialise, shard_stage
 
@@ -83,16 +83,16 @@ def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> 
     return hidden
 
 
-def recompute_stages(stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_stage: int) -> None:
+def recompute_stages(stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_rank: int) -> None:
     """Makes the blocks among stages recompute what the config says.
 
     Args:
-        stages: by their names in the whole model, cut already.
+        stages: by their names in the whole model, cut already; all that the rank holds.
         parallel: the layout.
-        pipeline_stage: the one that holds them.
+        pipeline_rank: the one that holds them.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
-    recompute_blocks(blocks, block_modes(parallel, pipeline_stage, len(blocks)), SHARDING)
+    recompute_blocks(blocks, block_modes(parallel, pipeline_rank, len(blocks)), SHARDING)
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -122,16 +122,16 @@ class GridTopology(ProcessTopology):  # type: ignore[misc]
 
 
 class StagePipeline(PipelineModule):  # type: ignore[misc]
-    """This rank's run of stages.
+    """This rank's virtual stages, each a run of the model's stages.
 
-    DeepSpeed keeps what it is good at (building on demand, process groups, schedule); the partition, the tie between
-    embedding and head, and BatchInfo on every stage are ours.
+    DeepSpeed keeps what it is good at (building on demand, process groups); the partition, the tie between embedding
+    and head, and BatchInfo on every stage are ours.
 
     Attributes:
-        info: BatchInfo of the micro-batch in flight; the engine sets it before each forward.
+        bounds: virtual stage s holds the model's stages bounds[s] to bounds[s + 1].
+        placement: which pipeline rank holds which virtual stage.
+        chunks: the model's stages of each virtual stage of this rank, by its number, in the order of the forward pass.
     """
-
-    info: BatchInfo
 
     def __init__(
         self,
@@ -145,8 +145,11 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
     ) -> None:
         specs = stage_specs(model, seed)
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
-        self.bounds = partition([spec.weight for spec in specs], parallel.pp)
-        self.tied, self.grid, self.parallel = model.tie_embeddings, grid, parallel
+        self.bounds = stage_bounds([spec.weight for spec in specs], parallel)
+        self.placement = parallel.placement
+        self.chunks: dict[int, tuple[nn.Module, ...]] = {}
+        self.tied, self.hidden_size = model.tie_embeddings, model.hidden_size
+        self.grid, self.parallel = grid, parallel
         options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel}
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, **options) for spec in specs],
@@ -156,24 +159,30 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self.bounds
-        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+        self._set_bounds(start=0, stop=0)
 
     def _build(self) -> None:
-        super()._build()
-        names = [spec.spec.name for spec in self._layer_specs[self._local_start : self._local_stop]]
-        stages = dict(zip(names, self.forward_funcs, strict=True))
+        stages: dict[str, Any] = {}
+        for number in self.placement.stages_of(self.stage_id):
+            self._set_bounds(start=self.bounds[number], stop=self.bounds[number + 1])
+            self.forward_funcs: list[nn.Module] = []
+            super()._build()
+            self.chunks[number] = tuple(self.forward_funcs)
+            names = [spec.spec.name for spec in self._layer_specs[self._local_start : self._local_stop]]
+            stages |= zip(names, self.forward_funcs, strict=True)
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
         recompute_stages(stages, self.parallel, self.stage_id)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""
-        if not self.tied or self.num_stages == 1:
+        pair = self.placement.ends
+        if not self.tied or pair[0] == pair[1]:
             return {}
         comms = {}
         for dp in range(self._grid.data_parallel_size):
             for tp in range(self._grid.model_parallel_size):
-                ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in (0, self.num_stages - 1)]
+                ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in pair]
                 group = ds_dist.new_group(ranks=ranks)
                 if self.global_rank in ranks:
                     weight = next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
@@ -182,18 +191,36 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         return comms
 
     def trained_parameters(self) -> list[NamedParameter]:
-        """What the optimizer trains, in forward order; a tied weight twice where one stage holds both copies."""
+        """What the optimizer trains, in forward order; a tied weight twice where one rank holds both copies."""
         pair = next((comm["group"] for comm in self.tied_comms.values()), None)
+        has_embedding = self.stage_id == self.placement.ends[0]
         trained = []
         for parameter in self.parameters():
             place = placement_of(parameter)
             tied = place.key == TIED_PARAMETER and pair is not None
-            owned = (place.dim is not None or self.grid.tp.is_first) and (not tied or self.grid.pp.is_first)
+            owned = (place.dim is not None or self.grid.tp.is_first) and (not tied or has_embedding)
             trained.append(NamedParameter(place.key, parameter, owned, pair if tied else None))
         return trained
+
+    def stage_of(self, parameter: nn.Parameter) -> int:
+        """The virtual stage that holds a parameter, the first one that does."""
+        for number, chunk in self.chunks.items():
+            if any(parameter is held for stage in chunk for held in stage.parameters()):
+                return number
+        raise AssertionError(f"{placement_of(parameter).key} is not on this rank")
 
     def _synchronize_tied_weights(self) -> None:
         """Nothing to send: both copies are drawn from the same random stream."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return run_stages(self.forward_funcs, hidden, self.info)
+    def forward(self, stage: int, hidden: Tensor, info: BatchInfo) -> Tensor:
+        """Runs one virtual stage of this rank.
+
+        Args:
+            stage: its number.
+            hidden: [b, t, h], or tokens [b, s] for the first one.
+            info: of the micro-batch.
+
+        Returns:
+            [b, t, h], or logits of this rank's rows of the vocabulary from the last one.
+        """
+        return run_stages(self.chunks[stage], hidden, info)

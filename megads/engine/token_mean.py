@@ -31,10 +31,19 @@ class TokenMeanLoss:
         return (losses_bs * mask_bs).sum() * self.scale
 
 
-def global_tokens(micro_batches: Sequence[MicroBatch], grid: ParallelGrid, device: torch.device) -> Tensor:
-    """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, on the last stage only."""
+def global_tokens(
+    micro_batches: Sequence[MicroBatch], grid: ParallelGrid, device: torch.device, loss_rank: int
+) -> Tensor:
+    """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, where the loss is only.
+
+    Args:
+        micro_batches: of the step.
+        grid: the ranks.
+        device: of the result.
+        loss_rank: pipeline rank that holds the last stage.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if grid.pp.is_last:
+    if grid.pp.rank == loss_rank:
         for batch in micro_batches:
             assert batch.loss_mask_bs is not None
             total += batch.loss_mask_bs.sum(dtype=torch.float64).to(device)
@@ -43,26 +52,29 @@ def global_tokens(micro_batches: Sequence[MicroBatch], grid: ParallelGrid, devic
     return total
 
 
-def share_loss(loss_sum: Tensor | None, tokens: Tensor, grid: ParallelGrid, scale: float = 1.0) -> tuple[float, int]:
-    """Sums the last stages' losses over the data axis and tells the other stages.
+def share_loss(
+    loss_sum: Tensor | None, tokens: Tensor, grid: ParallelGrid, loss_rank: int, scale: float = 1.0
+) -> tuple[float, int]:
+    """Sums the last stages' losses over the data axis and tells the other ranks of the pipeline.
 
     Args:
-        loss_sum: scalar on the last stage, None elsewhere.
+        loss_sum: scalar where the last stage is, None elsewhere.
         tokens: `global_tokens`.
         grid: the ranks.
+        loss_rank: pipeline rank that holds the last stage.
         scale: what the sum is multiplied by.
 
     Returns:
         The loss and the tokens, on every rank.
     """
     values = torch.zeros(2, dtype=torch.float64, device=tokens.device)
-    if grid.pp.is_last:
+    if grid.pp.rank == loss_rank:
         assert loss_sum is not None
         values[0] = loss_sum.double() * scale
         if grid.data.size > 1:
             dist.all_reduce(values, group=grid.data.group)
         values[1] = tokens
     if grid.pp.size > 1:
-        dist.broadcast(values, src=grid.pp.ranks[-1], group=grid.pp.group)
+        dist.broadcast(values, src=grid.pp.ranks[loss_rank], group=grid.pp.group)
     loss, tokens_all = values.tolist()
     return loss, int(tokens_all)

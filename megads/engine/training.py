@@ -24,10 +24,11 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
+from megads.runtime.spans import Span
 
 
 def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: int) -> dict[str, Any]:
-    """The DeepSpeed settings of a run: it casts the weights and runs the schedule; everything else is ours.
+    """The DeepSpeed settings of a run: it casts the weights and executes instructions; everything else is ours.
 
     Args:
         precision: dtype of weights and activations.
@@ -37,12 +38,9 @@ def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: in
     return {
         "train_batch_size": micro_batch_size * replicas,
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        # DeepSpeed divides every loss by this.
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": 0},
         "bf16": {"enabled": precision is torch.bfloat16},
-        # Whole activations travel between stages; their shape is then the same for all.
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "steps_per_print": None,
     }
 
@@ -79,17 +77,22 @@ class PipelineTrainEngine:
 
     @property
     def bounds(self) -> list[int]:
-        """Stage s holds layers bounds[s] to bounds[s + 1]."""
+        """See TrainEngine.bounds."""
         return list(self._engine.module.bounds)
+
+    @property
+    def _loss_rank(self) -> int:
+        """Pipeline rank that holds the last stage."""
+        return self._engine.module.placement.ends[1]
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
         micro_batches = self._own_tokens(micro_batches)
-        tokens = global_tokens(micro_batches, self.grid, self.device)
+        tokens = global_tokens(micro_batches, self.grid, self.device, self._loss_rank)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = 1.0 / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches, learning_rate)
-        loss, tokens_all = share_loss(loss_sum, tokens, self.grid)
+        loss, tokens_all = share_loss(loss_sum, tokens, self.grid, self._loss_rank)
         optimizer = self._engine.optimizer
         return StepResult(
             loss=loss,
@@ -102,9 +105,10 @@ class PipelineTrainEngine:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         micro_batches = self._own_tokens(micro_batches)
-        tokens = global_tokens(micro_batches, self.grid, self.device)
+        tokens = global_tokens(micro_batches, self.grid, self.device, self._loss_rank)
         self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult(*share_loss(self._engine.run_inference_schedule(micro_batches), tokens, self.grid))
+        loss_sum = self._engine.run_inference_schedule(micro_batches)
+        return EvaluationResult(*share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""
@@ -114,12 +118,12 @@ class PipelineTrainEngine:
         """Collective over the world; only after a skipped step."""
         engine = self._engine
         pairs = list(zip(engine.optimizer.parameters, engine.optimizer.gradient_norms, strict=True))
+        broken = [p for p, norm in pairs if not torch.isfinite(norm)]
         mine = Symptoms(
             rank=self.grid.rank,
-            stage=self.grid.pp.rank,
             weights=tuple(placement_of(p).key for p, _ in pairs if not torch.isfinite(p).all()),
-            forward=not bool(engine.forward_finite.item()),
-            gradients=tuple(placement_of(p).key for p, norm in pairs if not torch.isfinite(norm)),
+            forward_stage=min((stage for stage, ok in engine.forward_finite.items() if not ok), default=None),
+            gradients=tuple((engine.module.stage_of(p), placement_of(p).key) for p in broken),
         )
         return agree_on_culprit(mine)
 
@@ -144,6 +148,10 @@ class PipelineTrainEngine:
             return {"gradient": part.of(gradient_of(part.bucket))}
 
         self._engine.optimizer.watch = None if watch is None else lambda: watch(self._shards(gradient, owned=True))
+
+    def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
+        """See TrainEngine.watch_spans."""
+        self._engine.watch_spans = watch
 
     @property
     def optimizer_steps(self) -> int:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megads.parallel.grid import Axis
+from megads.parallel.weight_gradients import WeightGradients, linear, weight_gradient
 
 Pending = Callable[[], Tensor]
 """Waits for a collective that has been started; returns its result. To be called once."""
@@ -110,14 +111,28 @@ class _ScatterSequence(torch.autograd.Function):
 
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_bsi: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_bsi: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        axis: Axis,
+        gradients: WeightGradients | None,
+    ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
-        ctx.axis, ctx.has_bias = axis, bias is not None
+        # Under recomputation what was saved is another tensor of the same values.
+        ctx.parameter = weight
+        ctx.axis, ctx.has_bias, ctx.gradients = axis, bias is not None, gradients
         return F.linear(start_gather(x_bsi, axis)(), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
+        grad_bias = grad_bso.sum((0, 1)) if ctx.has_bias else None
+        if ctx.gradients is not None and ctx.gradients.puts_off:
+            # The whole is gathered when it is needed, so that only the share is kept until then.
+            ctx.gradients.later(ctx.parameter, lambda: weight_gradient(start_gather(x_bsi, ctx.axis)(), grad_bso))
+            return start_scatter(grad_bso @ weight, ctx.axis)(), None, grad_bias, None, None
         # Each collective runs beside the product that does not need it.
         gathering = start_gather(x_bsi, ctx.axis)
         grad_x_bsi = grad_bso @ weight
@@ -125,9 +140,8 @@ class _GatheredLinear(torch.autograd.Function):
         del gathering
         scattering = start_scatter(grad_x_bsi, ctx.axis)
         del grad_x_bsi
-        grad_weight = grad_bso.flatten(0, 1).t() @ whole_bsi.flatten(0, 1)
-        grad_bias = grad_bso.sum((0, 1)) if ctx.has_bias else None
-        return scattering(), grad_weight, grad_bias, None
+        grad_weight = weight_gradient(whole_bsi, grad_bso)
+        return scattering(), grad_weight, grad_bias, None, None
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
@@ -145,7 +159,13 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
 
 
-def gathered_linear(x_bsi: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+def gathered_linear(
+    x_bsi: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    axis: Axis,
+    gradients: WeightGradients | None = None,
+) -> Tensor:
     """Enters a region with the linear layer that opens it: all-gather along dim 1, then x W^T + b.
 
     Backward reduce-scatters the gradient of the input. Kept for backward is the share alone, [b, s / size, i]: the
@@ -157,11 +177,12 @@ def gathered_linear(x_bsi: Tensor, weight: Tensor, bias: Tensor | None, axis: Ax
         weight: this rank's output features, [o, i].
         bias: [o], or None.
         axis: the tensor-parallel axis.
+        gradients: says in the backward pass whether the weight's is put off; None where it never is.
 
     Returns:
         [b, s, o], in x's dtype.
     """
     if axis.size == 1:
-        return F.linear(x_bsi, weight, bias)
-    out_bso: Tensor = _GatheredLinear.apply(x_bsi, weight, bias, axis)
+        return linear(x_bsi, weight, bias, gradients)
+    out_bso: Tensor = _GatheredLinear.apply(x_bsi, weight, bias, axis, gradients)
     return out_bso

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
 
 from megads.errors import ConfigError
+from megads.parallel.schedule import (
+    Placement,
+    Schedule,
+    ScheduleName,
+    build_schedule,
+    check_contiguous,
+    stage_placement,
+)
 
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of the grid of ranks."""
@@ -22,6 +31,18 @@ class Recompute(StrEnum):
     none = "none"
     selective = "selective"
     full = "full"
+    auto = "auto"
+
+
+class Partition(StrEnum):
+    """How layers are cut into the stages of a pipeline.
+
+    uniform gives every stage the same number of blocks, embedding and head coming on top; weighted makes the heaviest
+    stage as light as it can be, by parallel.layer_costs; auto is weighted by the estimated FLOPs of each layer.
+    """
+
+    uniform = "uniform"
+    weighted = "weighted"
     auto = "auto"
 
 
@@ -53,13 +74,34 @@ class ParallelConfig:
     bucket_elements: int = 2**25
     """Gradients that are reduced in one collective: a bucket is sent off once it holds this many and all of them are
     there. Smaller ones overlap better with the backward pass, larger ones use the network better."""
+    schedule: ScheduleName = ScheduleName["1f1b"]
+    """Order of forward and backward passes in a pipeline: 1f1b, interleaved (several virtual stages a rank, smaller
+    bubble, more messages), zb_h1 (backward in two parts, a third of 1F1B's bubble in the same memory), dualpipe_v and
+    zb_v (two virtual stages a rank in the shape of a V, backward in two parts). docs/layouts.md compares them."""
+    virtual_stages: int | None = None
+    """Stages of each pipeline rank. null: 1 for 1f1b and zb_h1, which have no more; 2 for the others, of which
+    interleaved alone takes any number."""
+    contiguous_micro_batches: int | None = None
+    """For interleaved, the least number of micro-batches that run through one virtual stage in a row before the next
+    one's turn: pp is depth-first (least memory), all of the step's micro-batches breadth-first (Llama 3, section
+    3.3.2). null: pp."""
+    partition: Partition = Partition.weighted
+    """How layers are cut into stages: uniform (blocks alone count), weighted (by layer_costs), or auto (by estimated
+    FLOPs)."""
+    layer_costs: list[float] | None = None
+    """Costs of the embedding, of one block and of the head in any unit, as measured, for partition=weighted; null
+    weighs each as much as a block."""
+    first_stage_blocks: int | None = None
+    """Blocks beside the embedding on the first of all stages, 0 for a stage of its own; null goes by partition."""
+    last_stage_blocks: int | None = None
+    """Blocks beside the head on the last of all stages, 0 for a stage of its own; null goes by partition."""
     recompute: Recompute = Recompute.none
     """Computed again in backward: none, selective (the attention cores), full (whole blocks), or auto: as few whole
     blocks of each stage as fit the memory."""
     recompute_interval: int = 1
     """Recompute every n-th block of a stage, from its first on."""
     recompute_blocks: list[int] | None = None
-    """For recompute=full, how many blocks of each pipeline stage, its first ones; null goes by the interval."""
+    """For recompute=full, how many blocks of each pipeline rank, its first ones; null goes by the interval."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -74,6 +116,30 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which virtual stage.
+
+        Raises:
+            ConfigError: the schedule cannot have so many virtual stages.
+        """
+        return stage_placement(self.schedule, self.pp, self.virtual_stages)
+
+    def schedule_of(self, micro_batches: int) -> Schedule:
+        """The pipeline's schedule for a step of so many micro-batches of each data-parallel rank.
+
+        Raises:
+            ConfigError: there is no such schedule.
+        """
+        return build_schedule(
+            self.schedule, self.pp, self.virtual_stages, micro_batches, contiguous=self.contiguous_micro_batches
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline, virtual ones counted each."""
+        return self.placement.num_stages
 
     @property
     def data_size(self) -> int:
@@ -97,7 +163,42 @@ class ParallelConfig:
         if self.bucket_elements < 1:
             raise ConfigError(f"parallel.bucket_elements = {self.bucket_elements}: must be at least 1")
         self._check_zero()
+        self._check_pipeline()
+        self._check_partition()
         self._check_recompute()
+
+    def _check_pipeline(self) -> None:
+        """Raises ConfigError on virtual stages and contiguous micro-batches that the schedule does not have."""
+        if self.placement.num_stages > self.pp == 1:
+            raise ConfigError(
+                f"parallel.schedule = {self.schedule} with parallel.pp = 1: virtual stages overlap the work of several "
+                "pipeline ranks; use parallel.schedule=1f1b, or raise parallel.pp"
+            )
+        check_contiguous(self.schedule, self.pp, self.contiguous_micro_batches)
+
+    def _check_partition(self) -> None:
+        """Raises ConfigError on costs and numbers of blocks that no partition can go by."""
+        costs = self.layer_costs
+        if costs is not None:
+            if len(costs) != 3 or min(costs) < 0 or not costs[1] > 0 or not all(map(isfinite, costs)):
+                raise ConfigError(
+                    f"parallel.layer_costs = {costs}: must be three numbers, the costs of the embedding, of one block "
+                    "and of the head, none negative and the block's above 0"
+                )
+            if self.partition is not Partition.weighted:
+                raise ConfigError(
+                    f"parallel.layer_costs = {costs} with parallel.partition = {self.partition}: only weighted goes by "
+                    "given costs; set parallel.partition=weighted, or leave them out"
+                )
+        for name in ("first_stage_blocks", "last_stage_blocks"):
+            blocks = getattr(self, name)
+            if blocks is not None and blocks < 0:
+                raise ConfigError(f"parallel.{name} = {blocks}: must be 0 or more")
+            if blocks is not None and self.num_stages == 1:
+                raise ConfigError(
+                    f"parallel.{name} = {blocks} with a single stage, which holds all blocks: leave it out, or raise "
+                    "parallel.pp"
+                )
 
     def _check_recompute(self) -> None:
         if self.recompute_interval < 1:

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.pipeline_actions import Placement
 
 
 def partition(weights: Sequence[float], num_stages: int) -> list[int]:
@@ -38,6 +40,101 @@ def partition(weights: Sequence[float], num_stages: int) -> list[int]:
     prefix = [0, *accumulate(_as_integers([weights[layer] for layer in weighted]))]
     cuts = _cut(prefix, num_stages)
     return [0, *(weighted[cut - 1] + 1 for cut in cuts), len(weights)]
+
+
+def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int]:
+    """Cuts a model into the stages of a pipeline, virtual ones counted each, as a layout says.
+
+    Args:
+        weights: of the model's layers in order: the embedding, the blocks, and last the head, before which there may
+            be layers of weight 0. Given costs multiply them.
+        parallel: the layout; `partition` is not auto any more.
+
+    Returns:
+        num_stages + 1 bounds: virtual stage i holds layers bounds[i] to bounds[i + 1] - 1.
+
+    Raises:
+        ConfigError: fewer weighted layers than stages.
+    """
+    assert parallel.partition is not Partition.auto, "the launcher replaces auto by costs"
+    embedding, block, head = parallel.layer_costs or (1.0, 1.0, 1.0)
+    if parallel.partition is Partition.uniform:
+        embedding = head = 0.0
+    costs = [weights[0] * embedding, *(weight * block for weight in weights[1:-1]), weights[-1] * head]
+    given = parallel.first_stage_blocks, parallel.last_stage_blocks
+    blocks = [layer for layer in range(1, len(costs) - 1) if costs[layer] > 0]
+    _check_given(given, len(blocks), parallel.num_stages)
+    if parallel.num_stages == parallel.pp:
+        return _partition_around(costs, blocks, parallel.pp, given)
+    counts = _counts_over_ranks(costs, blocks, parallel.placement, given)
+    ends = [blocks[total - 1] + 1 if total else 1 for total in accumulate(counts)]
+    return [0, *ends[:-1], len(weights)]
+
+
+Given = tuple[int | None, int | None]
+"""Blocks that the first and the last stage shall have; None leaves it to the weights."""
+
+
+def _check_given(given: Given, blocks: int, num_stages: int) -> None:
+    """Raises ConfigError where given numbers of blocks leave too few for the other stages, or too many."""
+    inner = num_stages - sum(number is not None for number in given)
+    left = blocks - sum(number or 0 for number in given)
+    if given != (None, None) and (left < inner or (left and not inner)):
+        first, last = ("null" if number is None else number for number in given)
+        raise ConfigError(
+            f"parallel.first_stage_blocks = {first} and parallel.last_stage_blocks = {last} of {blocks} blocks leave "
+            f"{left} for {inner} other stages{', of which each needs one' if inner else ''}: change the numbers"
+        )
+
+
+def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages: int, given: Given) -> list[int]:
+    """`partition` between a first and a last stage that may be given, for one stage a rank.
+
+    Args:
+        costs: of each layer; the first one is the embedding's and the last one the head's.
+        blocks: places of the blocks among them.
+        num_stages: stages to fill.
+        given: numbers of blocks.
+    """
+    first, last = given
+    inner = num_stages - (first is not None) - (last is not None)
+    begin = 0 if first is None else blocks[first - 1] + 1 if first else 1
+    end = len(costs) if last is None else blocks[-last] if last else blocks[-1] + 1
+    middle = [begin + bound for bound in partition(costs[begin:end], inner)] if inner else [begin]
+    return [*([0] if begin else []), *middle, *([len(costs)] if end < len(costs) else [])]
+
+
+def _counts_over_ranks(costs: Sequence[float], blocks: Sequence[int], placement: Placement, given: Given) -> list[int]:
+    """Blocks of each virtual stage, so that the heaviest rank is as light as possible, then its heaviest stage.
+
+    What a rank computes in a step is the sum over its stages, so their sums are to be even. Blocks are alike: each one
+    goes to the rank that has least, and there to the stage that has least; of equals to the last, whose activations
+    wait for the shortest time.
+
+    Raises:
+        ConfigError: fewer blocks than stages that need one.
+    """
+    last = placement.num_stages - 1
+    size = Fraction(costs[blocks[0]]) if blocks else Fraction(1)
+    ends = {0: Fraction(costs[0]), last: Fraction(costs[-1])}
+    fixed = {stage: number for stage, number in zip((0, last), given, strict=True) if number is not None}
+    # Embedding and head make a stage of their own where they weigh as much as one.
+    counts = [fixed.get(stage, 0 if ends.get(stage, 0) >= size else 1) for stage in range(last + 1)]
+    if sum(counts) > len(blocks):
+        virtual = placement.num_stages // placement.num_ranks
+        raise ConfigError(
+            f"parallel.pp * virtual_stages = {placement.num_ranks} * {virtual} stages but only {len(blocks)} blocks: "
+            "every stage needs one; use fewer stages or a deeper model"
+        )
+    loads = [ends.get(stage, 0) + number * size for stage, number in enumerate(counts)]
+    of_ranks = [sum(loads[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    free = [stage for stage in range(last + 1) if stage not in fixed]
+    for _ in range(len(blocks) - sum(counts)):
+        stage = min(free, key=lambda stage: (of_ranks[placement.rank_of(stage)], loads[stage], -stage))
+        counts[stage] += 1
+        loads[stage] += size
+        of_ranks[placement.rank_of(stage)] += size
+    return counts
 
 
 def _as_integers(weights: Sequence[float]) -> list[int]:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.parallel.collectives import enter_region, gathered_linear, leave_region, scatter_sequence
 from megads.parallel.grid import Axis
+from megads.parallel.weight_gradients import SplitLayer, linear
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(SplitLayer):
     """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, sequence_parallel: bool) -> None:
@@ -30,11 +31,11 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
         if self.sequence_parallel:
-            return gathered_linear(x_bti, self.weight, self.bias, self.axis)
-        return F.linear(enter_region(x_bti, self.axis), self.weight, self.bias)
+            return gathered_linear(x_bti, self.weight, self.bias, self.axis, self.weight_gradients)
+        return linear(enter_region(x_bti, self.axis), self.weight, self.bias, self.weight_gradients)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(SplitLayer):
     """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
 
     The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
@@ -50,9 +51,9 @@ class RowParallelLinear(nn.Module):
         """[b, s, in / size] -> [b, t, out]."""
         if self.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
-            return F.linear(x_bsi, self.weight, self.bias)
+            return linear(x_bsi, self.weight, self.bias, self.weight_gradients)
         close = scatter_sequence if self.sequence_parallel else leave_region
-        return close(F.linear(x_bsi, self.weight), self.axis) + self.bias
+        return close(linear(x_bsi, self.weight, None, self.weight_gradients), self.axis) + self.bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
@@ -96,7 +97,7 @@ class PositionShardEmbedding(nn.Module):
         return F.embedding(positions.narrow(-1, self.axis.rank * share, share), self.weight)
 
 
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(SplitLayer):
     """Output projection whose rows are cut over the axis. The region it opens is closed by the loss."""
 
     def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
@@ -107,5 +108,5 @@ class VocabParallelHead(nn.Module):
     def forward(self, hidden_bth: Tensor, info: BatchInfo) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included."""
         if self.sequence_parallel:
-            return gathered_linear(hidden_bth, self.weight, None, self.axis)
-        return F.linear(enter_region(hidden_bth, self.axis), self.weight)
+            return gathered_linear(hidden_bth, self.weight, None, self.axis, self.weight_gradients)
+        return linear(enter_region(hidden_bth, self.axis), self.weight, None, self.weight_gradients)

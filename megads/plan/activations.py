@@ -153,6 +153,7 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
             forward=p.opened(3 * attention),
             backward=hidden + p.opened_backward(3 * attention, qkv),
             gradient=qkv,
+            deferred=hidden + 3 * attention,
         ),
         *_rotary_ops(p),
         *_core_ops(p, recompute_core),
@@ -162,6 +163,7 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
             forward=max(p.closed() + still_there, hidden + drawing),
             backward=hidden + mask + p.closed_backward(attention),
             gradient=p.matrix(width, width // p.tp),
+            deferred=attention + p.region_hidden,
         ),
         Op("attention residual", forward=2 * hidden + mask, backward=hidden),
     ]
@@ -181,6 +183,7 @@ def mlp_ops(p: Pass) -> list[Op]:
             forward=attended + p.opened(ffn),
             backward=hidden + p.opened_backward(ffn, matrix),
             gradient=matrix,
+            deferred=hidden + ffn,
         ),
         Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn),
         Op(
@@ -189,6 +192,7 @@ def mlp_ops(p: Pass) -> list[Op]:
             forward=attended + max(p.closed(), hidden + drawing),
             backward=hidden + mask + p.closed_backward(ffn),
             gradient=matrix,
+            deferred=ffn + p.region_hidden,
         ),
         Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
     ]
@@ -226,6 +230,7 @@ def head_ops(p: Pass) -> list[Op]:
             forward=p.opened(p.logits),
             backward=p.opened_backward(p.logits, matrix),
             gradient=matrix,
+            deferred=p.hidden + p.logits,
         ),
         Op(
             "loss",
@@ -238,22 +243,10 @@ def head_ops(p: Pass) -> list[Op]:
 
 
 def received_ops(p: Pass) -> list[Op]:
-    """A later stage's input: the engine keeps what it received beside the copy that the model reads.
-
-    Backward leaves the gradient of what was received there until it is sent.
-    """
-    return [Op("received", kept=p.hidden, forward=p.hidden, backward=p.hidden)]
-
-
-def hold_previous(ops: list[Op], p: Pass) -> list[Op]:
-    """The operations of a last stage that receives.
-
-    Until the next loss is there the engine has the previous one, and through its graph what was received, and the
-    gradient of that.
-    """
-    return [replace(op, forward=op.forward + 2 * p.hidden) for op in ops]
+    """A later stage's input, read where it arrived; backward leaves its gradient, which is sent."""
+    return [Op("received", kept=p.hidden, backward=p.hidden)]
 
 
 def sent_ops(p: Pass) -> list[Op]:
-    """An earlier stage's output, which the engine keeps, and the test whether it is finite."""
-    return [Op("sent", kept=p.hidden, forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards, backward=0)]
+    """An earlier stage's output, of which only the graph is kept for backward, and the test whether it is finite."""
+    return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]

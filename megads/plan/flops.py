@@ -8,9 +8,42 @@ out. HARDWARE operations are these and the ones that recomputation does again.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from megads.model.config import ModelConfig
 from megads.parallel.config import Recompute
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Operations a token of one layer.
+
+    Attributes:
+        forward: of a forward pass.
+        backward_input: of a backward pass but for the gradients of weights; attention's products count twice here.
+        backward_weight: of the gradients of its matrices.
+    """
+
+    forward: int
+    backward_input: int
+    backward_weight: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
+    """Of one block: its matrices and attention's two products, as PaLM counts them."""
+    matrices = 2 * (4 * config.hidden_size**2 + 2 * config.hidden_size * config.ffn_width)
+    attention = 4 * config.hidden_size * seq_len
+    return LayerFlops(matrices + attention, matrices + 2 * attention, matrices)
+
+
+def head_flops(config: ModelConfig) -> LayerFlops:
+    """Of the output projection."""
+    matrix = 2 * config.vocabulary * config.hidden_size
+    return LayerFlops(matrix, matrix, matrix)
 
 
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -22,10 +55,7 @@ def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
         config: the model; L = num_layers, h = hidden_size.
         seq_len: tokens a sample, S.
     """
-    hidden = config.hidden_size
-    block_weights = 4 * hidden * hidden + 2 * hidden * config.ffn_width
-    weights = config.num_layers * block_weights + config.vocabulary * hidden
-    return 6 * weights + 12 * config.num_layers * hidden * seq_len
+    return config.num_layers * block_flops(config, seq_len).total + head_flops(config).total
 
 
 def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable[Recompute]) -> int:
@@ -40,12 +70,17 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
         seq_len: tokens a sample.
         blocks: what each block of the model recomputes.
     """
+    again = recompute_flops(config, seq_len)
+    return model_flops_per_token(config, seq_len) + sum(again[block] for block in blocks)
+
+
+def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
+    """Operations a token that a block's backward pass does again, by what is recomputed of it."""
     hidden, ffn = config.hidden_size, config.ffn_width
     scores = values = 2 * hidden * seq_len
     core = scores + (0 if config.attention_dropout else values)
     matrices = 8 * hidden * hidden + (4 if config.hidden_dropout else 2) * hidden * ffn
-    again = {Recompute.none: 0, Recompute.selective: core, Recompute.full: matrices + scores + values}
-    return model_flops_per_token(config, seq_len) + sum(again[block] for block in blocks)
+    return {Recompute.none: 0, Recompute.selective: core, Recompute.full: matrices + scores + values}
 
 
 def hardware_tflops_bloom(

@@ -10,35 +10,29 @@ kernels, fragmentation of the heap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise
 from math import prod
 
 from megads.model.config import ModelConfig
 from megads.model.sharding import SHARDING
-from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
+from megads.model.stages import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.groups import Role, parameter_role
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import Place, rank_at
-from megads.parallel.partition import partition
+from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes
+from megads.parallel.schedule import Placement, Schedule
 from megads.parallel.sharding import local_shape
-from megads.plan.activations import (
-    block_ops,
-    document_mask_ops,
-    embedding_ops,
-    final_norm_ops,
-    head_ops,
-    hold_previous,
-    received_ops,
-    sent_ops,
-)
 from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
 from megads.plan.sharded_memory import ShardedWeights, sharded_phases
-from megads.plan.tape import Moment, Op, moments
+from megads.plan.stage_ops import stage_ops
+from megads.plan.tape import Moment, Op
 
 BIAS_PHASE = "attention bias"
 """The moment at which the additive mask is built."""
@@ -69,11 +63,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage; all ranks of a stage are alike. Sizes in bytes.
+    """One rank of a pipeline stage, virtual ones together; all ranks of a stage are alike. Sizes in bytes.
 
     Attributes:
-        stage: number of the pipeline stage.
-        layers: names of the model's stages it holds.
+        stage: its place in the pipeline.
+        layers: names of the model's stages it holds, in the order of the forward pass.
         recomputation: what each of its blocks recomputes: none, selective or full.
         first_rank: lowest global rank of the stage.
         parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
@@ -85,7 +79,7 @@ class StageMemory:
         adam_moments: this rank's share of AdamW's two moments.
         attention_bias: the cached additive mask, and the tables of rotary positions.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
-        in_flight: most micro-batches between their forward and backward pass.
+        in_flight: most passes of its virtual stages between forward and the end of backward.
         phases: the fullest moment of each phase of a step; they do not meet.
     """
 
@@ -146,31 +140,23 @@ class MemoryPlan:
         return self.ranks_per_stage * sum(stage.peak for stage in self.stages)
 
 
-def bubble_share(stages: int, micro_batches: int) -> float:
-    """Share of a 1F1B step in which a stage waits: (p - 1) / (m + p - 1), Narayanan et al. 2021."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
-def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Most micro-batches between forward and backward on a stage of 1F1B: the first stage holds the most."""
-    return min(stages - stage, micro_batches)
-
-
 def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> MemoryPlan:
-    """What every rank will hold; parallel.recompute is not auto any more.
+    """What every rank will hold; parallel.recompute and parallel.partition are not auto any more.
 
     Raises:
         ConfigError: more pipeline stages than layers, or more recomputed blocks than there are.
     """
     specs = stage_specs(model, seed=0)
-    bounds = partition([spec.weight for spec in specs], parallel.pp)
+    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    layers = [tuple(spec.name for spec in specs[start:end]) for start, end in pairwise(bounds)]
     shapes = parameter_shapes(model)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
+    schedule = parallel.schedule_of(workload.micro_batches)
     stages = []
-    for stage in range(parallel.pp):
-        layers = tuple(spec.name for spec in specs[bounds[stage] : bounds[stage + 1]])
-        stages.append(_stage_memory(model, parallel, workload, shapes, stage, layers))
+    for rank in range(parallel.pp):
+        held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
+        stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))
     return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
@@ -179,10 +165,51 @@ def _stage_memory(
     parallel: ParallelConfig,
     workload: Workload,
     shapes: dict[str, tuple[int, ...]],
-    stage: int,
-    layers: tuple[str, ...],
+    schedule: Schedule,
+    rank: int,
+    layers_of: Mapping[int, tuple[str, ...]],
 ) -> StageMemory:
-    one_pass = Pass(
+    """What a rank of the pipeline holds, given the layers of each of its virtual stages."""
+    one_pass = _one_pass(model, parallel, workload)
+    layers = tuple(chain.from_iterable(layers_of.values()))
+    held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
+    if model.tie_embeddings and EMBEDDING in layers:
+        held.pop(TIED_COPY, None)
+    local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
+    buckets = _buckets(local, model.tie_embeddings, parallel)
+    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
+    share = _share(flat, parallel)
+    blocks = [layer for layer in layers if is_block(layer)]
+    modes = block_modes(parallel, rank, len(blocks))
+    recompute = dict(zip(blocks, modes, strict=True))
+    ops = _ops_of(one_pass, layers_of, recompute, schedule.placement)
+    bias = one_pass.bias_table if blocks else 0
+    mask = Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias))
+    memory = StageMemory(
+        stage=rank,
+        layers=layers,
+        recomputation=tuple(modes),
+        first_rank=rank_at(Place(pp=rank), parallel),
+        parameters=sum(prod(shape) for shape in held.values()),
+        rank_parameters=sum(local.values()),
+        weights=low * flat,
+        fp32_gradients=FP32 * flat,
+        reduced_gradients=FP32 * share,
+        masters=FP32 * share,
+        adam_moments=2 * FP32 * share,
+        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
+        pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, layers_of),
+        in_flight=most_waiting(schedule, rank),
+        phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
+    )
+    if parallel.zero_stage not in GRADIENT_STAGES:
+        return memory
+    (only,) = ops.values()  # without pipelines
+    return _sharded(memory, only, local, model, parallel, workload)
+
+
+def _one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> Pass:
+    return Pass(
         model,
         parallel.tp,
         workload.micro_batch_size,
@@ -193,37 +220,27 @@ def _stage_memory(
         cp=parallel.cp,
         document_mask=workload.document_mask,
     )
-    held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
-    if model.tie_embeddings and EMBEDDING in layers:
-        held.pop(TIED_COPY, None)
-    local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
-    buckets = _buckets(local, model.tie_embeddings, parallel)
-    low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
-    share = _share(flat, parallel)
-    blocks = [layer for layer in layers if is_block(layer)]
-    modes = block_modes(parallel, stage, len(blocks))
-    recompute = dict(zip(blocks, modes, strict=True))
-    ops = stage_ops(one_pass, layers, recompute, first=stage == 0, last=stage == parallel.pp - 1)
-    bias = one_pass.bias_table if blocks else 0
-    mask = Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias))
-    memory = StageMemory(
-        stage=stage,
-        layers=layers,
-        recomputation=tuple(modes),
-        first_rank=rank_at(Place(pp=stage), parallel),
-        parameters=sum(prod(shape) for shape in held.values()),
-        rank_parameters=sum(local.values()),
-        weights=low * flat,
-        fp32_gradients=FP32 * flat,
-        reduced_gradients=FP32 * share,
-        masters=FP32 * share,
-        adam_moments=2 * FP32 * share,
-        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
-        pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
-        in_flight=in_flight(stage, parallel.pp, workload.micro_batches),
-        phases=(*_pipeline_phases(ops, buckets, parallel, workload, stage), mask),
-    )
-    return _sharded(memory, ops, local, model, parallel, workload) if parallel.zero_stage in GRADIENT_STAGES else memory
+
+
+def _ops_of(
+    one_pass: Pass, layers_of: Mapping[int, tuple[str, ...]], recompute: Mapping[str, Recompute], placement: Placement
+) -> dict[int, list[Op]]:
+    """The operations of each of a rank's virtual stages; what stays on the rank is handed over, not copied."""
+    ops = {
+        stage: stage_ops(
+            one_pass,
+            layers,
+            {layer: recompute[layer] for layer in layers if is_block(layer)},
+            first=stage == 0 or not placement.crosses(stage - 1, stage),
+            last=stage == placement.num_stages - 1,
+        )
+        for stage, layers in layers_of.items()
+    }
+    if one_pass.model.tie_embeddings and {0, placement.num_stages - 1} <= ops.keys():
+        # Head and embedding share their weight, and the head's gradient is there first.
+        at = next(i for i, op in enumerate(ops[0]) if op.name == "embedding")
+        ops[0][at] = replace(ops[0][at], shared=True)
+    return ops
 
 
 def _share(elements: int, parallel: ParallelConfig) -> int:
@@ -232,25 +249,23 @@ def _share(elements: int, parallel: ParallelConfig) -> int:
 
 
 def _pipeline_phases(
-    ops: Sequence[Op], buckets: Sequence[BucketLayout], parallel: ParallelConfig, workload: Workload, stage: int
+    ops: Mapping[int, Sequence[Op]],
+    buckets: Sequence[BucketLayout],
+    parallel: ParallelConfig,
+    workload: Workload,
+    schedule: Schedule,
+    rank: int,
 ) -> list[Moment]:
     """The fullest moment of each phase of a step under ZeRO-0 and ZeRO-1."""
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
-    sums, share = FP32 * flat, _share(flat, parallel)
-    waiting = in_flight(stage, parallel.pp, workload.micro_batches)
-    replay = partial(moments, ops, widening=FP32 // low, cast=low < FP32 and not workload.cuda)
-    phases = [
-        _fullest("first micro-batch", replay(waiting=waiting - 1, sums=partial(_sums_begun, buckets))),
-        Moment("optimizer step", FP32 * share),
-    ]
-    if workload.micro_batches > 1:
-        later = in_flight(stage, parallel.pp, workload.micro_batches - 1)
-        phases.append(_fullest("later micro-batch", replay(waiting=later - 1, sums=lambda _: sums)))
+    full, share = FP32 * flat, _share(flat, parallel)
+    sums = GradientSums(partial(_sums_begun, buckets), full, FP32 // low, low < FP32 and not workload.cuda)
+    phases = [*pipeline_phases(schedule, rank, ops, sums), Moment("optimizer step", FP32 * share)]
     if parallel.data_size > 1 and parallel.zero_stage:
         # gloo copies what it reduces and what it gathers; NCCL does not.
         copied = 0 if workload.cuda else 1
         phases += [
-            Moment("gradient reduction", sums + FP32 * share, transient=copied * sums),
+            Moment("gradient reduction", full + FP32 * share, transient=copied * full),
             Moment("weight all-gather", FP32 * share, transient=copied * low * max(b.numel for b in buckets)),
         ]
     return phases
@@ -288,44 +303,6 @@ def _sharded(
     )
 
 
-def _fullest(phase: str, row: Iterable[Moment]) -> Moment:
-    moment = max(row, key=lambda moment: moment.total)
-    return replace(moment, name=f"{phase}: {moment.name}")
-
-
-def stage_ops(
-    one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
-) -> list[Op]:
-    """The operations of a pipeline stage, in order.
-
-    Args:
-        one_pass: the micro-batch.
-        layers: names of the model's stages it holds.
-        recompute: what each of the blocks among them recomputes.
-        first: it reads tokens instead of receiving activations.
-        last: it computes the loss instead of sending activations.
-    """
-    first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
-    ops: list[Op] = [] if first else received_ops(one_pass)
-    for layer in layers:
-        if layer == EMBEDDING:
-            ops += embedding_ops(one_pass)
-        elif layer == HEAD:
-            ops += head_ops(one_pass)
-        elif layer == "final_norm":
-            ops += final_norm_ops(one_pass)
-        else:
-            ops += document_mask_ops(one_pass) if layer == first_block else []
-            ops += block_ops(one_pass, recompute[layer])
-    if not last:
-        ops += sent_ops(one_pass)
-    elif not first:
-        ops = hold_previous(ops, one_pass)
-    if EMBEDDING in layers and HEAD in layers and one_pass.model.tie_embeddings:
-        ops[0] = replace(ops[0], shared=True)
-    return ops
-
-
 def _layer_of(name: str) -> str:
     """Model stage that owns a parameter: blocks.3.mlp.up.weight is blocks.3's."""
     parts = name.split(".")
@@ -359,16 +336,21 @@ def _sums_begun(buckets: Sequence[BucketLayout], made: int) -> int:
     return begun
 
 
-def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stage: int) -> int:
+def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:
     """What the engine holds between passes.
 
-    One receive buffer serves activations and gradients. First and last stage have tokens, labels and mask of every
-    loaded micro-batch, and of those of the running step this context rank's share.
+    That is the buffer of a receive posted ahead for each peer, and an activation on its way to each that gets some.
+    First and last stage have tokens, labels and mask of every loaded micro-batch, and of those of the running step this
+    context rank's share.
     """
-    received = one_pass.hidden if parallel.pp > 1 else 0
-    own = one_pass.tokens * (2 * INT64 + FP32) if stage in (0, parallel.pp - 1) else 0
+    placement = parallel.placement
+    before, after = (
+        {placement.rank_of(s + step) for s in stages if placement.crosses(s, s + step)} for step in (-1, 1)
+    )
+    messages = one_pass.hidden * (len(before | after) + len(after))
+    own = one_pass.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
-    return received + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
+    return messages + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(one_pass: Pass, elements: int) -> int:

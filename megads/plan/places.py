@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 from megads.model.config import ModelConfig
 from megads.model.stages import EMBEDDING, HEAD, stage_specs
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Place, axis_lines, place_of
-from megads.parallel.partition import partition
+from megads.parallel.partition import stage_bounds
 from megads.parallel.tensor import padded_rows
 
 
@@ -46,13 +47,13 @@ def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: in
         ConfigError: more pipeline stages than layers.
     """
     specs = stage_specs(model, seed=0)
-    bounds = partition([spec.weight for spec in specs], parallel.pp)
-    stages = [tuple(spec.name for spec in specs[bounds[s] : bounds[s + 1]]) for s in range(parallel.pp)]
-    share = model.num_heads // parallel.tp
+    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    stages = [tuple(spec.name for spec in specs[start:end]) for start, end in pairwise(bounds)]
+    share, placement = model.num_heads // parallel.tp, parallel.placement
     found = []
     for rank in range(parallel.world_size):
         place = place_of(rank, parallel)
-        layers = stages[place.pp]
+        layers = tuple(chain.from_iterable(stages[stage] for stage in placement.stages_of(place.pp)))
         has_blocks = any(layer.startswith("blocks.") for layer in layers)
         heads = range(place.tp * share, (place.tp + 1) * share) if has_blocks else range(0)
         node = None if ranks_per_node is None else rank // ranks_per_node

@@ -19,6 +19,8 @@ class Op:
         backward: most that is alive while it runs backward beside everything kept up to it, its own included; the
             gradient of its weight is not among it.
         gradient: of its weight, as backward makes it, before it is added to the fp32 sums.
+        deferred: what its gradient is made from where it is put off to the weight part of the backward pass: its input
+            and the gradient of its output; 0 where it cannot be.
         shared: another operation has the same weight and comes before it in backward.
         is_loss: its tensors are the loss's.
     """
@@ -28,6 +30,7 @@ class Op:
     forward: int = 0
     backward: int = 0
     gradient: int = 0
+    deferred: int = 0
     shared: bool = False
     is_loss: bool = False
 
@@ -87,13 +90,15 @@ def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
     return made
 
 
+def deferred_bytes(ops: Sequence[Op]) -> int:
+    """What a micro-batch holds between the two parts of its backward pass."""
+    return sum(op.deferred for op in ops)
+
+
 def moments(
     ops: Sequence[Op], *, waiting: int, sums: Callable[[int], int], widening: int, cast: bool
 ) -> Iterator[Moment]:
     """Each operation's fullest moment, forward from first to last and backward from last to first.
-
-    Forward, an operation adds what it keeps; backward, it frees that after it ran. A weight's gradient is added to its
-    fp32 sum and freed at once.
 
     Args:
         ops: what a micro-batch runs through.
@@ -102,19 +107,85 @@ def moments(
         widening: fp32 bytes for every byte of a gradient in the weights' dtype.
         cast: a gradient is copied to fp32 before it is added, as a CPU does.
     """
-    activations, loss, made = waiting * kept_bytes(ops), 0, 0
+    held = waiting * kept_bytes(ops)
+    yield from forward_moments(ops, held=held, sums=sums(0))
+    yield from backward_moments(ops, held=held, sums=sums, widening=widening, cast=cast)
+
+
+def forward_moments(ops: Sequence[Op], *, held: int, sums: int) -> Iterator[Moment]:
+    """Each operation's fullest moment in a forward pass, in which it adds what it keeps.
+
+    Args:
+        ops: what a micro-batch runs through.
+        held: bytes kept by other passes.
+        sums: bytes of the fp32 sums of gradients.
+    """
+    activations, loss = held, 0
     for op in ops:
         activations += 0 if op.is_loss else op.kept
         loss += op.kept if op.is_loss else 0
-        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums(0), activations, loss))
+        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums, activations, loss))
+
+
+def backward_moments(
+    ops: Sequence[Op],
+    *,
+    held: int,
+    sums: Callable[[int], int],
+    widening: int,
+    cast: bool,
+    split: bool = False,
+) -> Iterator[Moment]:
+    """Each operation's fullest moment in a backward pass, after which it frees what it kept.
+
+    A weight's gradient is added to its fp32 sum and freed at once.
+
+    Args:
+        ops: what a micro-batch runs through.
+        held: bytes kept by other passes.
+        sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
+        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
+        cast: a gradient is copied to fp32 before it is added, as a CPU does.
+        split: gradients that can be put off are, with what they are made from.
+    """
+    activations = held + sum(op.kept for op in ops if not op.is_loss)
+    loss = sum(op.kept for op in ops if op.is_loss)
+    made = 0
     for op in reversed(ops):
-        made += 0 if op.shared else op.gradient * widening
-        temporary = op.backward + op.gradient
+        gradient = 0 if split and op.deferred else op.gradient
+        made += 0 if op.shared else gradient * widening
+        temporary = op.backward + gradient
         if cast:  # once the operation is done and has freed what it kept
-            temporary = max(temporary, temporary + op.gradient * widening - op.kept)
+            temporary = max(temporary, temporary + gradient * widening - op.kept)
         yield _moment(f"{op.name}, backward", op, temporary, Moment("", sums(made), activations, loss))
         activations -= 0 if op.is_loss else op.kept
+        activations += op.deferred if split else 0
         loss -= op.kept if op.is_loss else 0
+
+
+def weight_moments(
+    ops: Sequence[Op], *, held: int, sums: Callable[[int], int], widening: int, cast: bool
+) -> Iterator[Moment]:
+    """Each operation's fullest moment while gradients are made that a backward pass put off.
+
+    Args:
+        ops: what a micro-batch ran through.
+        held: bytes kept by other passes.
+        sums: bytes of the fp32 sums that are there once gradients of so many bytes in fp32 are made.
+        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
+        cast: a gradient is copied to fp32 before it is added, as a CPU does.
+    """
+    activations = held + deferred_bytes(ops)
+    made = sum(op.gradient * widening for op in ops if not op.deferred and not op.shared)
+    for op in reversed(ops):
+        if not op.deferred:
+            continue
+        made += 0 if op.shared else op.gradient * widening
+        temporary = op.gradient
+        if cast:
+            temporary += op.gradient * widening
+        yield Moment(f"{op.name}, weight gradient", sums(made), activations, working=temporary)
+        activations -= op.deferred
 
 
 def _moment(name: str, op: Op, temporary: int, held: Moment) -> Moment:

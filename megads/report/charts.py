@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megads.report.history import FloatArray, RunHistory
 from megads.report.series import axis_top, envelope, finite, smooth, smoothing_width
+from megads.report.step_timeline import draw_step_timeline, read_steps
 from megads.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.report.timeline import draw_timeline
 
@@ -23,6 +24,7 @@ _VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
 
 def run_charts(history: RunHistory) -> list[Chart]:
     """The charts of a run in the order of its page."""
+    steps = read_steps(history.run_dir)
     return [
         Chart(
             "loss", "Training loss, validation loss and unigram loss over steps", partial(draw_loss, history), wide=True
@@ -32,6 +34,12 @@ def run_charts(history: RunHistory) -> list[Chart]:
         Chart("throughput", "Tokens per second and MFU over steps", partial(draw_throughput, history)),
         Chart("step_time", "Time of a step over steps, waiting for data apart", partial(draw_step_time, history)),
         Chart("memory", "Peak memory over steps", partial(draw_memory, history)),
+        Chart(
+            "step_timeline",
+            "What every rank did in one step, measured and simulated",
+            partial(draw_step_timeline, history, steps),
+            wide=True,
+        ),
         Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),
     ]
 

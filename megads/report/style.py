@@ -41,6 +41,7 @@ PALETTE = {
 }
 INK, MUTED, GRID = (PALETTE[name].light for name in ("ink", "muted", "grid"))
 BLUE, GREEN, ORANGE, RED = (PALETTE[name].light for name in ("blue", "green", "orange", "red"))
+PINK = PALETTE["pink"].light
 CYCLE = tuple(PALETTE[name].light for name in ("blue", "orange", "green", "pink", "red", "sky", "yellow", "black"))
 """Colours of the runs of a comparison."""
 

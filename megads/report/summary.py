@@ -10,6 +10,7 @@ import numpy as np
 
 from megads.report.history import FloatArray, RunHistory, Validation, number
 from megads.report.series import finite
+from megads.report.step_timeline import layer_costs
 from megads.report.timeline import find_starts
 from megads.runtime.console import render_duration
 
@@ -82,9 +83,19 @@ def facts(history: RunHistory) -> list[tuple[str, str]]:
         ("batch", _batch(history)),
         ("data", _data(history)),
         ("peak memory", f"{size(float(np.nanmax(memory)))} on rank 0" if np.isfinite(memory).any() else ""),
+        ("layer costs", _layer_costs(history)),
         ("config", str(start.get("config_digest") or "")[:8]),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def _layer_costs(history: RunHistory) -> str:
+    """What parallel.layer_costs would be by the steps that were timed."""
+    found = layer_costs(history)
+    if found is None:
+        return ""
+    embedding, _, head = found
+    return f"[{embedding:.2f},1,{head:.2f}]: embedding, a block, head, measured; for parallel.layer_costs"
 
 
 def _validation_figures(validation: Validation, named: bool) -> list[Figure]:

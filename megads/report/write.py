@@ -14,11 +14,13 @@ from megads.report.comparison import comparison_charts, comparison_page
 from megads.report.config import ReportConfig
 from megads.report.history import read_history
 from megads.report.page import picture, run_page
+from megads.report.step_timeline import step_trace_json
 from megads.report.style import Chart, house_style, png, svg
 from megads.runtime.run_dir import find_run
 
 PAGE_FILE = "report.html"
 PICTURES_FOLDER = "report"
+TRACE_FILE = "timeline.trace.json"
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,12 @@ class WrittenReport:
     Attributes:
         page: the HTML file.
         pictures: the PNG files, the most telling first.
+        trace: timed steps for ui.perfetto.dev; None where the run has none.
     """
 
     page: Path
     pictures: tuple[Path, ...]
+    trace: Path | None = None
 
 
 def write_report(config: ReportConfig) -> WrittenReport:
@@ -47,7 +51,8 @@ def write_report(config: ReportConfig) -> WrittenReport:
         with house_style():
             parts, pngs = _draw(run_charts(histories[0]) if len(histories) == 1 else comparison_charts(histories))
         page = run_page(histories[0], parts) if len(histories) == 1 else comparison_page(histories, parts)
-        return _write(folder, page, pngs)
+        trace = step_trace_json(histories[0].run_dir) if len(histories) == 1 else None
+        return _write(folder, page, pngs, trace)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"
@@ -69,12 +74,16 @@ def _draw(charts: Sequence[Chart]) -> tuple[list[str], dict[str, bytes]]:
     return parts, pngs
 
 
-def _write(folder: Path, page: str, pictures: dict[str, bytes]) -> WrittenReport:
+def _write(folder: Path, page: str, pictures: dict[str, bytes], trace: bytes | None) -> WrittenReport:
     """The page goes last: it is there only once its pictures are."""
+    trace_path = folder / PICTURES_FOLDER / TRACE_FILE if trace else None
+    if trace_path is not None and trace is not None:
+        with atomic_writer(trace_path) as file:
+            file.write(trace)
     paths = {name: folder / PICTURES_FOLDER / f"{name}.png" for name in pictures}
     for name, path in paths.items():
         with atomic_writer(path) as file:
             file.write(pictures[name])
     with atomic_writer(folder / PAGE_FILE) as file:
         file.write(page.encode())
-    return WrittenReport(folder / PAGE_FILE, tuple(paths.values()))
+    return WrittenReport(folder / PAGE_FILE, tuple(paths.values()), trace_path)

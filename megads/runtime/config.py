@@ -113,6 +113,8 @@ class LoggingConfig:
     """Weights & Biases."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
+    timeline_every_steps: int | None = None
+    """Time every n-th step on every rank, action by action, in <run.dir>/timeline; null times none."""
     flush_s: float = 10.0
     """Longest wait for wandb and TensorBoard at the end of a run; what is missing then can be sent later."""
 
@@ -122,6 +124,10 @@ class LoggingConfig:
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
             raise ConfigError(f"logging.every_steps = {self.every_steps}: must be at least 1")
+        if self.timeline_every_steps is not None and self.timeline_every_steps < 1:
+            raise ConfigError(
+                f"logging.timeline_every_steps = {self.timeline_every_steps}: must be at least 1, or null for none"
+            )
         if self.flush_s < 0:
             raise ConfigError(f"logging.flush_s = {self.flush_s}: must not be negative")
         if not self.wandb.project or "/" in self.wandb.project:

@@ -72,7 +72,7 @@ def _work(folder: Path, rank: int) -> int:
         for scenario in job.scenarios:
             engine = build_engine(scenario, job.parallel)
             run, grid = train_rank(scenario, engine), engine.grid
-            ends = grid.pp.is_first or grid.pp.is_last
+            ends = grid.pp.rank in job.parallel.placement.ends
             run.stream = read_stream(job.corpus, scenario, grid.dp.rank, grid.dp.size, needs_tokens=ends)
             runs.append(run)
             del engine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
-from megads.parallel.config import AXES, ParallelConfig, Recompute
+from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
 from megads.verify.scenario import Scenario
 
 DEFAULT_RANKS = 8
@@ -91,7 +91,7 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         optimizer=wanted.optim,
     )
     micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
-    exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.pp + 2), _SEQ_LEN, _SAMPLES)
+    exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.num_stages + 2), _SEQ_LEN, _SAMPLES)
     bf16 = None
     if wanted.bf16:
         bf16 = _with_batches(exact, wanted, parallel, 1, _BF16_SEQ_LEN, _BF16_SAMPLES)
@@ -124,7 +124,7 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
     small = replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
     if parallel.zero_shard_size is not None:
         small.zero_shard_size = 2 if _has_shard_groups(parallel) else small.data_size
-    return _with_recomputation(small)
+    return _with_recomputation(_with_few_blocks(small))
 
 
 def _has_shard_groups(parallel: ParallelConfig) -> bool:
@@ -138,6 +138,18 @@ def _smallest(parallel: ParallelConfig) -> dict[str, int]:
     if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] < 4:
         sizes["dp" if parallel.dp > 1 else "cp"] = 4
     return sizes
+
+
+def _with_few_blocks(parallel: ParallelConfig) -> ParallelConfig:
+    """A partition that fits a small model: one block where the ends of the pipeline were given several."""
+    first, last = parallel.first_stage_blocks, parallel.last_stage_blocks
+    return replace(
+        parallel,
+        # What auto measures of a large model says nothing of a small one.
+        partition=Partition.weighted if parallel.partition is Partition.auto else parallel.partition,
+        first_stage_blocks=None if first is None else min(1, first),
+        last_stage_blocks=None if last is None else min(1, last),
+    )
 
 
 def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
@@ -167,7 +179,7 @@ def scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelC
         ffn = parallel.tp * max(1, round(model.ffn_size / model.hidden_size * width / parallel.tp))
     return replace(
         model,
-        num_layers=min(model.num_layers, max(3, 2 * parallel.pp - 1)),
+        num_layers=min(model.num_layers, max(3, 2 * parallel.num_stages - 1)),
         hidden_size=width,
         num_heads=heads,
         ffn_size=ffn,

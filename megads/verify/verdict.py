@@ -96,7 +96,8 @@ def rows(
 
 def _must_compare(guarantee: Guarantee, parallel: ParallelConfig, tied: bool) -> bool:
     """Whether a check without anything to compare has failed: only where ranks share weights are there copies."""
-    tied_copies = tied and parallel.pp > 1
+    first, last = parallel.placement.ends
+    tied_copies = tied and first != last
     if guarantee.name == "N7":
         return parallel.dp * parallel.cp > 1 or tied_copies
     return guarantee.name != "N8" or parallel.tp > 1 or tied_copies

@@ -66,6 +66,10 @@ layouts=(
     "2 parallel.cp=2"
     "2 parallel.pp=2"
     "2 parallel.pp=2 parallel.recompute=full"
+    "2 parallel.pp=2 parallel.schedule=interleaved"
+    "2 parallel.pp=2 parallel.schedule=zb_h1"
+    "2 parallel.pp=2 parallel.schedule=zb_v"
+    "2 parallel.pp=2 parallel.schedule=dualpipe_v"
     "4 parallel.dp=4 parallel.zero_stage=3 parallel.zero_shard_size=2"
     "8 parallel.tp=2 parallel.sequence_parallel=true parallel.pp=2 parallel.dp=2"
 )

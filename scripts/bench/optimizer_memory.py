@@ -46,7 +46,7 @@ def train_ours(dp: int) -> Any:
 def train_stock(dp: int) -> Any:
     """The same with DeepSpeed's."""
     scenario = scenario_of(dp)
-    engine = build_stock(scenario, dp)
+    engine = build_stock(scenario, ParallelConfig(dp=dp))
     for step in range(STEPS):
         engine.train(step_batches(scenario, step, dist.get_rank(), dp))
     return engine

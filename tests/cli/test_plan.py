@@ -75,9 +75,72 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert machine["fits"] and machine["available"] <= psutil.virtual_memory().total
 
 
+PIPELINE = ["plan", "model=demo", "model.num_layers=8", "model.vocab_size=2048", "device=cpu"]
+PIPELINE += ["parallel.pp=2", "train.global_batch_size=6"]
+
+
+def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a schedule that is missing, one that this layout cannot have without its reason, and a wrong bubble."""
+    assert run([*PIPELINE, "parallel.schedule=zb_v", "schedules=true", "json=true"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = {(row["schedule"], row["virtual_stages"]): row for row in plan["schedules"]}
+    assert list(found) == [
+        ("1f1b", 1),
+        *(("interleaved", v) for v in (2, 3, 4)),
+        ("zb_h1", 1),
+        ("dualpipe_v", 2),
+        ("zb_v", 2),
+    ]
+    shares = {key: row["bubble_share"] for key, row in found.items()}
+    assert shares["1f1b", 1] == pytest.approx(1 / 7) and shares["interleaved", 3] == pytest.approx(1 / 19)
+    assert shares["zb_h1", 1] == pytest.approx(1 / 19) and shares["zb_v", 2] == pytest.approx(1 / 37)
+    assert [key for key, row in found.items() if row["chosen"]] == [("zb_v", 2)]
+    assert plan["pipeline"]["passes_waiting"] == [4, 4] and plan["bubble_share"] == shares["zb_v", 2]
+    peaks = [found[key]["largest_rank_bytes"] for key in (("1f1b", 1), ("zb_v", 2))]
+    assert peaks[1] == plan["largest_rank_bytes"] != peaks[0]
+    assert run([*PIPELINE, "model.num_layers=6", "schedules=true"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"zb_v +2 +2\.7%", out)
+    assert "interleaved with 4 stages a rank: model.num_layers = 6 is below parallel.pp * virtual_stages = 2 * 4" in out
+
+
+def test_the_planned_step_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a picture of another schedule, a trace whose times are not those of the speeds, and a file elsewhere."""
+    speeds = ["rank_tflops=0.5", "link_gigabytes_per_s=1", "link_latency_us=200"]
+    assert run([*PIPELINE, "parallel.schedule=zb_h1", "timeline=step.json", *speeds]) == 0
+    assert run([*PIPELINE, "parallel.schedule=interleaved", "timeline=step.svg"]) == 0
+    capsys.readouterr()
+    events = json.loads((elsewhere / "step.json").read_text())["traceEvents"]
+    waits = [event["dur"] for event in events if event.get("cat") == "receive_activation"]
+    assert len(waits) == 6 and max(waits) > 200
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward_input", "backward_weight"}
+    picture = (elsewhere / "step.svg").read_text()
+    assert "interleaved, 2 ranks, 6 micro-batches, planned" in picture and picture.count("rank 1") == 1
+    assert run([*PIPELINE, "timeline=nowhere/step.json"]) == 2
+    assert "timeline = nowhere/step.json cannot be written (No such file" in capsys.readouterr().err
+
+
+def test_dry_run_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a dry run that hides what the pipeline costs, and auto that is left to the ranks."""
+    train = ["train", "train.steps=1", "model.num_layers=8", "model.vocab_size=4096", DATA, "run.dry_run=true"]
+    train += ["parallel.pp=2", "parallel.dp=1", "train.global_batch_size=6"]
+    assert run([*train, "parallel.partition=auto"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"pipeline +1f1b on 2 ranks: bubble 14\.3%, [\d.]+% by estimated FLOPs; passes waiting 2, 1", out)
+    assert re.search(r"dualpipe_v +2 +2\.7%", out) and re.search(r"^ *1f1b +1 +14\.3%", out, re.MULTILINE)
+    assert re.search(r"parallel\.partition=auto: by FLOPs the head weighs [\d.]+ blocks", out)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (["rank_tflops=0"], "rank_tflops = 0.0: must be positive"),
+        (["link_latency_us=3"], "need rank_tflops"),
+        (["timeline=step.gif"], "timeline = step.gif: must end in .svg, .png or .json"),
+        (
+            ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=3", "model.num_layers=5"],
+            "model.num_layers = 5 is below parallel.pp * virtual_stages = 2 * 3",
+        ),
         (["parallel.tp=3"], "model.num_heads = 4 is not divisible by parallel.tp = 3"),
         (["train.global_batch_size=6", "train.micro_batch_size=4"], "train.global_batch_size"),
         (["train.seq_len=0"], "train.seq_len = 0: must be at least 1"),

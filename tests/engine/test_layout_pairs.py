@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megads.parallel.config import ParallelConfig
+from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.parity import Run, Scenario, scenario_with, train_layout, train_reference
 
@@ -23,6 +24,8 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sp": ({"sequence_parallel": True}, {"tp": 2}),
     "pp2": ({"pp": 2}, {}),
     "pp4": ({"pp": 4}, {}),
+    "interleaved": ({"pp": 2, "schedule": ScheduleName.interleaved}, {}),
+    "zb_v": ({"pp": 2, "schedule": ScheduleName.zb_v}, {}),
     "cp2": ({"cp": 2}, {}),
     "dp2": ({"dp": 2}, {}),
     "dp3": ({"dp": 3}, {}),

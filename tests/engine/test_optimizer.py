@@ -41,7 +41,7 @@ def _bytes_and_overlap(dp: int) -> dict[str, Any]:
     ours: list[Collective] = []
     with recorded_collectives(ours):
         engine.step(parity.step_batches(UNTIED, 0, engine.grid.dp.rank, dp), UNTIED.lr)
-    stock, theirs = build_stock(UNTIED, dp), []
+    stock, theirs = build_stock(UNTIED, ParallelConfig(dp=dp)), []
     with recorded_collectives(theirs, deepspeed.runtime.engine):
         stock.train(parity.step_batches(UNTIED, 0, engine.grid.dp.rank, dp))
     return {"ours": ours, "theirs": theirs, "owed": owed, "parameters": sum(p.numel() for p in optimizer.parameters)}

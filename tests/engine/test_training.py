@@ -285,6 +285,12 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
     check_round_trips("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2"))
 
 
+@distributed
+def test_state_goes_from_one_schedule_to_others() -> None:
+    """Catches virtual stages whose weights or moments are not found where another schedule put them."""
+    check_round_trips("pp2 zb_v", ("pp2 interleaved", "tp2pp2", "pp2dp2 dualpipe_v", "pp2 zb_h1"))
+
+
 MEMORY = scenario_with(
     model=ModelConfig(num_layers=2, hidden_size=128, num_heads=4, vocab_size=4096), precision="bfloat16"
 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from itertools import combinations, pairwise, product
 
 import pytest
 
 from megads.errors import ConfigError
-from megads.parallel.partition import partition
+from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.partition import partition, stage_bounds
+from megads.parallel.schedule import ScheduleName
 
 
 def loads(weights: list[float], bounds: list[int]) -> list[float]:
@@ -75,3 +78,81 @@ def test_too_many_stages() -> None:
     """Catches a stage without a weighted layer."""
     with pytest.raises(ConfigError, match=r"parallel\.pp = 3 .* only 2 layers"):
         partition([0, 1, 0, 1, 0], 3)
+
+
+def layer_weights(blocks: int) -> list[float]:
+    """Embedding, blocks, final norm, head."""
+    return [1.0] * (blocks + 1) + [0.0, 1.0]
+
+
+def counts_of(blocks: int, parallel: ParallelConfig) -> list[int]:
+    """Blocks of each virtual stage."""
+    bounds = stage_bounds(layer_weights(blocks), parallel)
+    assert bounds[0] == 0 and bounds[-1] == blocks + 3
+    return [sum(1 <= layer <= blocks for layer in range(low, high)) for low, high in pairwise(bounds)]
+
+
+def test_one_stage_a_rank_is_cut_as_ever() -> None:
+    """Catches another default partition than `partition` makes, and costs that are not heeded."""
+    for blocks, pp in ((6, 4), (12, 4), (70, 12), (5, 5)):
+        assert stage_bounds(layer_weights(blocks), ParallelConfig(pp=pp)) == partition(layer_weights(blocks), pp)
+    heavy_head = ParallelConfig(pp=4, layer_costs=[0.0, 1.0, 3.0])
+    assert counts_of(13, heavy_head) == [4, 4, 4, 1]
+    assert counts_of(13, ParallelConfig(pp=4, partition=Partition.uniform)) == [3, 3, 3, 4]
+
+
+def heaviest_rank(counts: Sequence[int], parallel: ParallelConfig, embedding: float, head: float) -> float:
+    loads = [embedding + counts[0], *counts[1:-1], counts[-1] + head]
+    return max(
+        sum(loads[stage] for stage in parallel.placement.stages_of(rank))
+        for rank in range(parallel.placement.num_ranks)
+    )
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb_v"])
+@pytest.mark.parametrize("costs", [(1.0, 1.0), (0.0, 0.6), (0.0, 2.5)])
+def test_virtual_stages_weigh_on_their_rank_together(name: str, costs: tuple[float, float]) -> None:
+    """Catches ranks of which one has the larger share of every one of its stages; against every possible cut."""
+    embedding, head = costs
+    for blocks in (5, 6, 8, 9):
+        parallel = ParallelConfig(
+            pp=2, schedule=ScheduleName[name], virtual_stages=2, layer_costs=[embedding, 1.0, head]
+        )
+        found = counts_of(blocks, parallel)
+        everything = (
+            counts
+            for counts in product(range(blocks + 1), repeat=4)
+            if sum(counts) == blocks and min(counts[1:3]) and counts[0] + embedding >= 1 and counts[3] + head >= 1
+        )
+        best = min(heaviest_rank(counts, parallel, embedding, head) for counts in everything)
+        assert heaviest_rank(found, parallel, embedding, head) == pytest.approx(best)
+
+
+def test_given_first_and_last_stages() -> None:
+    """Catches numbers of blocks that are not heeded, and a stage of the embedding alone that takes a block with it."""
+    own = ParallelConfig(pp=4, first_stage_blocks=0, last_stage_blocks=0)
+    assert counts_of(12, own) == [0, 6, 6, 0]
+    assert stage_bounds(layer_weights(12), own)[-2] == 13, "the final norm stays with the head"
+    assert counts_of(12, ParallelConfig(pp=4, first_stage_blocks=2)) == [2, 3, 4, 3]
+    assert counts_of(12, ParallelConfig(pp=2, first_stage_blocks=11, last_stage_blocks=1)) == [11, 1]
+    v_shaped = ParallelConfig(pp=2, schedule=ScheduleName["zb_v"], first_stage_blocks=0, last_stage_blocks=1)
+    assert counts_of(7, v_shaped) == [0, 3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "blocks", "message"),
+    [
+        (ParallelConfig(pp=2, first_stage_blocks=3, last_stage_blocks=2), 4, r"leave -1 for 0 other stages: change"),
+        (ParallelConfig(pp=2, first_stage_blocks=1, last_stage_blocks=2), 4, r"leave 1 for 0 other stages: change"),
+        (ParallelConfig(pp=4, last_stage_blocks=3), 5, r"= null and .* = 3 of 5 blocks leave 2 for 3 other stages, of"),
+        (
+            ParallelConfig(pp=3, schedule=ScheduleName["interleaved"], virtual_stages=3),
+            5,
+            r"virtual_stages = 3 \* 3 stages but only 5 blocks",
+        ),
+    ],
+)
+def test_stages_without_a_block_are_refused(parallel: ParallelConfig, blocks: int, message: str) -> None:
+    """Catches blocks that are lost or held twice because the given numbers do not add up."""
+    with pytest.raises(ConfigError, match=message):
+        stage_bounds(layer_weights(blocks), parallel)

@@ -26,7 +26,10 @@ from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches
 
-COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "send", "recv")
+COLLECTIVES = (
+    *("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"),
+    *("send", "recv", "isend", "irecv"),
+)
 PAUSE_S = 1e-3
 M_MMAP_THRESHOLD = -3  # malloc.h
 

@@ -9,7 +9,7 @@ import pytest
 from megads.model.config import ModelConfig
 from megads.optim.buckets import ALIGNMENT
 from megads.parallel.config import ParallelConfig
-from megads.plan.memory import Workload, bubble_share, in_flight, memory_plan
+from megads.plan.memory import Workload, memory_plan
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880)
 SMALL = ModelConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=509)
@@ -43,10 +43,9 @@ def test_vocabulary_padding_and_alignment() -> None:
 
 def test_in_flight() -> None:
     """Catches a schedule that forgets that the first stage holds the most, or that there may be fewer micro-batches."""
-    assert [in_flight(stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
-    assert bubble_share(1, 7) == 0.0
-    assert bubble_share(4, 8) == pytest.approx(3 / 11)
+    for micro_batches, held in ((8, [4, 3, 2, 1]), (2, [2, 2, 2, 1])):
+        plan = memory_plan(SMALL, ParallelConfig(pp=4), replace(WORK, micro_batches=micro_batches))
+        assert [stage.in_flight for stage in plan.stages] == held
 
 
 def test_zero_shards_the_optimizer_only() -> None:

@@ -9,6 +9,7 @@ import pytest
 from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import place_of
+from megads.parallel.schedule import ScheduleName
 from tests.distributed import run_ranks
 from tests.parity import Scenario
 from tests.plan.memory_meter import measured_peaks, planned, resident_growth
@@ -81,6 +82,17 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(SCENARIO, model=DROPOUT, global_batch_size=8, micro_batch_size=2),
         ParallelConfig(pp=4),
     ),
+    "pp2, interleaved": (DEEP, ParallelConfig(pp=2, schedule=ScheduleName.interleaved)),
+    "pp2, zb_h1": (DEEP, ParallelConfig(pp=2, schedule=ScheduleName.zb_h1)),
+    "pp2, zb_v, untied": (
+        replace(DEEP, model=replace(DEEP.model, tie_embeddings=False)),
+        ParallelConfig(pp=2, schedule=ScheduleName.zb_v),
+    ),
+    "pp2, dualpipe_v, full recomputation": (
+        DEEP,
+        ParallelConfig(pp=2, schedule=ScheduleName.dualpipe_v, recompute=Recompute.full),
+    ),
+    "pp4, zb_h1": (replace(DEEP, micro_batch_size=2), ParallelConfig(pp=4, schedule=ScheduleName.zb_h1)),
     "single, recompute=full": (DEEP, ParallelConfig(recompute=Recompute.full)),
     "single, dropout, recompute=selective": (DEEP_DROPOUT, ParallelConfig(recompute=Recompute.selective)),
     "pp2, every second block in full": (DEEP, ParallelConfig(pp=2, recompute=Recompute.full, recompute_interval=2)),

@@ -56,7 +56,7 @@ def test_one_run(tmp_path: Path) -> None:
         f"{name}.png"
         for name in ("loss", "learning_rate", "grad_norm", "throughput", "step_time", "memory", "timeline")
     ]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures) and written.trace is None
     page = written.page.read_text()
     assert_self_contained(page)
     for part in (

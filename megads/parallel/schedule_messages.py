@@ -1,0 +1,95 @@
+"""Adds what moves data to the computations of a pipeline: loads, sends and receives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megads.parallel.pipeline_actions import Action, ActionKind, Placement
+
+_MESSAGES = {
+    ActionKind.forward: (ActionKind.send_activation, ActionKind.receive_activation, 1),
+    ActionKind.backward: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),
+    ActionKind.backward_input: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),
+}
+"""By what makes or uses the tensor: its send, its receive, and how many stages further it is used."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor that one rank hands to another.
+
+    Attributes:
+        send: the sender's action.
+        receive: the receiver's.
+        sender: pipeline rank.
+        receiver: pipeline rank.
+    """
+
+    send: Action
+    receive: Action
+    sender: int
+    receiver: int
+
+
+def message_from(placement: Placement, computation: Action) -> Message | None:
+    """The message that carries what a computation makes; None where it stays on its rank or is the last of its row."""
+    if computation.kind not in _MESSAGES:
+        return None
+    return _message(placement, computation, computation.stage, computation.stage + _MESSAGES[computation.kind][2])
+
+
+def message_to(placement: Placement, computation: Action) -> Message | None:
+    """The message that a computation waits for; None if it needs none."""
+    if computation.kind not in _MESSAGES:
+        return None
+    return _message(placement, computation, computation.stage - _MESSAGES[computation.kind][2], computation.stage)
+
+
+def _message(placement: Placement, computation: Action, maker: int, user: int) -> Message | None:
+    if not placement.crosses(maker, user):
+        return None
+    send, receive, _ = _MESSAGES[computation.kind]
+    return Message(
+        Action(send, computation.micro_batch, maker),
+        Action(receive, computation.micro_batch, user),
+        placement.rank_of(maker),
+        placement.rank_of(user),
+    )
+
+
+def with_messages(placement: Placement, computations: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """Adds loads, sends (right after what makes the tensor) and receives (right before its use, in order of sending).
+
+    Where messages of one peer are used in another order than they are sent, a receive is listed earlier than its use.
+
+    Args:
+        placement: where the stages are.
+        computations: forward and backward passes of each rank, in order.
+
+    Returns:
+        All actions of each rank, in order.
+    """
+    arriving: dict[tuple[int, int], deque[Action]] = {}
+    for row in computations:
+        for computation in row:
+            message = message_from(placement, computation)
+            if message is not None:
+                arriving.setdefault((message.sender, message.receiver), deque()).append(message.receive)
+    rows = []
+    for row in computations:
+        listed: list[Action] = []
+        received: set[Action] = set()
+        for computation in row:
+            needed, made = message_to(placement, computation), message_from(placement, computation)
+            while needed is not None and needed.receive not in received:
+                listed.append(arriving[needed.sender, needed.receiver].popleft())
+                received.add(listed[-1])
+            if computation.kind is ActionKind.forward and computation.stage in (0, placement.num_stages - 1):
+                listed.append(Action(ActionKind.load, computation.micro_batch, computation.stage))
+            listed.append(computation)
+            if made is not None:
+                listed.append(made.send)
+        rows.append(tuple(listed))
+    return tuple(rows)

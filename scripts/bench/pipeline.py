@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""Step time of pipelines over the ideal: ours by schedule, stock DeepSpeed's, torch.distributed.pipelining's.
+
+All train the same untied model in fp32 on gloo ranks of this CPU, one thread each, in one process group and in turn,
+and all times include clipping and AdamW. The ideal is 1F1B's formula, (m + p - 1) / m times the m-fold work of a rank
+on a micro-batch: no messages, no optimizer, no waiting but the bubble.
+
+With --wait-ms every block waits so long forward and for each part of its backward pass instead of computing: the CPU is
+as idle as beside an accelerator, so that more ranks than cores, or other work on the machine, do not change what is
+measured: the schedule and what running it costs. Without it blocks compute, the ideal is measured on both sides of
+every step (every rank runs the whole model by itself, all at once), and each rank wants a core of its own. Run from
+the repository: python -m scripts.bench.pipeline --wait-ms 5 --pp 2 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from megads.batch import BatchInfo
+from megads.model.config import ModelConfig
+from megads.model.gpt import GPT
+from megads.model.stages import Block, stage_specs
+from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.partition import stage_bounds
+from megads.parallel.schedule import ScheduleName
+from megads.parallel.weight_gradients import SplitLayer
+from megads.runtime.metrics import JsonLinesWriter
+from tests import distributed
+from tests.parity import Scenario, build_engine, step_batches
+from tests.stock_deepspeed import build_stock
+
+COMPUTING = ModelConfig(num_layers=8, hidden_size=256, num_heads=4, vocab_size=512, tie_embeddings=False)
+WAITING = ModelConfig(num_layers=8, hidden_size=64, num_heads=2, vocab_size=64, tie_embeddings=False)
+BATCH, SEQ_LEN = 2, 64
+CLIP = 1.0
+Step = Callable[[], None]
+
+
+def scenario_of(model: ModelConfig, micro_batches: int) -> Scenario:
+    """So many micro-batches of 128 tokens."""
+    return Scenario(
+        model=model, hot=False, seq_len=SEQ_LEN, micro_batch_size=BATCH, global_batch_size=BATCH * micro_batches,
+        clip_grad=CLIP,
+    )  # fmt: skip
+
+
+def layout_of(schedule: str, ranks: int) -> ParallelConfig:
+    """The same blocks on every stage: embedding and head are small here."""
+    return ParallelConfig(pp=ranks, schedule=ScheduleName(schedule), partition=Partition.uniform)
+
+
+class WaitForAll(torch.autograd.Function):
+    """Waits as long as a block of our engine works; the part for the weight can be put off."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, layer: nn.Linear | SplitLayer, weight: Tensor, wait_s: float) -> Tensor:
+        ctx.layer, ctx.wait_s = layer, wait_s
+        time.sleep(wait_s)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        time.sleep(ctx.wait_s)
+        weight, gradients = ctx.layer.weight, ctx.layer.weight_gradients
+
+        def compute() -> Tensor:
+            time.sleep(ctx.wait_s)
+            return torch.zeros_like(weight)
+
+        if gradients is not None and gradients.puts_off:
+            gradients.later(weight, compute)
+            return grad.clone(), None, None, None
+        return grad.clone(), None, compute(), None
+
+
+class WaitForInput(torch.autograd.Function):
+    """Forward, and the part of the backward pass for the input."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, wait_s: float) -> Tensor:
+        ctx.wait_s = wait_s
+        time.sleep(wait_s)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.wait_s)
+        return grad.clone(), None
+
+
+class WaitForWeight(torch.autograd.Function):
+    """The part of the backward pass for the weight, which torch's zero-bubble schedules run later."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, wait_s: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.wait_s = wait_s
+        return torch.zeros_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        time.sleep(ctx.wait_s)
+        return None, torch.zeros_like(ctx.saved_tensors[0]), None
+
+
+def wait_in_blocks(wait_s: float) -> None:
+    """Blocks wait from now on, in this process."""
+
+    def forward(self: Block, hidden: Tensor, _info: BatchInfo) -> Tensor:
+        layer = self.mlp.down
+        if isinstance(layer, SplitLayer):
+            return WaitForAll.apply(hidden, layer, layer.weight, wait_s)
+        return WaitForInput.apply(hidden, wait_s) + WaitForWeight.apply(hidden.detach(), layer.weight, wait_s)
+
+    Block.forward = forward
+
+
+class Chunk(nn.Module):
+    """Some of the model's stages as torch's pipelining calls them: with one argument."""
+
+    def __init__(self, stages: list[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.info = BatchInfo(sample_ids=torch.arange(BATCH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Tokens or [b, s, h] to [b, s, h] or logits."""
+        for stage in self.stages:
+            hidden = stage(hidden, self.info)
+        return hidden
+
+
+def cross_entropy(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
+    """Mean over all tokens."""
+    return F.cross_entropy(logits_bsv.flatten(0, 1), labels_bs.flatten())
+
+
+def torch_step(model: ModelConfig, name: str, layout: str, micro_batches: int) -> Step:
+    """A step of torch.distributed.pipelining with clipping and AdamW; collective.
+
+    Args:
+        model: that is trained.
+        name: of its schedule.
+        layout: our schedule with the same placement of stages.
+        micro_batches: of the step.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallel = layout_of(layout, ranks)
+    specs = stage_specs(model, 0)
+    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    stages = []
+    for number in parallel.placement.stages_of(rank):
+        built = [spec.build() for spec in specs[bounds[number] : bounds[number + 1]]]
+        for parameter in (p for module in built for p in module.parameters()):
+            nn.init.normal_(parameter, 0.0, 0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+        chunk = Chunk(built)
+        stages.append(pipelining.PipelineStage(chunk, number, parallel.num_stages, torch.device("cpu")))
+    make = getattr(pipelining, name)
+    schedule = make(stages if len(stages) > 1 else stages[0], micro_batches, loss_fn=cross_entropy)
+    parameters = [p for stage in stages for p in stage.submod.parameters()]
+    adamw = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+    batches = step_batches(scenario_of(model, micro_batches), 0)
+    tokens, labels = (torch.cat([getattr(b, key) for b in batches]) for key in ("tokens_bs", "labels_bs"))
+    first, last = (rank == end for end in parallel.placement.ends)
+
+    def step() -> None:
+        schedule.step(*([tokens] if first else []), **({"target": labels, "losses": []} if last else {}))
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        adamw.step()
+        adamw.zero_grad()
+
+    return step
+
+
+def our_step(model: ModelConfig, schedule: str, micro_batches: int, engines: dict[str, Any]) -> Step:
+    """A step of ours, optimizer and all; collective."""
+    if schedule not in engines:
+        engines[schedule] = build_engine(scenario_of(model, 4), layout_of(schedule, dist.get_world_size()))
+    batches, engine = step_batches(scenario_of(model, micro_batches), 0), engines[schedule]
+    return lambda: engine.step(batches, 1e-4)
+
+
+def stock_step(model: ModelConfig, micro_batches: int) -> Step:
+    """A step of DeepSpeed's, on stages of the same blocks; collective."""
+    scenario = scenario_of(model, micro_batches)
+    engine = build_stock(scenario, layout_of("1f1b", dist.get_world_size()))
+    batches = step_batches(scenario, 0)
+    return lambda: engine.train(batches)
+
+
+def alone_step(model: ModelConfig, micro_batches: int) -> Step:
+    """All micro-batches through the whole model on this rank: what a pipeline shares out."""
+    whole = GPT(model, 0)
+    batches = step_batches(scenario_of(model, micro_batches), 0)
+
+    def step() -> None:
+        for batch in batches:
+            cross_entropy(whole(batch.tokens_bs, batch.info), batch.labels_bs).backward()
+
+    return step
+
+
+PEERS = {
+    "torch 1F1B": ("Schedule1F1B", "1f1b"),
+    "torch interleaved 1F1B": ("ScheduleInterleaved1F1B", "interleaved"),
+    "torch interleaved zero bubble": ("ScheduleInterleavedZeroBubble", "interleaved"),
+    "torch ZB-V": ("ScheduleZBVZeroBubble", "zb_v"),
+}
+
+
+def time_s(step: Step) -> float:
+    """Seconds until every rank has done its step."""
+    dist.barrier()
+    begin = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, int], list[float]]:
+    """Step times over the ideal of the same round, by engine and micro-batches."""
+    ranks, engines = dist.get_world_size(), {}
+    found: dict[tuple[str, int], list[float]] = {}
+    model = WAITING if wait_s else COMPUTING
+    if wait_s:
+        wait_in_blocks(wait_s)
+    for count in counts:
+        alone = alone_step(model, count)
+        sides: dict[str, Step] = {f"megads {name}": our_step(model, name, count, engines) for name in ScheduleName}
+        sides["DeepSpeed 1F1B"] = stock_step(model, count)
+        sides |= {name: torch_step(model, *peer, count) for name, peer in PEERS.items()}
+        for step in (alone, *sides.values()):
+            step()
+
+        def work_s(alone: Step = alone, count: int = count) -> float:
+            return 3 * wait_s * model.num_layers * count if wait_s else time_s(alone)
+
+        for _ in range(rounds):
+            before = work_s()
+            for name, step in sides.items():
+                # Other processes on the machine come and go: the ideal is measured on both sides of every step.
+                taken, after = time_s(step), work_s()
+                ideal = (before + after) / 2 / ranks * (count + ranks - 1) / count
+                found.setdefault((name, count), []).append(taken / ideal)
+                before = after
+    return found
+
+
+def report(found: Mapping[tuple[str, int], list[float]], ranks: int, counts: list[int]) -> None:
+    """Prints the table: medians, and the least in brackets."""
+    print(f"p = {ranks}: step time / ideal of 1F1B, median (least); load average {os.getloadavg()[0]:.1f}")
+    print("| engine and schedule | " + " | ".join(f"m = {count}" for count in counts) + " |")
+    print("|---|" + "---|" * len(counts))
+    for name in dict.fromkeys(name for name, _ in found):
+        cells = [f"{statistics.median(found[name, count]):.2f} ({min(found[name, count]):.2f})" for count in counts]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pp", type=int, nargs="*", default=[2], help="pipeline ranks; each wants a core of its own")
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--wait-ms", type=float, default=0.0, help="blocks wait instead of computing")
+    parser.add_argument("--append", type=Path, help="file of results")
+    arguments = parser.parse_args()
+    distributed.TIMEOUT_S = 3600.0
+    for ranks in arguments.pp:
+        wait_s = arguments.wait_ms / 1e3
+        found = distributed.run_ranks(measure, ranks, arguments.micro_batches, arguments.rounds, wait_s)[0]
+        report(found, ranks, arguments.micro_batches)
+        if arguments.append:
+            writer = JsonLinesWriter(arguments.append)
+            for (name, count), ratios in found.items():
+                writer.write_line(
+                    {"bench": "pipeline", "time": time.time(), "pp": ranks, "wait_ms": arguments.wait_ms,
+                     "engine": name, "micro_batches": count,
+                     "over_ideal": statistics.median(ratios), "rounds": len(ratios)}
+                )  # fmt: skip
+            writer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

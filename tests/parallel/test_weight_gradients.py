@@ -1,0 +1,66 @@
+"""Linear layers whose weights' gradients may be put off."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megads.parallel.weight_gradients import WeightGradients, linear
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, nn.Parameter, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias, grad = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 24, 48), (80, 48), (80,), (2, 24, 80))
+    )
+    return x.requires_grad_(), nn.Parameter(weight), nn.Parameter(bias), grad
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, later: bool) -> None:
+    """Catches other products than autograd's, on which a split and a whole backward pass would part."""
+    x, weight, bias, grad = inputs(dtype)
+    F.linear(x, weight, bias).backward(grad)
+    expected = [p.grad for p in (x, weight, bias)]
+    x, weight, bias, grad = inputs(dtype)
+    gradients = WeightGradients()
+    out = linear(x, weight, bias, gradients)
+    if later:
+        with gradients.put_off() as owed:
+            out.backward(grad)
+        assert weight.grad is None and x.grad is not None and bias.grad is not None
+        owed.settle(lambda parameter, gradient: setattr(parameter, "grad", gradient))
+    else:
+        out.backward(grad)
+    assert all(torch.equal(p.grad, wanted) for p, wanted in zip((x, weight, bias), expected, strict=True))
+
+
+def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
+    """Catches activations that stay until all of a pass's weights are done, and gradients that come twice."""
+    gradients = WeightGradients()
+    weights, seen, alive = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)], [], []
+    hidden = torch.randn(2, 3, 4, requires_grad=True)
+    watched = []
+    for weight in weights:
+        hidden = linear(hidden, weight, None, gradients)
+        watched.append(weakref.ref(hidden))
+    with gradients.put_off() as owed:
+        hidden.sum().backward()
+    del hidden
+
+    def take(weight: nn.Parameter, _: Tensor) -> None:
+        seen.append(next(i for i, known in enumerate(weights) if known is weight))
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in watched))
+
+    owed.settle(take)
+    assert seen == [2, 1, 0], "in the order of the backward pass"
+    assert alive[-1] == 0 and sorted(alive, reverse=True) == alive
+    owed.settle(take)
+    assert len(seen) == 3
