@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli import dataset, doctor, generate, plan, preprocess, report, tokenizer, train, verify_layout
+from megads.cli import check_nodes, dataset, doctor, generate, plan, preprocess, report, tokenizer, train, verify_layout
 from megads.cli.entry import config_dir
 from megads.cli.groups import summary
 from megads.cli.main import VERBS
@@ -19,7 +19,7 @@ from megads.plan.parameters import parameter_count
 from megads.report.config import ReportConfig
 
 CONF = config_dir()
-VERB_MODULES = (train, plan, verify_layout, generate, preprocess, dataset, tokenizer, doctor, report)
+VERB_MODULES = (train, plan, verify_layout, generate, preprocess, dataset, tokenizer, doctor, check_nodes, report)
 VERB_OBJECTS = {verb.VERB.name: verb.VERB for verb in VERB_MODULES}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

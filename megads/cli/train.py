@@ -48,12 +48,10 @@ def run(config: RootConfig, invocation: Invocation) -> int:
     check_config(config)
     placement = find_placement(config)
     try:
-        ended = _run(config, invocation, placement)
+        return _run(config, invocation, placement).exit_code
     except MegadsError as error:
         _hand_over(placement, config, Ended(error.exit_code))
         raise
-    _hand_over(placement, config, ended)
-    return ended.exit_code
 
 
 def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> Ended:
@@ -86,8 +84,12 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
-            return Ended(EXIT_OK)
-        return _start(config, placement, lease, console)
+            ended = Ended(EXIT_OK)
+        else:
+            ended = _start(config, placement, lease, console)
+    # The run directory is free again for whoever comes next.
+    _hand_over(placement, config, ended)
+    return ended
 
 
 def _hand_over(placement: Placement | None, config: RootConfig, ended: Ended) -> None:
