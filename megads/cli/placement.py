@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
@@ -55,7 +56,8 @@ class Placement:
         """
         if config.cluster.chain:
             return end_chain(self.allocation, exit_code)
-        return send_back(self.allocation, exit_code, config.cluster.max_requeues, excluded)
+        run_dir = Path(str(config.run.dir))
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
 
     def __str__(self) -> str:
         names = ", ".join(node.name for node in self.nodes)

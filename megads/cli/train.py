@@ -55,14 +55,12 @@ _TABLE_WIDTH = 120
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
     check_config(config)
-    placement = find_placement(config)
+    placement = None if config.run.prepare_only else find_placement(config)
     try:
-        ended = _run(config, invocation, placement)
+        return _run(config, invocation, placement).exit_code
     except MegadsError as error:
         _hand_over(placement, config, Ended(error.exit_code))
         raise
-    _hand_over(placement, config, ended)
-    return ended.exit_code
 
 
 def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> Ended:
@@ -96,14 +94,26 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
-            return Ended(EXIT_OK)
-        for change in _changes(run_dir, config):
-            console.say(f"changed since the last start: {change}", "warning")
-        guard_data(config, preparation, run_dir)
-        if config.run.prepare_only:
-            build_index_maps(config, console)
-            return Ended(EXIT_OK)
-        return _start(config, placement, lease, console)
+            ended = Ended(EXIT_OK)
+        else:
+            ended = _continue(config, preparation, placement, lease, console)
+    # The run directory is free again for whoever comes next.
+    _hand_over(placement, config, ended)
+    return ended
+
+
+def _continue(
+    config: RootConfig, preparation: Preparation | None, placement: Placement | None, lease: Lease, console: Console
+) -> Ended:
+    """Checks the data against what the run saw of it, then starts the ranks, or prepares for them only."""
+    run_dir = Path(str(config.run.dir))
+    for change in _changes(run_dir, config):
+        console.say(f"changed since the last start: {change}", "warning")
+    guard_data(config, preparation, run_dir)
+    if config.run.prepare_only:
+        build_index_maps(config, console)
+        return Ended(EXIT_OK)
+    return _start(config, placement, lease, console)
 
 
 def _hand_over(placement: Placement | None, config: RootConfig, ended: Ended) -> None:

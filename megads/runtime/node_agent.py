@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
 from megads.runtime import environment
 from megads.runtime.node_ranks import NodePart, NodeRanks, require_devices
+from megads.runtime.orphaned_job import send_back_when_orphaned
 from megads.runtime.rank_outcome import NodeReport
 from megads.runtime.rank_process import redirect_output
 from megads.runtime.run_dir import agent_log_path
@@ -56,6 +57,10 @@ def run_agent(part: NodePart, host: str, port: int) -> NoReturn:
         report = _report(ranks, control)
         control.say({"word": REPORT, "number": part.node, "report": report.encode()})
         code = EXIT_BUG if report.failed else EXIT_OK
+    except RuntimeError:
+        # The launcher is gone: with its node?
+        traceback.print_exc()
+        sys.stdout.write(f"{send_back_when_orphaned()}\n")
     except BaseException:
         traceback.print_exc()
     finally:

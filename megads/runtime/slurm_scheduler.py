@@ -5,17 +5,21 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, NumericalError, Preempted, StopRequested
 from megads.runtime import slurm
 from megads.runtime.deadline import Deadline
 from megads.runtime.lease import Lease
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.slurm import Allocation
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED
 
-# SLURM ends jobs up to so long after their limit, and checks once a minute.
-_AT_THE_LIMIT_S = 90.0
+# SLURM ends a job at its limit or later, never before; clocks and squeue are a little off.
+_AT_THE_LIMIT_S = 5.0
+_FRUITLESS_STARTS = 3
 # What the next job of a chain would only meet again.
 _LASTING = (ConfigError, DataError, CheckpointError, StopRequested, NumericalError)
 _ENDS_CHAIN = (EXIT_OK, *(error.exit_code for error in _LASTING))
@@ -58,13 +62,16 @@ class SlurmScheduler(Scheduler):
         return number == signal.SIGINT
 
 
-def send_back(allocation: Allocation, exit_code: int, max_requeues: int, excluded: Sequence[str] = ()) -> str:
+def send_back(
+    allocation: Allocation, exit_code: int, max_requeues: int, run_dir: Path, excluded: Sequence[str] = ()
+) -> str:
     """Puts a job that wants to go on back into the queue, the last thing it does; returns what happened, for people.
 
     Args:
         allocation: the job.
         exit_code: of the run; only 6 goes back.
         max_requeues: most requeues of a job, whoever asked for them.
+        run_dir: the run directory, whose events tell whether requeues helped.
         excluded: nodes that it should not get again.
     """
     job = allocation.job
@@ -73,6 +80,11 @@ def send_back(allocation: Allocation, exit_code: int, max_requeues: int, exclude
     again = f"sbatch the same again, or scontrol requeue {job.id}, to go on"
     if job.restarts >= max_requeues:
         return f"not requeued: that happened {job.restarts} times (cluster.max_requeues); {again}"
+    if (fruitless := _starts_since_a_save(run_dir)) >= _FRUITLESS_STARTS:
+        return (
+            f"not requeued: {fruitless} starts ended one after the other without saving a step: is the time limit long "
+            f"enough, and --signal shorter than it? {again}"
+        )
     # What SLURM sends to end this job in favour of its next start must not cut off the end of this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -102,6 +114,15 @@ def _requeue(job_id: str, excluded: Sequence[str]) -> None:
         slurm.ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(names)}")
     finally:
         slurm.ask("scontrol", "release", job_id)
+
+
+def _starts_since_a_save(run_dir: Path) -> int:
+    """Counts the last starts of a run that have brought nothing."""
+    count = 0
+    for event in read_json_lines(run_dir / EVENTS_FILE):
+        if event.get("event") in ("launch", "checkpoint_saved"):
+            count = count + 1 if event["event"] == "launch" else 0
+    return count
 
 
 def end_chain(allocation: Allocation, exit_code: int) -> str:

@@ -33,6 +33,10 @@ for word in "$@"; do
             ;;
         *) overrides+=("$word") ;;
     esac
+    # A lost node must not end a job that has another in its place.
+    if [[ "$word" =~ ^cluster\.spare_nodes=[1-9] ]]; then
+        options+=("--no-kill")
+    fi
 done
 if ((${#overrides[@]} == 0)); then
     usage >&2

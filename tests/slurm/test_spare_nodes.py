@@ -90,3 +90,20 @@ def test_a_node_that_fails_the_health_check_is_not_used(
         assert steps_of(run.run_dir) == reference
     finally:
         cluster.revive(silent)
+
+
+def test_the_batch_node_is_lost(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches a job that goes on without a launcher, with nodes that do nothing until the time limit: with --no-kill
+    SLURM itself does not end it."""
+    run = training()
+    job = run.submit(options=("--no-kill",))
+    run.wait_for_step(job, 12)
+    cluster, lost = run.jobs.cluster, run.jobs.field(job, "BatchHost")
+    cluster.lose_node(lost)
+    try:
+        run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job, timeout_s=60)
+        assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+        assert lost not in events_of(run.run_dir, "launch")[1]["nodes"]
+        assert steps_of(run.run_dir) == reference
+    finally:
+        cluster.revive(lost)

@@ -261,9 +261,11 @@ class PrivateSlurm:
         return None
 
     def _kill(self, pids: list[int]) -> None:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # All stop first: in a power cut none sees another die, and srun ends no step because its own node's task went.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         deadline = time.monotonic() + _COMMAND_TIMEOUT_S
         while any(psutil.pid_exists(pid) for pid in pids):
             assert time.monotonic() < deadline, f"{pids} survive SIGKILL"
