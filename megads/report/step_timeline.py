@@ -72,23 +72,29 @@ def _bars(record: Mapping[str, Any]) -> list[Bar]:
     offset = offset if math.isfinite(offset) else 0.0
     bars = []
     for span in record["spans"]:
+        if not isinstance(span, dict) or not isinstance(span.get("kind"), str):
+            continue
         start, end = (number(span.get(key)) + offset for key in ("start_s", "end_s"))
-        if isinstance(span.get("kind"), str) and start <= end:
-            bars.append(Bar(span["kind"], span.get("micro_batch"), span.get("stage"), start, end))
+        if start <= end:
+            bars.append(Bar(span["kind"], _index(span.get("micro_batch")), _index(span.get("stage")), start, end))
     return bars
 
 
+def _index(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
+
+
 def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | None:
-    """The schedule that a measured step ran; None where the run's config does not say it."""
-    numbers = [bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None]
-    if not numbers:
+    """The schedule that a measured step ran; None where config and micro-batches do not say it."""
+    numbers = {bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None}
+    if numbers != set(range(len(numbers))) or not numbers:
         return None
     ranks = 1 + max(trace.pipeline_rank for trace in traces)
     settings = [history.setting(f"parallel.{key}") for key in ("virtual_stages", "contiguous_micro_batches")]
     virtual, contiguous = (value if isinstance(value, int) else None for value in settings)
     name = str(history.setting("parallel.schedule") or "1f1b")
     try:
-        return build_schedule(name, ranks, virtual, 1 + max(numbers), contiguous=contiguous)
+        return build_schedule(name, ranks, virtual, len(numbers), contiguous=contiguous)
     except ConfigError:
         return None
 

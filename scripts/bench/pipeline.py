@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -220,19 +220,32 @@ PEERS = {
 }
 
 
-def time_s(step: Step) -> float:
-    """Seconds until every rank has done its step."""
+class Taken(NamedTuple):
+    """One step.
+
+    Attributes:
+        over_ideal: its time over the ideal of the same round.
+        cpu_s: CPU time of rank 0, all its threads together.
+    """
+
+    over_ideal: float
+    cpu_s: float
+
+
+def time_s(step: Step) -> tuple[float, float]:
+    """Seconds until every rank has done its step, and CPU seconds of this one."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     step()
+    busy = time.process_time() - busy
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, busy
 
 
-def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, int], list[float]]:
-    """Step times over the ideal of the same round, by engine and micro-batches."""
+def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, int], list[Taken]]:
+    """What every engine's steps took, by engine and micro-batches."""
     ranks, engines = dist.get_world_size(), {}
-    found: dict[tuple[str, int], list[float]] = {}
+    found: dict[tuple[str, int], list[Taken]] = {}
     model = WAITING if wait_s else COMPUTING
     if wait_s:
         wait_in_blocks(wait_s)
@@ -245,26 +258,30 @@ def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, in
             step()
 
         def work_s(alone: Step = alone, count: int = count) -> float:
-            return 3 * wait_s * model.num_layers * count if wait_s else time_s(alone)
+            return 3 * wait_s * model.num_layers * count if wait_s else time_s(alone)[0]
 
         for _ in range(rounds):
             before = work_s()
             for name, step in sides.items():
                 # Other processes on the machine come and go: the ideal is measured on both sides of every step.
-                taken, after = time_s(step), work_s()
+                (taken, cpu_s), after = time_s(step), work_s()
                 ideal = (before + after) / 2 / ranks * (count + ranks - 1) / count
-                found.setdefault((name, count), []).append(taken / ideal)
+                found.setdefault((name, count), []).append(Taken(taken / ideal, cpu_s))
                 before = after
     return found
 
 
-def report(found: Mapping[tuple[str, int], list[float]], ranks: int, counts: list[int]) -> None:
+def report(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: list[int]) -> None:
     """Prints the table: medians, and the least in brackets."""
     print(f"p = {ranks}: step time / ideal of 1F1B, median (least); load average {os.getloadavg()[0]:.1f}")
-    print("| engine and schedule | " + " | ".join(f"m = {count}" for count in counts) + " |")
-    print("|---|" + "---|" * len(counts))
+    heads = [*(f"m = {count}" for count in counts), f"CPU ms a micro-batch, m = {counts[-1]}"]
+    print("| engine and schedule | " + " | ".join(heads) + " |")
+    print("|---|" + "---|" * len(heads))
     for name in dict.fromkeys(name for name, _ in found):
-        cells = [f"{statistics.median(found[name, count]):.2f} ({min(found[name, count]):.2f})" for count in counts]
+        ratios = [[taken.over_ideal for taken in found[name, count]] for count in counts]
+        cells = [f"{statistics.median(of_count):.2f} ({min(of_count):.2f})" for of_count in ratios]
+        busy = statistics.median(taken.cpu_s for taken in found[name, counts[-1]])
+        cells.append(f"{1e3 * busy / counts[-1]:.1f}")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -284,11 +301,12 @@ def main() -> int:
         report(found, ranks, arguments.micro_batches)
         if arguments.append:
             writer = JsonLinesWriter(arguments.append)
-            for (name, count), ratios in found.items():
+            for (name, count), steps in found.items():
                 writer.write_line(
                     {"bench": "pipeline", "time": time.time(), "pp": ranks, "wait_ms": arguments.wait_ms,
                      "engine": name, "micro_batches": count,
-                     "over_ideal": statistics.median(ratios), "rounds": len(ratios)}
+                     "over_ideal": statistics.median(taken.over_ideal for taken in steps),
+                     "cpu_s": statistics.median(taken.cpu_s for taken in steps), "rounds": len(steps)}
                 )  # fmt: skip
             writer.close()
     return 0

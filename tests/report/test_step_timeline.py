@@ -81,8 +81,11 @@ def test_torn_files_are_passed_over(tmp_path: Path) -> None:
     write_timeline(tmp_path, 6)
     (tmp_path / "timeline" / "step_00000006.rank_00001.json").write_text('{"rank": 1, "spans": [')
     (tmp_path / "timeline" / "step_00000006.rank_00002.part").write_text("")
+    odd = [3, {"kind": 4}, {"kind": "forward", "micro_batch": "1", "stage": -1, "start_s": 1, "end_s": 2}]
+    (tmp_path / "timeline" / "step_00000007.rank_00000.json").write_text(json.dumps({"rank": 0, "spans": odd}))
     steps = read_steps(tmp_path)
-    assert {step: len(traces) for step, traces in steps.items()} == {5: 2, 6: 1}
+    assert {step: len(traces) for step, traces in steps.items()} == {5: 2, 6: 1, 7: 1}
+    assert [(bar.micro_batch, bar.stage) for bar in steps[7][0].bars] == [(None, None)]
     with house_style():
         figure = draw_step_timeline(read_history(tmp_path), steps)
     assert figure is not None
