@@ -164,16 +164,6 @@ def slurm_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def outside_slurm(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns this process's environment without what a SLURM job or its user's defaults put there.
-
-    Args:
-        variables: added to it.
-    """
-    theirs = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)} | dict(variables)
-
-
 def slurm_variables() -> dict[str, str]:
     """Returns what SLURM tells a job of itself, by the names of its variables."""
     return {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SLURMD_"))}
@@ -182,6 +172,16 @@ def slurm_variables() -> dict[str, str]:
 def node_name() -> str:
     """Returns the name of this node: SLURM's, which need not be the machine's, else the machine's."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def outside_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns this process's environment without what a SLURM job or its user's defaults put there.
+
+    Args:
+        variables: added to it.
+    """
+    theirs = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)} | dict(variables)
 
 
 def wandb_login() -> str | None:
