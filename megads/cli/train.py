@@ -29,7 +29,7 @@ from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
 from megads.runtime.deadline import Deadline
 from megads.runtime.duration import parse_duration
-from megads.runtime.environment import share_of_cores
+from megads.runtime.environment import rehearsal_folder, share_of_cores
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.run_dir import CONFIG_FILE
@@ -49,6 +49,11 @@ _TABLE_WIDTH = 120
 
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
+    rehearsal = rehearsal_folder()
+    if rehearsal is not None and not config.run.dry_run:
+        from megads.cli.rehearsed_start import rehearsed
+
+        config = rehearsed(config, invocation.choices, rehearsal)
     check_config(config)
     placement = find_placement(config)
     try:
@@ -160,6 +165,8 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         threads_per_rank=config.cluster.threads_per_rank,
         side_command=("-m", "megads.cli.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
+        # More ranks than this machine has GPUs, if any.
+        cpu=rehearsal_folder() is not None,
     )
 
 
