@@ -27,8 +27,8 @@ def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
         max_ranks: most ranks; 2 or more.
     """
     sizes = {axis: min(2, getattr(parallel, axis)) for axis in AXES}
-    # ZeRO that shards gradients needs ranks to share with; else replicas say least about a layout.
-    first = ("cp", "tp", "pp", "dp") if parallel.zero_stage in GRADIENT_STAGES else ("dp", "cp", "tp", "pp")
+    # What is given up first. ZeRO that shards gradients needs ranks to share with; else replicas say least.
+    first = ("tp", "pp", "cp", "dp") if parallel.zero_stage in GRADIENT_STAGES else ("dp", "cp", "tp", "pp")
     for axis in first:
         if ParallelConfig(**sizes).world_size > max_ranks:
             sizes[axis] = 1

@@ -126,7 +126,10 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
 
 def _resume(config: RootConfig) -> list[Finding]:
     """Whether a restart continues, by the config alone."""
-    if config.checkpoint.load == "none":
+    load = config.checkpoint.load
+    if load not in ("auto", "none") and not Path(load).is_dir():
+        return [problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")]
+    if load == "none":
         cost = "every restart throws away what was trained before"
         return [problem("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
     if not config.checkpoint.every_steps:

@@ -23,7 +23,7 @@ STEPS_AFTER_RESUME = 3
 _START_TIMEOUT_S = 180.0
 _TRAIN_TIMEOUT_S = 240.0
 # The launcher notes a signal within a second; a machine that does several things at once may take longer.
-_NOTICE_TIMEOUT_S = 15.0
+_NOTICE_TIMEOUT_S = 10.0
 _SAVE_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 _LIVING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED")
@@ -141,7 +141,7 @@ class Life:
         if lines[: len(self._ledger)] != self._ledger or steps != list(range(1, last + 1)):
             found = f"the ledger has steps {steps}, where 1 to {last} in order, the first {saved} untouched, are right"
             return problem("resumed", found, cost, "give the run a folder that nothing else writes to")
-        if self._exit() != "0:0" or self._exit_codes(start)[-1:] != [0]:
+        if self._exit() != "with exit code 0" or self._exit_codes(start)[-1:] != [0]:
             return self._failed("resumed", "the resumed job did not end well")
         self._say(f"resumed and finished at step {last}")
         return ok("resumed", f"after step {saved}; steps 1 to {last} without a gap or a repetition, then exit 0")
@@ -199,8 +199,9 @@ class Life:
             return False
 
     def _exit(self) -> str:
-        """Returns exit code and signal of the job, as 6:0."""
-        return self._tasks()[-1]["ExitCode"]
+        """Returns how the job ended, in words."""
+        code, _, signal = self._tasks()[-1]["ExitCode"].partition(":")
+        return f"with exit code {code}" if signal == "0" else f"by signal {signal}"
 
     def _steps(self, start: Start) -> list[int]:
         lines = read_json_lines(Path(start.scaled_run) / METRICS_FILE)
