@@ -1,0 +1,195 @@
+"""The life of a training on SLURM: real jobs on a real cluster of four nodes, signals and losses included.
+
+Whatever happens, the ledger of the whole run equals that of one process group on one machine that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megads.runtime.lease import current_holder
+from megads.runtime.metrics import read_json_lines
+from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
+from tests.slurm.jobs import Jobs
+from tests.slurm.training import Training, overrides
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, module_megads: StartCommand) -> list[dict]:
+    """The ledger of the run that nobody disturbs, on this machine alone; its steps are those of every test here."""
+    run_dir = module_megads.folder / "reference"
+    ended: Ended = module_megads("train", *overrides(corpus, run_dir)).end()
+    assert ended.code == 0, ended.err
+    return steps_of(run_dir)
+
+
+@pytest.fixture
+def training(jobs: Jobs, corpus: Path, tmp_path: Path) -> Callable[..., Training]:
+    """Makes trainings of this test's own."""
+    return lambda **changes: Training(jobs, corpus, tmp_path / "run", **changes)
+
+
+def test_requeues_continue_the_run(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches a signal that loses steps or kills the save, a second one that spoils it, a requeue that starts afresh,
+    and a second job that writes into the same run."""
+    run = training()
+    job = run.submit()
+    run.jobs.wait_until(lambda: current_holder(run.run_dir) is not None, "the launcher", job)
+    second = run.submit()
+    run.wait_for_step(job, 3)
+    run.signal(job, "USR1")
+    run.signal(job, "TERM")
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    saved = run.step
+    assert checkpoint_of(run.run_dir, saved).exists()
+    assert events_of(run.run_dir, "end")[-1]["stopped"] == "preempted"
+
+    run.jobs.wait_for(second)
+    assert run.exit_code(second) == 2
+    assert f"is in use by SLURM job {job} (restart 0" in run.jobs.output(second)
+    assert f"stop it (scancel {job})" in run.jobs.output(second)
+
+    run.wait_for_step(job, saved + 3)
+    run.jobs.cluster.command("scontrol", "requeue", job)
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "2", "the second requeue", job)
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    assert steps_of(run.run_dir) == reference
+    launches = events_of(run.run_dir, "launch")
+    assert [(event["slurm_job"], event["restarts"]) for event in launches] == [(job, 0), (job, 1), (job, 2)]
+    assert len(launches[0]["nodes"]) == 2 and launches[0]["ranks_per_node"] == 1
+
+
+def test_tensor_and_pipeline_parallel_over_two_nodes(
+    reference: list[dict], training: Callable[..., Training], corpus: Path, module_megads: StartCommand
+) -> None:
+    """Catches ranks that are placed otherwise than on one machine, and logs that do not say where a rank was."""
+    run = training(parallel__tp=2, train__steps=5)
+    job = run.submit()
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    alone = module_megads.folder / "tp2pp2"
+    assert module_megads("train", *overrides(corpus, alone, parallel__tp=2, train__steps=5)).end().code == 0
+    assert steps_of(run.run_dir) == steps_of(alone)
+    (launch,) = events_of(run.run_dir, "launch")
+    logs = [(run.run_dir / "logs" / f"rank_{rank:05d}.log").read_text().splitlines()[0] for rank in range(4)]
+    assert [log.rpartition("node ")[2] for log in logs] == [launch["nodes"][rank // 2] for rank in range(4)]
+
+
+def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches a job that hangs, or burns its nodes, after one rank on another node than the launcher's is gone."""
+    run = training()
+    job = run.submit()
+    run.wait_for_step(job, 3)
+    log = (run.run_dir / "logs" / "rank_00001.log").read_text()
+    os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGKILL)
+    assert run.jobs.wait_for(job, timeout_s=40) == "FAILED"
+    node = events_of(run.run_dir, "launch")[0]["nodes"][1]
+    assert run.exit_code(job) == 1
+    assert f"rank 1 on {node} was killed by SIGKILL" in run.jobs.output(job)
+    again = run.submit()
+    assert run.jobs.wait_for(again) == "COMPLETED", run.jobs.output(again)
+    assert steps_of(run.run_dir) == reference
+
+
+def test_a_cancelled_job_saves_and_stays_away(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches scancel that loses the steps since the last checkpoint, and a cancelled run that is back in the queue."""
+    run = training()
+    job = run.submit()
+    run.wait_for_step(job, 3)
+    run.jobs.cluster.command("scancel", job)
+    assert run.jobs.wait_for(job) == "CANCELLED"
+    run.jobs.wait_until(lambda: "end" in [e["event"] for e in events_in(run)], "the end of the run", job)
+    saved = run.step
+    assert checkpoint_of(run.run_dir, saved).exists()
+    assert events_of(run.run_dir, "end")[-1]["stopped"] == "interrupted"
+
+    # The switch of somebody else keeps it from starting, and stops it while it runs.
+    switch = run.run_dir.parent / "group" / "stop-all"
+    switch.parent.mkdir()
+    switch.touch()
+    refused = run.submit(f"run.kill_switch={switch}")
+    run.jobs.wait_for(refused)
+    assert (run.exit_code(refused), run.step) == (5, saved)
+    assert f"stopped by {switch}, nothing was started" in run.jobs.output(refused)
+    switch.unlink()
+    stopped = run.submit(f"run.kill_switch={switch}")
+    run.wait_for_step(stopped, saved + 3)
+    switch.touch()
+    run.jobs.wait_for(stopped)
+    assert run.exit_code(stopped) == 5
+    assert checkpoint_of(run.run_dir, run.step).exists()
+    switch.unlink()
+    last = run.submit(f"run.kill_switch={switch}")
+    assert run.jobs.wait_for(last) == "COMPLETED", run.jobs.output(last)
+    assert steps_of(run.run_dir) == reference
+
+
+def events_in(run: Training) -> list[dict]:
+    """All events of a run so far."""
+    return list(read_json_lines(run.run_dir / "events.jsonl"))
+
+
+def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches jobs of a chain that start afresh, requeue themselves, or go on when nothing is left to do."""
+    run = training()
+    chain = run.submit_chain(4)
+    run.wait_for_step(f"{chain}_0", 3)
+    run.signal(f"{chain}_0", "USR1")
+    run.jobs.wait_until(lambda: not run.jobs.cluster.command("squeue", "--noheader", "--jobs", chain), "its end", chain)
+    outputs = [(run.jobs.folder / f"chain-{task}.out") for task in range(4)]
+    texts = [output.read_text() for output in outputs if output.exists()]
+    assert steps_of(run.run_dir) == reference, texts
+    assert len(texts) == 2 and f"the next job of array {chain} goes on" in texts[0]
+    assert f"the waiting jobs of array {chain} are cancelled" in texts[-1]
+    assert [event["restarts"] for event in events_of(run.run_dir, "launch")] == [0, 0]
+
+
+def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches a limit that is not known until SLURM's kill, and a requeue that an extended limit does not reach."""
+    run = training()
+    job = run.submit("run.save_before_limit_s=95", options=("--time=2",))
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    saved = run.step
+    assert 0 < saved < len(reference)
+    run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    assert "left before the job's time limit, of which saving may take 1m35s" in run.jobs.output(job)
+    assert checkpoint_of(run.run_dir, saved).exists()
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    assert steps_of(run.run_dir) == reference
+
+
+def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches orphan ranks of a lost node that write on, and a requeued job that their lease keeps out."""
+    run = training(train__steps=len(reference))
+    job = run.submit("train.max_nonfinite_steps=4")
+    run.wait_for_step(job, 12)
+    head = run.jobs.field(job, "BatchHost")
+    # The node is alive but for its slurmd: the launcher and the ranks there go on without SLURM, as orphans. Stopped,
+    # they cannot finish the run before the node counts as lost.
+    launcher = psutil.Process(current_holder(run.run_dir).pid)
+    orphans = [launcher, *launcher.children(recursive=True), *ranks_of(run)]
+    for orphan in orphans:
+        orphan.suspend()
+    run.jobs.cluster.kill_slurmd(head)
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    run.jobs.wait_until(lambda: current_holder(run.run_dir).number == 2, "the takeover", job)
+    for orphan in orphans:
+        with suppress(psutil.NoSuchProcess):
+            orphan.resume()
+    _, alive = psutil.wait_procs(orphans, timeout=60)
+    assert alive == []
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    assert steps_of(run.run_dir) == reference
+    run.jobs.cluster.revive(head)
+
+
+def ranks_of(run: Training) -> list[psutil.Process]:
+    """The ranks, by the first lines of their logs."""
+    logs = [path.read_text() for path in (run.run_dir / "logs").glob("rank_*.log")]
+    return [psutil.Process(int(log.rpartition("pid ")[2].split(",")[0])) for log in logs]
