@@ -62,11 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: options, two dashes, the user's command.
     """
-    options = list(arguments)
-    command: list[str] = []
-    if _SEPARATOR in options:
-        place = options.index(_SEPARATOR)
-        options, command = options[:place], options[place + 1 :]
+    options, command = _split(list(arguments))
     try:
         asked = _parser().parse_args(options)
     except SystemExit as stop:
@@ -143,6 +139,16 @@ def _on_paper(request: Request, cluster: PrivateSlurm, script: Path, command: Se
         check_requeue(request),
         check_output(request, Path.cwd()),
     ]
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the options of megads rehearse and the user's command; the dashes between them may be missing."""
+    for place, word in enumerate(words):
+        if word == _SEPARATOR:
+            return words[:place], words[place + 1 :]
+        if Path(word).name == "sbatch":
+            return words[:place], words[place:]
+    return words, []
 
 
 class _Progress:

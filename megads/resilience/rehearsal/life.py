@@ -120,7 +120,8 @@ class Life:
             ]
         self._say("the job is back")
         second = read_starts(self._folder)[1]
-        requeued = ok("requeued", "after exit 6 the job started again by itself")
+        who = "the next job of the array" if self._request.value("array") else "the job"
+        requeued = ok("requeued", f"after exit 6 {who} started by itself")
         cost = "every restart throws away what was trained before"
         if second.scaled_run != first.scaled_run:
             found = f"the second start writes to {second.run}, the first wrote to {first.run}"
@@ -199,8 +200,9 @@ class Life:
             return False
 
     def _exit(self) -> str:
-        """Returns how the job ended, in words."""
-        code, _, signal = self._tasks()[-1]["ExitCode"].partition(":")
+        """Returns how the job, or the last task of an array that started, ended."""
+        started = [task for task in self._tasks() if task["StartTime"] != "Unknown"]
+        code, _, signal = max(started, key=lambda task: task["StartTime"])["ExitCode"].partition(":")
         return f"with exit code {code}" if signal == "0" else f"by signal {signal}"
 
     def _steps(self, start: Start) -> list[int]:

@@ -32,8 +32,7 @@ def check_options(request: Request, cluster: PrivateSlurm, script: Path) -> Find
         return refused_options(done.stderr)
     cluster.command("scancel", done.stdout.strip().partition(";")[0])
     asked = f"{request.nodes} node{'s' * (request.nodes > 1)}"
-    gpus = f" with {request.gpus_per_node} GPUs each" if request.gpus_per_node else ""
-    return ok("options", f"sbatch takes them: {asked}{gpus}")
+    return ok("options", f"sbatch takes them: {asked}, GPUs of each: {request.gpus_per_node or 'none asked for'}")
 
 
 def refused_options(error: UnknownOptionError | str) -> Finding:

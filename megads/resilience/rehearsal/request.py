@@ -176,8 +176,8 @@ def read_request(command: Sequence[str]) -> Request:
     """
     if not command or Path(command[0]).name != "sbatch":
         raise ConfigError(
-            f"{' '.join(command) or 'nothing'!r} is no command to rehearse: write your own after two dashes, megads "
-            "rehearse -- sbatch [options] script.sbatch [overrides]"
+            f"{' '.join(command) or 'an empty command'}: cannot be rehearsed: write your own after two dashes, "
+            "megads rehearse -- sbatch [options] script.sbatch [overrides]"
         )
     given, rest = read_words(command[1:])
     for option in given:
