@@ -38,13 +38,13 @@ class Rehearse:
         (folder / "megads").chmod(0o755)
         self._path = f"{folder}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
-    def __call__(self, script: str | Path, *overrides: str, options: Sequence[str] = ()) -> Ended:
-        """Rehearses a script; `options` are sbatch's."""
+    def __call__(self, script: str | Path, *overrides: str, options: Sequence[str] = (), **variables: str) -> Ended:
+        """Rehearses a script; `options` are sbatch's, `variables` the environment's."""
         path = script if isinstance(script, Path) else self._start.folder / "my.sbatch"
         if isinstance(script, str):
             path.write_text(script)
         words = ["sbatch", *options, str(path), *RUN, f"data.train=[{{path: {self._corpus}}}]", *overrides]
-        return self._start("rehearse", "--", *words, variables={"PATH": self._path}).end()
+        return self._start("rehearse", "--", *words, variables={"PATH": self._path} | variables).end()
 
 
 @pytest.fixture
@@ -153,6 +153,14 @@ def test_mistake_8_the_environment(rehearse: Rehearse) -> None:
     assert set(stopping) == {"script"} and "line 7: venvs/megads/bin/activate" in stopping["script"]
     careless = problems(rehearse(GOOD.replace("set -e", "").replace("trap", f"{typo}trap")))
     assert "line 8: module: command not found" in careless["script"]
+
+
+def test_the_site_is_asked_where_there_is_one(rehearse: Rehearse, slurm_cluster: PrivateSlurm) -> None:
+    """Catches a job that the private SLURM takes and the real one, here of four nodes, never would."""
+    site = str(slurm_cluster.folder / "slurm.conf")
+    found = problems(rehearse(GOOD, options=("--nodes=5", "--partition=gpu"), SLURM_CONF=site))
+    assert "invalid partition specified: gpu" in found["your cluster"]
+    assert slurm_cluster.command("squeue", "--noheader") == "", "nothing is queued there"
 
 
 def test_options_take_values_as_in_the_real_sbatch(slurm_cluster: PrivateSlurm) -> None:

@@ -22,8 +22,10 @@ STEPS_BEFORE_SIGNAL = 2
 STEPS_AFTER_RESUME = 3
 _START_TIMEOUT_S = 180.0
 _TRAIN_TIMEOUT_S = 240.0
-# The launcher notes a signal within a second; a machine that does several things at once may take longer.
-_NOTICE_TIMEOUT_S = 10.0
+# The launcher notes a signal within a second. A run that trains on for so long, and so many steps, did not get it; on a
+# machine that does other things the steps are what takes long.
+_NOTICE_S, _NOTICE_STEPS = 8.0, 5
+_NOTICE_TIMEOUT_S = 120.0
 _SAVE_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 _LIVING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED")
@@ -89,7 +91,7 @@ class Life:
         what = f"{asked.name}{' to the script' if batch else ' to the steps'}"
         remedy = "in the script: exec megads train ..., trap '' USR1 before it, and --signal=B:USR1@300"
         lost = "what was not saved is lost at the time limit and at every preemption"
-        if not self._wait(lambda: self._happened(start, "stop_requested"), _NOTICE_TIMEOUT_S):
+        if not self._noticed(start):
             if self._ended():
                 return problem("signal handled", f"{what} ended the job {self._exit()} without a save", lost, remedy)
             return problem("signal handled", f"{what}: megads train never noticed it and trains on", lost, remedy)
@@ -105,6 +107,19 @@ class Life:
         self._say(f"saved at step {saved[-1]}, exit 6")
         self._ledger = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
         return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit 6")
+
+    def _noticed(self, start: Start) -> bool:
+        """Waits until the launcher has noted a signal; a run that trains on regardless has not got it."""
+        sent, trained = time.monotonic(), len(self._steps(start))
+
+        def happened() -> bool:
+            return any(line["event"] == "stop_requested" for line in self._events(start))
+
+        def trains_on() -> bool:
+            return time.monotonic() - sent > _NOTICE_S and len(self._steps(start)) > trained + _NOTICE_STEPS
+
+        self._wait(lambda: happened() or trains_on(), _NOTICE_TIMEOUT_S)
+        return happened()
 
     def _second_start(self, first: Start) -> list[Finding]:
         """Judges requeue and resume."""
@@ -211,9 +226,6 @@ class Life:
 
     def _events(self, start: Start) -> list[dict[str, Any]]:
         return list(read_json_lines(Path(start.scaled_run) / EVENTS_FILE))
-
-    def _happened(self, start: Start, event: str) -> bool:
-        return any(line["event"] == event for line in self._events(start))
 
     def _exit_codes(self, start: Start) -> list[int]:
         """Exit codes of the run's starts so far."""
