@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megads.errors import Preempted
+from megads.errors import ConfigError, Preempted
 from megads.resilience.doctor.finding import Finding, Status, ok, problem
 from megads.resilience.rehearsal.notes import OUTPUT_FILE, Start, read_orders, read_starts, write_orders
 from megads.resilience.rehearsal.private_slurm import PrivateSlurm
@@ -59,8 +59,17 @@ class Life:
 
         Args:
             words: what follows `sbatch`: options, script and arguments.
+
+        Raises:
+            ConfigError: the scaled options are refused, though the user's are not.
         """
-        self._job = self._cluster.command("sbatch", "--parsable", *words).partition(";")[0]
+        try:
+            self._job = self._cluster.command("sbatch", "--parsable", *words).partition(";")[0]
+        except subprocess.CalledProcessError as error:
+            raise ConfigError(
+                f"the job cannot be scaled down: sbatch {' '.join(words[:-1])}: {error.stderr.strip()}; ask with "
+                "--nodes, --gpus-per-node and --ntasks-per-node=1"
+            ) from error
         self._say(f"job {self._job} of {read_orders(self._folder).scaled_nodes} nodes is submitted")
 
     def rehearse(self) -> list[Finding]:

@@ -116,8 +116,14 @@ class Request:
         if given := self.value("gpus"):
             return _gpus("gpus", given) // self.nodes
         if given := self.value("gpus-per-task"):
-            return _gpus("gpus-per-task", given) * _number("ntasks-per-node", self.value("ntasks-per-node") or "1")
+            return _gpus("gpus-per-task", given) * self._tasks_per_node
         return 0
+
+    @property
+    def _tasks_per_node(self) -> int:
+        if given := self.value("ntasks-per-node"):
+            return _number("ntasks-per-node", given)
+        return max(1, _number("ntasks", self.value("ntasks") or "1") // self.nodes)
 
     @property
     def partitions(self) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ def test_script_and_command_line_are_joined_as_sbatch_joins_them(tmp_path: Path)
         (("--gres=craynetwork:1,gpu",), 48, 1),
         (("--nodes=2-4", "-G", "8"), 2, 4),
         (("--gpus-per-task=a100:2", "--ntasks-per-node=4"), 48, 8),
+        (("--gpus-per-task=1", "--nodes=2", "--ntasks=8"), 2, 4),
     ],
 )
 def test_gpus_are_read_however_asked_for(tmp_path: Path, words: tuple[str, ...], nodes: int, gpus: int) -> None:
