@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
@@ -43,7 +44,7 @@ class Placement:
         """Sees to what follows this job, when the run directory is free again; returns a line about it, or none."""
         if config.cluster.chain:
             return end_chain(self.allocation, exit_code)
-        return send_back(self.allocation, exit_code, config.cluster.max_requeues)
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues, Path(str(config.run.dir)))
 
     def __str__(self) -> str:
         names = ", ".join(node.name for node in self.nodes)
