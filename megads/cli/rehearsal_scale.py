@@ -12,7 +12,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig
 from megads.optim.config import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
-from megads.runtime.config import LoggingConfig, WandbConfig, WandbMode
+from megads.runtime.config import ClusterConfig, LoggingConfig, WandbConfig, WandbMode
 
 VOCAB_SIZE = 512
 _SEQ_LEN = 32
@@ -68,16 +68,16 @@ def scaled_run(
     )
     # A path names a checkpoint of the full model; what a restart loads is the run's own.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
-    cluster = dataclasses.replace(
-        config.cluster,
+    # Afresh: containers and further options of srun are the site's.
+    cluster = ClusterConfig(
+        kind=config.cluster.kind,
         threads_per_rank=1,
         ranks_per_node=parallel.world_size // nodes,
         # Measuring the CPU takes seconds.
         peak_tflops=1.0,
-        gpu_memory_gib=None,
-        # Containers are the site's.
-        srun_options=[],
-        wrapper=[],
+        max_requeues=config.cluster.max_requeues,
+        chain=config.cluster.chain,
+        timeout_s=config.cluster.timeout_s,
     )
     return dataclasses.replace(
         config,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -27,11 +28,12 @@ from megads.resilience.rehearsal.paper import (
     check_site,
     refused_options,
 )
-from megads.resilience.rehearsal.private_slurm import PrivateSlurm
+from megads.resilience.rehearsal.private_slurm import PrivateSlurm, SlurmUnavailableError, unavailable_reason
 from megads.resilience.rehearsal.request import Request, read_request
 from megads.resilience.rehearsal.sbatch_options import UnknownOptionError
 from megads.resilience.rehearsal.slurm_conf import ClusterSize
 from megads.runtime.environment import REHEARSAL_VARIABLE, exported, without_commands
+from megads.runtime.launcher import EXIT_KILLED
 
 _SEPARATOR = "--"
 # Of a node of the private cluster: no job is to wait for room here, since its processes share what there is.
@@ -53,7 +55,8 @@ examples:
   megads rehearse --without module -- sbatch my.sbatch            (on a machine without environment modules)
 
 It needs SLURM's programs (as root: scripts/install_slurm.sh), and touches neither your cluster's queue nor your runs.
-Exit codes: 0 nothing stands in the way; 2 a problem was found, or there is nothing to rehearse; 1 a bug."""
+Exit codes: 0 nothing stands in the way; 2 a problem was found, or there is nothing to rehearse; 1 a bug;
+130 interrupted."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -69,6 +72,8 @@ def run(arguments: Sequence[str]) -> int:
         # argparse has printed the help, or what it cannot read.
         return EXIT_OK if stop.code == 0 else ConfigError.exit_code
     start = time.monotonic()
+    # As Ctrl-C: what is open is closed.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         findings = rehearse(command, asked)
     except MegadsError as error:
@@ -76,7 +81,9 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("megads rehearse: interrupted; nothing is left behind", file=sys.stderr)
-        return ConfigError.exit_code
+        return EXIT_KILLED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print()
     show(findings)
     print(_summary(findings, time.monotonic() - start))
@@ -100,6 +107,8 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         request = read_request(command)
     except UnknownOptionError as error:
         return [refused_options(error)]
+    if reason := unavailable_reason():
+        raise SlurmUnavailableError(reason)
     nodes = min(2, request.nodes)
     gpus = max(1, asked.ranks // nodes) if request.gpus_per_node else 0
     size = ClusterSize(nodes, _CPUS, _MEMORY_MIB, max(gpus, request.gpus_per_node), request.partitions)

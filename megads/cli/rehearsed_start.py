@@ -96,7 +96,7 @@ def _layout(config: RootConfig, orders: Orders) -> str:
             "requeued; write megads train cluster=slurm"
         )
     nodes = tuple(Node(f"node{number}", "") for number in range(1, orders.nodes + 1))
-    placement = place_ranks(config, Allocation(Job("asked for", 0, ""), nodes, orders.gpus_per_node))
+    placement = place_ranks(config, Allocation(Job("", 0, ""), nodes, orders.gpus_per_node))
     return f"{config.parallel.world_size} ranks, {placement.ranks_per_node} on each of {orders.nodes} nodes"
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megads.errors import ConfigError
 from megads.resilience.rehearsal.private_slurm import PrivateSlurm
 from megads.resilience.rehearsal.sbatch_options import read_words
+from megads.runtime.launcher import EXIT_KILLED
 from tests.command import REPOSITORY, Ended, StartCommand
 
 GOOD = """#!/bin/bash
@@ -44,7 +48,7 @@ class Rehearse:
         if isinstance(script, str):
             path.write_text(script)
         words = ["sbatch", *options, str(path), *RUN, f"data.train=[{{path: {self._corpus}}}]", *overrides]
-        return self._start("rehearse", "--", *words, variables={"PATH": self._path} | variables).end()
+        return self._start("rehearse", "--", *words, variables={"PATH": self._path} | variables).end(timeout_s=900.0)
 
 
 @pytest.fixture
@@ -153,6 +157,23 @@ def test_mistake_8_the_environment(rehearse: Rehearse) -> None:
     assert set(stopping) == {"script"} and "line 7: venvs/megads/bin/activate" in stopping["script"]
     careless = problems(rehearse(GOOD.replace("set -e", "").replace("trap", f"{typo}trap")))
     assert "line 8: module: command not found" in careless["script"]
+
+
+def test_an_ended_rehearsal_leaves_nothing(megads: StartCommand, tmp_path: Path) -> None:
+    """Catches daemons, jobs and folders left behind by Ctrl-C or a SIGTERM in the middle."""
+    (tmp_path / "sleep.sbatch").write_text(GOOD.replace("exec megads", "sleep 319 #"))
+    places = Path(tempfile.mkdtemp())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        command = megads("rehearse", "--", "sbatch", "sleep.sbatch", variables={"TMPDIR": str(places)})
+        command.wait_for(lambda: len(_sleepers()) == 1)
+        command.process.send_signal(number)
+        assert command.end().code == EXIT_KILLED
+        assert _sleepers() == [] and list(places.iterdir()) == []
+    places.rmdir()
+
+
+def _sleepers() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if "319" in (process.info["cmdline"] or [])]
 
 
 def test_the_site_is_asked_where_there_is_one(rehearse: Rehearse, slurm_cluster: PrivateSlurm) -> None:
