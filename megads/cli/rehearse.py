@@ -26,6 +26,7 @@ from megads.resilience.rehearsal.paper import (
     check_requeue,
     check_signal,
     check_site,
+    of_this_machine,
     refused_options,
 )
 from megads.resilience.rehearsal.private_slurm import PrivateSlurm, SlurmUnavailableError, unavailable_reason
@@ -52,7 +53,7 @@ _EPILOG = """\
 examples:
   megads rehearse -- sbatch scripts/slurm/train.sbatch experiment=bloom_176b parallel.tp=4
   megads rehearse --gpu-memory-gib 80 -- sbatch --nodes=8 --gpus-per-node=8 my.sbatch model=bloom_7b1
-  megads rehearse --without module -- sbatch my.sbatch            (on a machine without environment modules)
+  megads rehearse --elsewhere --without module -- sbatch my.sbatch          (on a laptop)
 
 It needs SLURM's programs (as root: scripts/install_slurm.sh), and touches neither your cluster's queue nor your runs.
 Exit codes: 0 nothing stands in the way; 2 a problem was found, or there is nothing to rehearse; 1 a bug;
@@ -119,6 +120,8 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
         script.parent.mkdir()
         request.write_script(script)
         findings = _on_paper(request, cluster, script, command)
+        if asked.elsewhere:
+            findings = of_this_machine(findings)
         if findings[0].status is Status.problem:
             return findings
         orders = Orders(
@@ -129,6 +132,7 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
             max_ranks=asked.ranks,
             data=str(_write_data(folder / "data")),
             last_step=_NO_LAST_STEP,
+            elsewhere=asked.elsewhere,
             refused=_problems(findings) > 0,
         )
         write_orders(folder, orders)
@@ -224,6 +228,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="COMMAND",
         help="a command of the cluster that this machine lacks, such as module: it does nothing here; may be repeated",
+    )
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="this machine is not the cluster: data and folders that are missing here are noted, and no problem",
     )
     parser.add_argument("--keep", metavar="FOLDER", help="a new folder, kept, for the job's output and its run")
     return parser

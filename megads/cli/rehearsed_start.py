@@ -16,7 +16,7 @@ from megads.config import RootConfig, check_config
 from megads.errors import ConfigError, MegadsError
 from megads.resilience.doctor.finding import Finding, note, ok, problem
 from megads.resilience.rehearsal.notes import Orders, Start, read_orders, write_start
-from megads.resilience.rehearsal.paper import why_unwritable
+from megads.resilience.rehearsal.paper import of_this_machine, why_unwritable
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import Allocation, Job, Node
 
@@ -39,6 +39,8 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
     config = place(config, choices)
     run_dir = Path(str(config.run.dir))
     found.append(_run_folder(run_dir))
+    if orders.elsewhere:
+        found = of_this_machine(found)
     start = Start(tuple(found), str(run_dir))
     if orders.refused or start.refused:
         write_start(folder, start)

@@ -36,19 +36,24 @@ class Rehearse:
 
     def __init__(self, start: StartCommand, corpus: Path):
         self._start, self._corpus = start, corpus
+        self.variables: dict[str, str] = {}
         folder = start.folder / "bin"
         folder.mkdir()
         (folder / "megads").write_text(f'#!/bin/sh\nexec {sys.executable} -m megads.cli.main "$@"\n')
         (folder / "megads").chmod(0o755)
         self._path = f"{folder}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
-    def __call__(self, script: str | Path, *overrides: str, options: Sequence[str] = (), **variables: str) -> Ended:
-        """Rehearses a script; `options` are sbatch's, `variables` the environment's."""
+    def __call__(
+        self, script: str | Path, *overrides: str, options: Sequence[str] = (), own: Sequence[str] = ()
+    ) -> Ended:
+        """Rehearses a script; `options` are sbatch's, `own` those of megads rehearse."""
         path = script if isinstance(script, Path) else self._start.folder / "my.sbatch"
         if isinstance(script, str):
             path.write_text(script)
         words = ["sbatch", *options, str(path), *RUN, f"data.train=[{{path: {self._corpus}}}]", *overrides]
-        return self._start("rehearse", "--", *words, variables={"PATH": self._path} | variables).end(timeout_s=900.0)
+        return self._start("rehearse", *own, "--", *words, variables={"PATH": self._path, **self.variables}).end(
+            timeout_s=900.0
+        )
 
 
 @pytest.fixture
@@ -134,9 +139,12 @@ def test_mistake_6_the_signal_does_not_reach_the_launcher(rehearse: Rehearse) ->
 
 
 def test_mistake_6_the_signal_kills_what_srun_started(rehearse: Rehearse) -> None:
-    """Catches a --signal without B:, which only steps get."""
-    found = problems(rehearse(GOOD.replace("B:USR1", "USR1")))
+    """Catches a --signal without B:, which only steps get; and data of the cluster that end a laptop's rehearsal."""
+    script = GOOD.replace("B:USR1", "USR1").replace("trap", "module load cuda\ntrap")
+    ended = rehearse(script, "data.train=[{path: nowhere}]", own=("--elsewhere", "--without", "module"))
+    found = problems(ended)
     assert set(found) == {"signal handled"} and "to the steps" in found["signal handled"]
+    assert rows(ended)["data"][0] == "note" and "nowhere" in rows(ended)["data"][1]
 
 
 def test_mistake_7_a_run_that_is_another_one_after_the_requeue(rehearse: Rehearse) -> None:
@@ -179,7 +187,8 @@ def _sleepers() -> list[psutil.Process]:
 def test_the_site_is_asked_where_there_is_one(rehearse: Rehearse, slurm_cluster: PrivateSlurm) -> None:
     """Catches a job that the private SLURM takes and the real one, here of four nodes, never would."""
     site = str(slurm_cluster.folder / "slurm.conf")
-    found = problems(rehearse(GOOD, options=("--nodes=5", "--partition=gpu"), SLURM_CONF=site))
+    rehearse.variables["SLURM_CONF"] = site
+    found = problems(rehearse(GOOD, options=("--nodes=5", "--partition=gpu")))
     assert "invalid partition specified: gpu" in found["your cluster"]
     assert slurm_cluster.command("squeue", "--noheader") == "", "nothing is queued there"
 

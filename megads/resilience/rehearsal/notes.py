@@ -31,6 +31,7 @@ class Orders:
         max_ranks: most ranks of the scaled layout.
         data: prefix of the small dataset to train on.
         last_step: of the scaled training.
+        elsewhere: this is not the cluster, so that files and folders that are missing here may be there.
         refused: something is wrong already, so that nothing is trained.
     """
 
@@ -41,6 +42,7 @@ class Orders:
     max_ranks: int
     data: str
     last_step: int
+    elsewhere: bool
     refused: bool
 
 

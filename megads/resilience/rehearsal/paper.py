@@ -6,13 +6,16 @@ import getpass
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from megads.resilience.doctor.finding import Finding, note, ok, problem
+from megads.resilience.doctor.finding import Finding, Status, note, ok, problem
 from megads.resilience.rehearsal.private_slurm import PrivateSlurm
 from megads.resilience.rehearsal.request import Request
 from megads.resilience.rehearsal.sbatch_options import UnknownOptionError
 
+# What depends on the files of a machine.
+_OF_A_MACHINE = ("data", "output folder", "run folder")
 _SITE_TIMEOUT_S = 20.0
 # What sbatch says where no SLURM can be reached.
 _NO_SITE = ("configuration source", "contact slurm controller", "DNS SRV", "Unable to process configuration")
@@ -123,6 +126,16 @@ def check_output(request: Request, folder: Path) -> Finding:
                 f"mkdir -p {place} before you submit, or name another folder",
             )
     return ok("output folder", f"{(base / patterns[0]).parent} can be written to")
+
+
+def of_this_machine(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings with problems of files and folders as notes: on another machine they may be there."""
+    return [
+        note(finding.check, finding.found, "unless this is otherwise on the cluster, " + finding.cost, finding.remedy)
+        if finding.status is Status.problem and finding.check in _OF_A_MACHINE
+        else finding
+        for finding in findings
+    ]
 
 
 def why_unwritable(folder: Path) -> str:
