@@ -25,6 +25,7 @@ VERBS = {
 }
 # What is no Hydra app.
 COMMANDS = {
+    "rehearse": "run your own sbatch script, scaled down, on a private SLURM",
     "completion": "print the script for tab completion in bash, zsh or fish",
 }
 # Asked by those scripts on every press of the tab key.
@@ -53,6 +54,10 @@ def run(arguments: list[str]) -> int:
         return _complete(rest)
     if verb == "completion":
         return _completion(rest)
+    if verb == "rehearse":
+        from megads.cli.rehearse import run as rehearse
+
+        return rehearse(rest)
     if verb not in VERBS:
         known = [*VERBS, *COMMANDS]
         nearest = difflib.get_close_matches(verb, known, n=1)

@@ -37,7 +37,7 @@ from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
-from megads.runtime.environment import share_of_cores
+from megads.runtime.environment import rehearsal_folder, share_of_cores
 from megads.runtime.launcher import LaunchSpec
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.run_dir import CONFIG_FILE
@@ -54,6 +54,11 @@ _TABLE_WIDTH = 120
 
 def run(config: RootConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
+    rehearsal = rehearsal_folder()
+    if rehearsal is not None and not config.run.dry_run:
+        from megads.cli.rehearsed_start import rehearsed
+
+        config = rehearsed(config, invocation.choices, rehearsal)
     check_config(config)
     placement = None if config.run.prepare_only else find_placement(config)
     try:
@@ -167,6 +172,8 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         side_command=("-m", "megads.cli.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
         cause_of_bus_error=lambda: data_fault(config),
+        # More ranks than this machine has GPUs, if any.
+        cpu=rehearsal_folder() is not None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
+
+REHEARSAL_VARIABLE = "MEGADS_REHEARSAL"
+"""Names the folder of the rehearsal that a batch script takes part in; see `resilience.rehearsal.notes`."""
 
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 """What makes a process compute on the CPU where there are GPUs."""
@@ -162,6 +165,21 @@ def thread_settings() -> dict[str, str]:
 def slurm_job() -> str | None:
     """Returns the id of the SLURM job that this process is part of."""
     return os.environ.get("SLURM_JOB_ID")
+
+
+def rehearsal_folder() -> Path | None:
+    """Returns the folder of the rehearsal that this process takes part in."""
+    value = os.environ.get(REHEARSAL_VARIABLE)
+    return Path(value) if value else None
+
+
+def without_commands(names: Sequence[str]) -> dict[str, str]:
+    """Returns variables that make commands do nothing in the bash scripts that inherit them.
+
+    Args:
+        names: of the commands.
+    """
+    return {f"BASH_FUNC_{name}%%": "() {  :\n}" for name in names}
 
 
 def slurm_variables() -> dict[str, str]:

@@ -95,4 +95,4 @@ def _sleepers() -> list[psutil.Process]:
 
 
 def _sleeps(info: dict[str, Any]) -> bool:
-    return info["name"] == "sleep" and info["cmdline"][-1:] == ["317"]
+    return info["name"] == "sleep" and (info["cmdline"] or [])[-1:] == ["317"]

@@ -30,6 +30,8 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 # Below the range from which Linux takes the ports of outgoing connections, and above the well-known ones.
 _PORTS = range(20000, 32000)
+# The path of a socket may have 107 characters; 75 of them are what a job step appends to this.
+_LONGEST_FOLDER = 32
 _START_TRIES = 3
 _START_TIMEOUT_S = 60.0
 _COMMAND_TIMEOUT_S = 30.0
@@ -198,10 +200,7 @@ class PrivateSlurm:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _start_once(self) -> None:
-        # Short, since the path of a socket may have 107 characters.
-        self.folder = Path(tempfile.mkdtemp(prefix="megads-slurm-"))
-        # munged refuses a socket in a folder that others cannot enter.
-        self.folder.chmod(0o755)
+        self.folder = Path(tempfile.mkdtemp(prefix="megads-slurm-", dir=_short_folder()))
         self._keeper = subprocess.Popen(
             [sys.executable, "-S", "-E", str(keeper.__file__), str(self.folder)],
             stdin=subprocess.PIPE,
@@ -225,7 +224,8 @@ class PrivateSlurm:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         files = {"key": "munge.key", "pid": "munge.pid", "log": "munge.messages", "seed": "munge.seed"}
-        command = ["munged", "--foreground", f"--socket={self.folder}/munge.socket"]
+        # By force: others, who may not enter a private temporary folder, need not.
+        command = ["munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket"]
         command += [f"--{name}-file={self.folder / file}" for name, file in files.items()]
         self._start_daemon("munged", command)
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -270,6 +270,12 @@ class PrivateSlurm:
         while any(psutil.pid_exists(pid) for pid in pids):
             assert time.monotonic() < deadline, f"{pids} survive SIGKILL"
             time.sleep(0.01)
+
+
+def _short_folder() -> str:
+    """Returns the folder for temporary files, or /tmp where its path is too long for the sockets below it."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
 
 
 def _free_addresses(num_nodes: int) -> Addresses:

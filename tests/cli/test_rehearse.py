@@ -1,0 +1,39 @@
+"""`megads rehearse` without a SLURM; with one, see tests/slurm/test_rehearse.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megads.cli.main import run
+from megads.errors import ConfigError
+
+
+def test_a_machine_without_slurm_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a traceback where a program is missing, and a folder left in the user's way."""
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\nexec megads train cluster=slurm\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run(["rehearse", "--keep", "kept", "--", "sbatch", "job.sbatch"]) == ConfigError.exit_code
+    assert "no munged" in (said := capsys.readouterr().err) or "no sbatch" in said
+    assert "scripts/install_slurm.sh" in said and not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "an empty command"),
+        (["--", "srun", "x"], "srun x"),
+        (["--", "sbatch"], "without a script"),
+        (["--ranks", "3", "--", "sbatch", "x"], "want 2, 4 or 8"),
+    ],
+)
+def test_what_is_no_command_to_rehearse_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches options that are taken for the user's command, or a rehearsal of nothing."""
+    assert run(["rehearse", *words]) == ConfigError.exit_code
+    assert said in capsys.readouterr().err
