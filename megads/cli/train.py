@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from megads.runtime.environment import share_of_cores
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.run_dir import CONFIG_FILE, claimed
 from megads.runtime.trackers import wanted_trackers
+from megads.sweep.config import SweepConfig
 
 if TYPE_CHECKING:
     from megads.cli.memory_check import Machine
@@ -38,11 +40,21 @@ _TABLE_WIDTH = 120
 """Characters of the dry run's table of ranks."""
 
 
-def run(config: RootConfig, invocation: Invocation) -> int:
+@dataclass
+class TrainCommandConfig(RootConfig):
+    """The config of a run, and with -m of a sweep over runs."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """The sweep."""
+
+
+def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.cli.memory_check import choose_recompute, this_machine
 
+    # How a run was swept over is no part of it: neither its name nor its frozen config.
+    config = RootConfig(**{item.name: getattr(command, item.name) for item in dataclasses.fields(RootConfig)})
     check_config(config)
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
@@ -65,6 +77,8 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         if choice:
             console.say(choice)
+        if command.sweep != SweepConfig():
+            console.say("the settings of sweep and hparams_search count with -m only", "warning")
         config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
@@ -196,4 +210,11 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-VERB = Verb("train", RootConfig, run)
+def _sweep(arguments: Sequence[str]) -> int:
+    """What -m does."""
+    from megads.cli.sweep import run_sweep
+
+    return run_sweep(VERB, place, arguments)
+
+
+VERB = Verb("train", TrainCommandConfig, run, sweep=_sweep)

@@ -76,3 +76,18 @@ def claimed(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def in_use(run_dir: Path) -> bool:
+    """Tells whether a live launcher on this machine holds a run directory."""
+    try:
+        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
