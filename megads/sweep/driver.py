@@ -164,7 +164,6 @@ class Driver:
             point = self._add(assignment)
             if point.state is PointState.waiting:
                 return point
-            self._study.forget(point.number)
         self._exhausted = True
         return self._repeated()
 

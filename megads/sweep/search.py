@@ -94,14 +94,12 @@ def propose(study: Study, config: SweepConfig, space: Space, points: Sequence[Po
     if tuple(proposed.values()) not in known:
         return proposed
     # A space of few values: what the model likes best was tried, so any other will do.
-    study.forget(number)
     total = size(space)
     if total is not None and len(known) >= total:
         return None
     for attempt in range(_DRAWS):
         drawn = draw(space, config.seed, _DRAWS * (number + 1) + attempt)
         if tuple(drawn.values()) not in known:
-            study.adopt(number, drawn)
             return drawn
     return None
 

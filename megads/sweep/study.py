@@ -19,7 +19,7 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from megads.errors import NumericalError
-from megads.sweep.config import PrunerName, PruningConfig, SamplerName, SweepConfig
+from megads.sweep.config import Direction, PrunerName, PruningConfig, SamplerName, SweepConfig
 from megads.sweep.points import Point, PointState
 from megads.sweep.space import Assignment, Choice, Interval, Space
 
@@ -39,6 +39,7 @@ class Study:
         self._space = space
         self._distributions = {key: _distribution(parameter) for key, parameter in space.items()}
         self._trials: dict[int, Trial] = {}
+        self._worst = math.inf if config.direction is Direction.minimize else -math.inf
         self._study = optuna.create_study(
             direction=config.direction.value,
             pruner=make_pruner(config.pruning, validation_steps),
@@ -49,11 +50,13 @@ class Study:
         """The point that the sampler wants next; the same for the same history and number, resumed or not."""
         self._study.sampler = _make_sampler(self._config, number)
         trial = self._study.ask(self._distributions)
-        self._trials[number] = trial
-        return {key: _text(parameter, trial.params[key]) for key, parameter in self._space.items()}
+        assignment = {key: _text(parameter, trial.params[key]) for key, parameter in self._space.items()}
+        # What is trained has fewer digits; the study must know of that, as it would after a restart.
+        self._study.tell(trial, state=TrialState.FAIL)
+        return assignment
 
     def adopt(self, number: int, assignment: Assignment) -> None:
-        """Takes a point that was not proposed here."""
+        """Takes a point that is going to be trained, or was."""
         if number in self._trials:
             return
         self._study.enqueue_trial({key: _parameter(self._space[key], value) for key, value in assignment.items()})
@@ -62,10 +65,15 @@ class Study:
     def report(self, number: int, curve: Mapping[int, float]) -> bool:
         """Notes validations of a point, by step; tells whether one of them is bad enough to stop it."""
         trial, stop = self._trials[number], False
+        known = self._study.trials[trial.number].intermediate_values
         for step, value in sorted(curve.items()):
-            trial.report(value, step)
+            # A resumed point's validations are read again.
+            if step in known:
+                continue
+            # Optuna takes a value that is none for the best so far where there is no other.
+            trial.report(self._worst if math.isnan(value) else value, step)
             # Asked at every step: the pruner keeps its rungs by being asked.
-            stop = trial.should_prune() or stop
+            stop = bool(trial.should_prune()) or stop
         return stop
 
     def end(self, point: Point) -> None:
@@ -79,7 +87,7 @@ class Study:
             self.forget(point.number)
 
     def forget(self, number: int) -> None:
-        """Takes a proposal back."""
+        """Gives up a point."""
         self._study.tell(self._trials.pop(number), state=TrialState.FAIL)
 
 
