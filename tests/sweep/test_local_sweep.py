@@ -42,6 +42,7 @@ def running(folder: Path, number: int) -> Point | None:
     return points[number] if saved else None
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> None:
     """Catches a failure that ends the sweep, a dropped point that counts as one, a finished point trained twice, a
@@ -83,3 +84,48 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
 
     winner = megads("train", "--config-dir", str(folder), "experiment=best", "train.steps=70", "run.dry_run=true").end()
     assert winner.code == 0 and "70 steps" in winner.out, winner
+
+
+@pytest.mark.distributed
+def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) -> None:
+    """Catches a signal that kills a point without saving, or starts the next one, and a sweep that then starts anew."""
+    folder = megads.folder / "runs" / "sweeps" / "mine"
+    first = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", train__steps=4000)
+    first.wait_for(lambda: running(folder, 0) is not None)
+    first.process.send_signal(signal.SIGINT)
+    ended = first.end()
+    assert ended.code == 5, ended
+    assert states(folder) == {"0.001": "stopped", "0.003": "waiting"}
+    run_dir = megads.folder / read_points(folder)[0].run_dir
+    trained = len(steps_of(run_dir))
+    assert 20 <= trained < 4000
+    assert "1 waiting, 1 stopped" in ended.out and "no point has finished" in ended.out
+
+    # Stopped early by the sweep's own rule: no failure.
+    limit = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", "sweep.point_limit_s=0.5", train__steps=4000).end()
+    assert limit.code == 0, limit
+    assert "point 0 goes on" in limit.out and "trained longer than sweep.point_limit_s = 0.5" in limit.out
+    assert set(states(folder).values()) <= {"pruned"}
+    assert len(steps_of(run_dir)) >= trained
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_bayes_with_pruning_and_repeated_seeds(corpus: Path, megads: StartCommand) -> None:
+    """Catches curves that are not read while a run goes on, stopped points that fail the sweep, seeds that repeat the
+    same training, and a winner without its spread."""
+    folder = megads.folder / "runs" / "sweeps" / "mine"
+    ended = sweep_command(
+        megads, corpus, "hparams_search=bayes", "sweep.trials=6", "sweep.startup_trials=3", "sweep.parallel=2",
+        "optim.lr=tag(log,interval(1e-6,1e-1))", "sweep.repeat_best=1", "sweep.repeats=1", "sweep.pruning.name=median",
+        "sweep.pruning.startup_points=2", train__steps=120, evaluation__every_steps=10, checkpoint__every_steps=120,
+    ).end()  # fmt: skip
+    assert ended.code == 0, ended
+    points = read_points(folder)
+    own, again = points[:6], points[6:]
+    assert {point.state for point in own} == {"finished", "pruned"}
+    assert all(point.step < 120 and point.exit_code == 5 for point in own if point.state == "pruned")
+    best = min((point for point in own if point.state == "finished"), key=lambda point: point.objective or 0)
+    assert [point.repeats for point in again] == [best.number]
+    assert again[0].objective != best.objective
+    assert "mean of 2 seeds, standard deviation" in ended.out
