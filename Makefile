@@ -6,7 +6,7 @@ export VENV
 TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow check docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-slurm check docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,13 +21,17 @@ demo: setup ## train a small model on text found on this machine, from raw text 
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
 
 test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
-	$(PYTHON_BIN)/python -m pytest -m "not slow" $(TWO_AT_A_TIME)
+	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm" $(TWO_AT_A_TIME)
 
 test-fast: setup ## tests in one process only, within two minutes
-	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed"
+	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm"
 
 test-slow: setup ## the slow tests only; finding none is no failure
-	$(PYTHON_BIN)/python -m pytest -m slow $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
+	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm" $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
+
+test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may
+	@scripts/install_slurm.sh
+	$(PYTHON_BIN)/python -m pytest -m slurm tests/slurm
 
 check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/ruff check .

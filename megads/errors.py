@@ -61,3 +61,7 @@ class UnhealthyNode(MegadsError):
     """A node or a rank is not fit to train."""
 
     exit_code = 9
+
+
+class Fenced(UnhealthyNode):
+    """Another start of the same run took the run directory over; this one is an orphan and must not write."""

@@ -35,8 +35,9 @@ from megads.resilience.nonfinite import NonFiniteHook
 from megads.runtime.distributed import require_equal, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.hooks import Hook, StepInfo, TrainState
+from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.stop_file import PREEMPTED, clear_stop
+from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
 from megads.runtime.stop_signal import StopSignal
 
 VALIDATION_MICRO_BATCHES = 8
@@ -58,6 +59,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     """
     environment = rank_environment()
     device = rank_device(environment)
+    fence = Fence(run_dir, environment.lease)
     with world(device, config.cluster.timeout_s):
         require_equal("the frozen config", config_digest(config))
         grid = build_grid(config.parallel, environment.rank, environment.world_size)
@@ -71,12 +73,13 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             metrics_hook(config, environment, device, metrics),
             NonFiniteHook(events, config.train.max_nonfinite_steps),
-            checkpoint_hook(config, run_dir, engine, state, events),
+            checkpoint_hook(config, run_dir, engine, state, events, fence),
         ]
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         announce(config, engine, device, state, events)
         announce_data(config, train_samples, state, events)
-        stop = StopSignal(run_dir, grid.rank, device)
+        switch = config.run.kill_switch
+        stop = StopSignal(run_dir, grid.rank, device, fence, Path(switch) if switch else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop)
         events.write("end", step=state.step, stopped=reason)
@@ -233,16 +236,17 @@ def metrics_hook(
             peak_tflops /= environment.local_world_size
     dist.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
-    return MetricsHook(metrics, flops, environment.world_size, peak_tflops)
+    restarts = environment.lease - 1 if environment.lease else 0
+    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts)
 
 
 def checkpoint_hook(
-    config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter
+    config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter, fence: Fence
 ) -> CheckpointHook:
     """Saves."""
     model = asdict(config.model)
     return CheckpointHook(
-        engine, run_dir, config.checkpoint, config_digest(config), model, config.parallel.sizes, state, events
+        engine, run_dir, config.checkpoint, config_digest(config), model, config.parallel.sizes, state, events, fence
     )
 
 
@@ -316,4 +320,4 @@ def exit_code(stop_reason: str) -> int:
     """0 at the planned end, else what the documented table says of the reason."""
     if not stop_reason:
         return 0
-    return Preempted.exit_code if stop_reason == PREEMPTED else StopRequested.exit_code
+    return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code

@@ -64,7 +64,18 @@ def test_every_verb_has_a_primary_config() -> None:
 
 def test_every_yaml_is_covered() -> None:
     """Catches a config group that no test here composes."""
-    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {"model", "experiment", "hparams_search"}
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {
+        "model",
+        "experiment",
+        "cluster",
+        "hparams_search",
+    }
+
+
+@pytest.mark.parametrize("option", ["local", "slurm"])
+def test_every_cluster_composes(option: str) -> None:
+    """Catches a cluster option whose file sets another kind than its name."""
+    assert compose_train(f"cluster={option}").cluster.kind == option
 
 
 @pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])

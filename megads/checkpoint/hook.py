@@ -11,6 +11,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import SaveError, save_checkpoint
 from megads.engine.interface import TrainEngine
 from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter
 
 
@@ -29,6 +30,7 @@ class CheckpointHook:
         layout: tp, cp, pp and dp.
         state: the loop's counters, live.
         events: where saves and failures are recorded.
+        fence: of the start that this rank belongs to: an orphan must not save.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class CheckpointHook:
         layout: dict[str, int],
         state: TrainState,
         events: EventWriter,
+        fence: Fence | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -50,6 +53,7 @@ class CheckpointHook:
         self._layout = layout
         self._state = state
         self._events = events
+        self._fence = fence
         self._saved_step = state.step
 
     def on_start(self, state: TrainState) -> None:
@@ -78,7 +82,8 @@ class CheckpointHook:
         start = time.perf_counter()
         try:
             keys = {shard.key for shard in self._engine.named_shards(owned=False)}
-            folder = save_checkpoint(self._run_dir, self._engine.named_shards(), run, self._config.keep, keys)
+            shards, keep = self._engine.named_shards(), self._config.keep
+            folder = save_checkpoint(self._run_dir, shards, run, keep, keys, self._fence)
         except SaveError as error:
             self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
             if last or error.previous is None:

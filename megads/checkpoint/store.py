@@ -13,14 +13,15 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megads.checkpoint.agreement import agreed, gather_to_first, on_first, rank
+from megads.checkpoint.agreement import agreed, from_first, gather_to_first, on_first, rank
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, read_manifest
 from megads.checkpoint.software import software
 from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
 from megads.data.atomic_file import atomic_writer, sync_directory
 from megads.engine.interface import Shard
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, Fenced
+from megads.runtime.lease import Fence
 
 
 class SaveError(CheckpointError):
@@ -36,7 +37,12 @@ class SaveError(CheckpointError):
 
 
 def save_checkpoint(
-    run_dir: Path, shards: Sequence[Shard], run: RunRecord, keep: int = 0, keys: Collection[str] = ()
+    run_dir: Path,
+    shards: Sequence[Shard],
+    run: RunRecord,
+    keep: int = 0,
+    keys: Collection[str] = (),
+    fence: Fence | None = None,
 ) -> Path:
     """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
 
@@ -47,19 +53,23 @@ def save_checkpoint(
         keep: checkpoints to keep, this one included; 0 keeps all.
         keys: of everything this rank holds, copies that another rank owns included; a key that no rank owns at all
             is noticed only through these.
+        fence: of the start that writes; None where nobody else can.
 
     Returns:
         The committed folder.
 
     Raises:
         SaveError: on every rank, with the failing rank's reason.
+        Fenced: on every rank, when another start took over; what it wrote is left alone.
     """
+    _require_lease(fence)
     final = step_folder(run_dir, run.state["step"])
     partial = _hidden(final, "partial")
     try:
         on_first(lambda: _prepare(partial))
         stored = agreed(lambda: _write_shards(partial, shards))
         parts = gather_to_first((stored, sorted(keys)))
+        _require_lease(fence)
         on_first(lambda: _commit(partial, final, run, parts or []))
     except CheckpointError as error:
         previous = on_first(lambda: _give_up(partial))
@@ -68,6 +78,13 @@ def save_checkpoint(
     if rank() == 0 and keep:
         _remove_old(run_dir, run.state["step"], keep)
     return final
+
+
+def _require_lease(fence: Fence | None) -> None:
+    """Raises Fenced on every rank where rank 0 finds that another start holds the run directory."""
+    lost = from_first(fence.reason() if fence is not None and rank() == 0 else "")
+    if lost:
+        raise Fenced(lost)
 
 
 def recover(run_dir: Path) -> None:

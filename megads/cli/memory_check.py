@@ -69,10 +69,14 @@ class Machine:
         return int((self.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
 
 
-def this_machine() -> Machine:
-    """Where `megads train` would start ranks: this machine's GPUs, else its CPU."""
+def this_machine(nodes: int = 1) -> Machine:
+    """Where `megads train` would start ranks: this machine's GPUs, else its CPU.
+
+    Args:
+        nodes: machines like this one over which the ranks are shared out evenly.
+    """
     free_gpus = free_gpu_memory()
-    return Machine(min(free_gpus), per_gpu=True) if free_gpus else Machine(available_memory(), per_gpu=False)
+    return Machine(min(free_gpus), per_gpu=True) if free_gpus else Machine(nodes * available_memory(), per_gpu=False)
 
 
 def workload_of(config: RootConfig, *, cuda: bool) -> Workload:

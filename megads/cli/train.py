@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megads.cli.placement import Placement, find_placement
+from megads.cli.run_state import is_finished, refuse_while_stopped
 from megads.cli.train_data import describe_data, locate_data, prepare_data, require_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import (
@@ -22,12 +24,19 @@ from megads.config import (
     load_frozen,
     planned_steps,
 )
-from megads.errors import EXIT_OK, ConfigError
+from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.plan.parameters import parameter_count
+from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
+from megads.runtime.deadline import Deadline
+from megads.runtime.duration import parse_duration
 from megads.runtime.environment import share_of_cores
 from megads.runtime.launcher import LaunchSpec, launch
-from megads.runtime.run_dir import CONFIG_FILE, claimed
+from megads.runtime.lease import Lease, claimed
+from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.scheduler import Scheduler
+from megads.runtime.slurm import time_left_s
+from megads.runtime.slurm_scheduler import SlurmScheduler
 from megads.runtime.trackers import wanted_trackers
 from megads.sweep.config import SweepConfig
 
@@ -50,18 +59,32 @@ class TrainCommandConfig(RootConfig):
 
 def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
+    # How a run was swept over is no part of it: neither its name nor its frozen config.
+    config = RootConfig(**{item.name: getattr(command, item.name) for item in dataclasses.fields(RootConfig)})
+    if command.sweep != SweepConfig():
+        print("the settings of sweep and hparams_search count with -m only", file=sys.stderr, flush=True)
+    check_config(config)
+    placement = find_placement(config)
+    try:
+        code = _run(config, invocation, placement)
+    except MegadsError as error:
+        _hand_over(placement, config, error.exit_code)
+        raise
+    _hand_over(placement, config, code)
+    return code
+
+
+def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> int:
+    """Prepares and starts the run; returns its exit code."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.cli.memory_check import choose_recompute, this_machine
 
-    # How a run was swept over is no part of it: neither its name nor its frozen config.
-    config = RootConfig(**{item.name: getattr(command, item.name) for item in dataclasses.fields(RootConfig)})
-    check_config(config)
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
     config = place(config, invocation.choices)
     known, data = describe_data(config, preparation)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
-    machine = this_machine()
+    machine = this_machine(len(placement.nodes) if placement else 1)
     known, choice = choose_recompute(known, machine)
     if config.run.dry_run:
         print(describe(known, data, choice, machine))
@@ -70,20 +93,51 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     config = dataclasses.replace(config, parallel=known.parallel)
     refuse_early(config, known, preparation, machine)
     run_dir = Path(str(config.run.dir))
+    job = placement.allocation.job if placement else None
     with (
-        claimed(run_dir),
+        claimed(run_dir, job) as lease,
         open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
     ):
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         if choice:
             console.say(choice)
-        if command.sweep != SweepConfig():
-            console.say("the settings of sweep and hparams_search count with -m only", "warning")
         config = prepare_data(config, preparation, run_dir, console)
-        for change in _changes(run_dir, config):
-            console.say(f"changed since the last start: {change}", "warning")
-        freeze(config, run_dir / CONFIG_FILE)
-        return launch(launch_spec(config), console)
+        if placement and is_finished(config):
+            console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
+            return EXIT_OK
+        return _start(config, placement, lease, console)
+
+
+def _hand_over(placement: Placement | None, config: RootConfig, exit_code: int) -> None:
+    """Sees to what follows a SLURM job, and says it."""
+    said = placement.hand_over(config, exit_code) if placement and not config.run.dry_run else ""
+    if said:
+        print(said, flush=True)
+
+
+def _start(config: RootConfig, placement: Placement | None, lease: Lease, console: Console) -> int:
+    """Freezes the config and starts the ranks; returns the exit code."""
+    run_dir = Path(str(config.run.dir))
+    for change in _changes(run_dir, config):
+        console.say(f"changed since the last start: {change}", "warning")
+    freeze(config, run_dir / CONFIG_FILE)
+    spec = dataclasses.replace(launch_spec(config), lease=lease.number)
+    if placement is None:
+        return launch(spec, console, scheduler=Scheduler(lease, _deadline(config, lambda: None)))
+    console.say(str(placement))
+    deadline = _deadline(config, lambda: time_left_s(placement.allocation.job.id))
+    return launch(spec, console, placement.ranks(spec, config), SlurmScheduler(placement.allocation, lease, deadline))
+
+
+def _deadline(config: RootConfig, time_left: Callable[[], float | None]) -> Deadline:
+    """The time limits of this start."""
+    exit_after = config.run.exit_after
+    return Deadline(
+        Path(str(config.run.dir)),
+        parse_duration(exit_after) if exit_after is not None else None,
+        time_left,
+        config.run.save_before_limit_s,
+    )
 
 
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
@@ -96,11 +150,13 @@ def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation
         machine: where the ranks would run.
 
     Raises:
+        StopRequested: somebody stopped the run.
         ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.cli.memory_check import refuse_unfit
 
+    refuse_while_stopped(config)
     wanted_trackers(config.logging)
     refuse_unfit(known, machine)
     if preparation is None:

@@ -18,7 +18,7 @@ from megads.config import Precision, RootConfig
 from megads.errors import EXIT_OK
 from megads.parallel.config import AXES, ParallelConfig
 from megads.runtime.console import Console as RunConsole
-from megads.runtime.run_dir import claimed
+from megads.runtime.lease import claimed
 from megads.verify.causes import likely_cause
 from megads.verify.rank import Job
 from megads.verify.scale import Scaled, Wanted, scale

@@ -20,13 +20,22 @@ class MetricsHook:
         flops_per_token: model operations a token, forward and backward.
         world_size: devices.
         peak_tflops: peak of one device.
+        restarts: how often the run was started before.
     """
 
-    def __init__(self, metrics: MetricsWriter, flops_per_token: float, world_size: int, peak_tflops: float) -> None:
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        flops_per_token: float,
+        world_size: int,
+        peak_tflops: float,
+        restarts: int = 0,
+    ) -> None:
         self._metrics = metrics
         self._flops_per_token = flops_per_token
         self._world_size = world_size
         self._peak_tflops = peak_tflops
+        self._restarts = restarts
 
     def on_start(self, state: TrainState) -> None:
         pass
@@ -57,6 +66,7 @@ class MetricsHook:
                 "peak_memory_bytes": peak_memory_bytes(),
                 "skipped": info.skipped,
                 "batch_hash": info.batch_hash,
+                "restarts": self._restarts,
             }
         )
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
+from megads.runtime.duration import parse_duration
 
 
 class ClusterKind(StrEnum):
     """Where the ranks run."""
 
     local = "local"
+    slurm = "slurm"
 
 
 @dataclass
@@ -25,13 +27,27 @@ class RunConfig:
     """Folder the run writes to; null is runs/<run.id>."""
     name: str | None = None
     """First part of a derived run.id; null is the experiment's name, else the model's."""
+    exit_after: str | None = None
+    """Length of one start: then it saves and stops, and exits 6 if work remains; as 90s, 30m, 1.5d, 1-12:00:00."""
+    save_before_limit_s: float | None = None
+    """Seconds before the SLURM job's time limit at which to save and stop; null measures steps and saves."""
+    kill_switch: str | None = None
+    """A file, for example in a folder of the group, that stops the run after its current step (exit 5) and keeps it
+    from starting; <run.dir>/stop does the same."""
     dry_run: bool = False
     """Check the config and print what would run and where it would write; start nothing."""
     check_memory: bool = True
     """Refuse a run whose planned memory this machine does not have; false tries all the same."""
 
     def check(self) -> None:
-        """Raises ConfigError on an id that is no plain folder name."""
+        """Raises ConfigError on an id that is no plain folder name, and on times that are none."""
+        if self.exit_after is not None:
+            try:
+                parse_duration(self.exit_after)
+            except ValueError as error:
+                raise ConfigError(f"run.exit_after = {error}") from None
+        if self.save_before_limit_s is not None and self.save_before_limit_s < 0:
+            raise ConfigError(f"run.save_before_limit_s = {self.save_before_limit_s}: must not be negative")
         for name in ("id", "name"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
@@ -117,20 +133,36 @@ class ClusterConfig:
     """The machine."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: torch's elastic agent starts every rank on this machine."""
+    """local: every rank on this machine; slurm: on the nodes of the SLURM job, one agent a node started by srun."""
     threads_per_rank: int | None = None
     """CPU threads of each rank, equal on all; null shares the cores out evenly."""
     peak_tflops: float | None = None
     """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
     ranks_per_node: int | None = None
-    """Neighbouring ranks that share a node, for the table of which rank holds what; null leaves nodes out of it."""
+    """Neighbouring ranks that share a node. On SLURM null is a rank a GPU, else the ranks shared out evenly; elsewhere
+    it is for the table of which rank holds what, and null leaves nodes out of it."""
+    srun_options: list[str] = field(default_factory=list)
+    """Further options of the srun that starts the agents, as in [--container-image=/images/megads.sqsh]."""
+    wrapper: list[str] = field(default_factory=list)
+    """Words before each agent's command, as in [apptainer, exec, --nv, /images/megads.sif]."""
+    max_requeues: int = 100
+    """Most requeues of one SLURM job that a run asks for when it exits 6; 0 asks for none."""
+    chain: bool = False
+    """The job is a task of an array whose tasks continue one run after the other: no requeue, and a run that is
+    finished, stopped or refused cancels the tasks that wait. Set by scripts/slurm/submit.sh --chain."""
     gpu_memory_gib: float | None = None
     """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
 
     def check(self) -> None:
-        """Raises ConfigError on non-positive sizes."""
+        """Raises ConfigError on non-positive sizes, and on keys of SLURM without it."""
+        if self.max_requeues < 0:
+            raise ConfigError(f"cluster.max_requeues = {self.max_requeues}: must not be negative")
+        if self.kind is not ClusterKind.slurm:
+            for name in ("srun_options", "wrapper", "chain"):
+                if getattr(self, name):
+                    raise ConfigError(f"cluster.{name} = {getattr(self, name)}: needs cluster=slurm")
         if self.threads_per_rank is not None and self.threads_per_rank < 1:
             raise ConfigError(f"cluster.threads_per_rank = {self.threads_per_rank}: must be at least 1")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
+_LEASE_VARIABLE = "MEGADS_LEASE"
 
 HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 """What makes a process compute on the CPU where there are GPUs."""
@@ -25,12 +27,14 @@ class RankEnvironment:
         local_rank: number on this machine; the GPU it takes.
         world_size: ranks over all machines.
         local_world_size: ranks on this machine.
+        lease: number of the start of the run that it belongs to, see megads.runtime.lease; None where nobody said.
     """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
+    lease: int | None = None
 
 
 def rank_environment() -> RankEnvironment:
@@ -40,6 +44,7 @@ def rank_environment() -> RankEnvironment:
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        lease=int(os.environ[_LEASE_VARIABLE]) if os.environ.get(_LEASE_VARIABLE) else None,
     )
 
 
@@ -108,17 +113,19 @@ def prepare_wandb() -> None:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
-def rank_variables(threads: int, cuda: bool) -> dict[str, str]:
+def rank_variables(threads: int, cuda: bool, lease: int | None = None) -> dict[str, str]:
     """Returns what every rank's environment must hold.
 
     Args:
         threads: CPU threads of each rank.
         cuda: ranks compute on GPUs.
+        lease: number of this start of the run.
     """
     # torch takes its thread count from here when it is imported. It must be equal on all ranks: LayerNorm's gradient
     # depends on it bit for bit.
     variables = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
+    variables[_LEASE_VARIABLE] = "" if lease is None else str(lease)
     # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
     # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back.
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
@@ -166,6 +173,26 @@ def thread_settings() -> dict[str, str]:
 def slurm_job() -> str | None:
     """Returns the id of the SLURM job that this process is part of."""
     return os.environ.get("SLURM_JOB_ID")
+
+
+def slurm_variables() -> dict[str, str]:
+    """Returns what SLURM tells a job of itself, by the names of its variables."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SLURMD_"))}
+
+
+def node_name() -> str:
+    """Returns the name of this node: SLURM's, which need not be the machine's, else the machine's."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def outside_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns this process's environment without what a SLURM job or its user's defaults put there.
+
+    Args:
+        variables: added to it.
+    """
+    theirs = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(theirs)} | dict(variables)
 
 
 def wandb_login() -> str | None:

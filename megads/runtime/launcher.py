@@ -1,50 +1,37 @@
-"""Starts a run's ranks on this machine with torch's elastic agent, watches them, and says how they ended.
+"""Runs a start of a run to its end: starts its ranks, watches them, answers signals, and says how they ended.
 
-The agent runs in a thread of its own, so that it installs no signal handlers: the main thread shows the console and
-answers signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to save and stop; the second kills it.
+The ranks are on this machine (node_ranks) or on the nodes of a SLURM job (slurm_ranks). They are polled, so the main
+thread shows the console and answers signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to save and
+stop; the second kills it, unless the scheduler says otherwise.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from megads.errors import ConfigError
+from megads.errors import MegadsError
 from megads.runtime import environment
 from megads.runtime.console import Console
 from megads.runtime.metrics import EventWriter
-from megads.runtime.rank_outcome import RankExit, clear_records, judge, read_failures
-from megads.runtime.run_dir import exit_path, tracker_log_path
+from megads.runtime.node_ranks import NodePart, NodeRanks, Ranks, require_devices
+from megads.runtime.rank_outcome import clear_records, judge
+from megads.runtime.run_dir import tracker_log_path
+from megads.runtime.scheduler import Scheduler
 from megads.runtime.side_process import SideProcess
-from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, clear_stop, request_stop
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from megads.runtime.stop_file import clear_stop, request_stop
 
 EXIT_KILLED = 130
-_POLL_S = 0.1
-# A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure.
-_KILL_AFTER_S = 3.0
 # The process beside the ranks keeps to LaunchSpec.flush_s itself; this much later it is taken to hang.
 _FLUSH_MARGIN_S = 2.0
 _KILLED_FLUSH_S = 1.0
-_STOP_REASONS = {
-    signal.SIGINT: INTERRUPTED,
-    signal.SIGHUP: INTERRUPTED,
-    signal.SIGTERM: PREEMPTED,
-    signal.SIGUSR1: PREEMPTED,
-}
 
 
 @dataclass(frozen=True)
@@ -53,13 +40,14 @@ class LaunchSpec:
 
     Attributes:
         run_dir: the run directory.
-        num_ranks: processes to start on this machine.
+        num_ranks: processes to start, over all nodes.
         command: arguments after the Python interpreter, the same for every rank.
         threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
         side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
         flush_s: how long that process may go on after the ranks.
         cpu: the ranks compute on the CPU, whatever GPUs there are.
         saves: the ranks save and stop when asked; where they do not, the first signal kills them.
+        lease: number of this start of the run; None where nobody else can start it.
     """
 
     run_dir: Path
@@ -70,24 +58,38 @@ class LaunchSpec:
     flush_s: float = 10.0
     cpu: bool = False
     saves: bool = True
+    lease: int | None = None
+
+    def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
+        """What one node starts; without a place, all of it."""
+        threads = self.threads_per_rank or environment.share_of_cores(ranks_per_node)
+        return NodePart(self.run_dir, self.command, ranks_per_node, threads, self.cpu, self.lease, **place)  # type: ignore[arg-type]
 
 
-def launch(spec: LaunchSpec, console: Console) -> int:
-    """Runs the ranks to their end; the caller holds the run directory (run_dir.claimed).
+def launch(spec: LaunchSpec, console: Console, ranks: Ranks | None = None, scheduler: Scheduler | None = None) -> int:
+    """Runs the ranks to their end; the caller holds the run directory (lease.claimed).
+
+    Args:
+        spec: what to start.
+        console: shows the run.
+        ranks: where; None starts them on this machine.
+        scheduler: what else may end the run; None is nothing.
 
     Returns:
         The exit code: what the ranks returned, the first failing rank's own, or 130 when killed by a second signal.
 
     Raises:
         ConfigError: there are GPUs, but fewer than ranks; nothing is started.
+        MegadsError: the scheduler says that this start must not go on; its ranks are killed.
     """
-    if not spec.cpu:
-        _require_devices(spec.num_ranks)
+    if ranks is None:
+        if not spec.cpu:
+            require_devices(spec.num_ranks, "parallel.tp * cp * pp * dp")
+        ranks = NodeRanks(spec.node_part(spec.num_ranks))
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)
     side = _start_side(spec, console)
-    with environment.exported(_rank_variables(spec)):
-        return _Launch(spec, console, side).run()
+    return _Launch(spec, console, side, ranks, scheduler or Scheduler()).run()
 
 
 def _start_side(spec: LaunchSpec, console: Console) -> SideProcess | None:
@@ -101,87 +103,75 @@ def _start_side(spec: LaunchSpec, console: Console) -> SideProcess | None:
         return None
 
 
-def _require_devices(num_ranks: int) -> None:
-    """NCCL refuses two ranks on one GPU, with a message that nobody understands."""
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if 0 < gpus < num_ranks:
-        raise ConfigError(
-            f"parallel.tp * cp * pp * dp = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or "
-            "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-        )
-
-
-def _rank_variables(spec: LaunchSpec) -> dict[str, str]:
-    import torch
-
-    threads = spec.threads_per_rank or environment.share_of_cores(spec.num_ranks)
-    if spec.cpu:
-        return environment.rank_variables(threads, cuda=False) | environment.HIDDEN_GPUS
-    return environment.rank_variables(threads, cuda=torch.cuda.is_available())
-
-
 class _Launch:
     """One start of a run's ranks."""
 
-    def __init__(self, spec: LaunchSpec, console: Console, side: SideProcess | None):
+    def __init__(
+        self, spec: LaunchSpec, console: Console, side: SideProcess | None, ranks: Ranks, scheduler: Scheduler
+    ):
         self._spec = spec
         self._console = console
         self._side = side
         self._side_failed = False
+        self._ranks = ranks
+        self._scheduler = scheduler
         self._events = EventWriter(spec.run_dir)
         self._signals: list[int] = []
         self._signals_answered = 0
-        self._killed_ranks: set[int] = set()
-        self._exits: list[RankExit] = []
-        self._agent_error: BaseException | None = None
-        self._agent = _make_agent(spec)
-        # Daemonic: should the main thread fail, the process ends, and the kernel kills the ranks with it.
-        self._thread = threading.Thread(target=self._run_agent, name="elastic-agent", daemon=True)
+        self._killed_by_signal = False
 
     def run(self) -> int:
         """Starts the ranks, watches them to the end and returns the exit code."""
-        self._events.write("launch", ranks=self._spec.num_ranks, pid=os.getpid(), level="debug")
+        spec = self._spec
+        self._events.write(
+            "launch",
+            ranks=spec.num_ranks,
+            pid=os.getpid(),
+            level="debug",
+            start=spec.lease,
+            **self._scheduler.description(),
+            **self._ranks.description(),
+        )
         with self._signals_caught():
-            self._thread.start()
-            failed_at: float | None = None
-            while self._thread.is_alive():
-                self._thread.join(_POLL_S)
-                self._console.poll()
-                self._watch_side()
-                self._answer_signals()
-                if failed_at is None and self._some_rank_failed():
-                    failed_at = time.monotonic()
-                if failed_at is not None and time.monotonic() - failed_at > _KILL_AFTER_S:
-                    self._kill_ranks()
-            self._console.poll()
-            if self._agent_error is not None:
-                raise self._agent_error
-            exit_code = self._conclude()
-            self._end_side(killed=exit_code == EXIT_KILLED)
+            overruled = self._watch()
+            exit_code = self._conclude(overruled)
+            self._end_side(killed=exit_code == EXIT_KILLED or overruled is not None)
         self._events.close()
         self._console.close()
+        if overruled is not None:
+            raise overruled
         return exit_code
 
-    def _run_agent(self) -> None:
-        """Body of the agent's thread."""
-        try:
-            result = self._agent.run()
-            self._exits = [RankExit(rank, failure.exitcode) for rank, failure in result.failures.items()]
-        except BaseException as error:
-            self._agent_error = error
+    def _watch(self) -> MegadsError | None:
+        """Waits for the end of the ranks; returns why they had to be killed, None when they had not."""
+        overruled: MegadsError | None = None
+        self._ranks.start()
+        while self._ranks.poll():
+            self._console.poll()
+            self._watch_side()
+            self._answer_signals()
+            try:
+                self._ask_scheduler()
+            except MegadsError as error:
+                overruled = overruled or error
+                self._ranks.kill()
+        self._console.poll()
+        return overruled
 
-    def _conclude(self) -> int:
+    def _conclude(self, overruled: MegadsError | None) -> int:
         """Judges how the ranks ended, says so once and records it."""
-        if self._killing_from(len(self._signals)):
+        if overruled is not None:
+            self._console.poll()
+            self._console.close()
+            return overruled.exit_code
+        if self._killed_by_signal:
             cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
             self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
             self._console.poll()
             self._console.say(f"killed by {cause}", "error")
             self._console.close()
             return EXIT_KILLED
-        outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._exits, self._killed_ranks)
+        outcome = judge(self._spec.run_dir, self._spec.num_ranks, self._ranks.reports())
         if outcome.message:
             self._events.write(
                 "failure", level="error", rank=outcome.rank, exit_code=outcome.exit_code, message=outcome.message
@@ -224,7 +214,8 @@ class _Launch:
             yield
             return
         # nohup ignores SIGHUP, and means it.
-        numbers = [n for n in _STOP_REASONS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        wanted = self._scheduler.signals
+        numbers = [n for n in wanted if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._note_signal) for number in numbers}
         try:
             yield
@@ -236,83 +227,24 @@ class _Launch:
         self._signals.append(number)
 
     def _answer_signals(self) -> None:
-        """The first signal asks ranks that save for a stop, every other one kills."""
+        """The first signal asks ranks that save for a stop, every other one kills where the scheduler has it so."""
         while self._signals_answered < len(self._signals):
             number = signal.Signals(self._signals[self._signals_answered])
             self._signals_answered += 1
-            if self._killing_from(self._signals_answered):
-                self._kill_ranks()
-                continue
-            reason = _STOP_REASONS[number]
-            request_stop(self._spec.run_dir, reason)
-            self._events.write("stop_requested", level="debug", signal=number.name, reason=reason)
-            self._console.say(
-                f"{number.name}: saving and stopping after the current step; a second signal kills at once", "warning"
-            )
+            if not self._spec.saves or (self._signals_answered > 1 and self._scheduler.kills(number)):
+                self._killed_by_signal = True
+                self._ranks.kill()
+            elif self._signals_answered == 1:
+                reason, again = self._scheduler.reason(number), self._scheduler.second_signal
+                self._request_stop(reason, f"{number.name}: saving and stopping after the current step; {again}")
 
-    def _killing_from(self, signals: int) -> bool:
-        """Whether so many signals kill."""
-        return signals > (1 if self._spec.saves else 0)
+    def _ask_scheduler(self) -> None:
+        """Stops the run where the scheduler wants it."""
+        order = self._scheduler.look()
+        if order is not None:
+            self._request_stop(order.reason, order.message)
 
-    def _some_rank_failed(self) -> bool:
-        """True once a rank left a record of a failure, or vanished without having returned."""
-        if read_failures(self._spec.run_dir):
-            return True
-        vanished = [rank for rank, pid in self._pids().items() if not _exists(pid)]
-        return any(not exit_path(self._spec.run_dir, rank).exists() for rank in vanished)
-
-    def _kill_ranks(self) -> None:
-        """Kills every rank that still runs, and what it started."""
-        for rank, pid in self._pids().items():
-            if _exists(pid):
-                self._killed_ranks.add(rank)
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-
-    def _pids(self) -> dict[int, int]:
-        """Pids of the ranks by rank; empty until they are started."""
-        workers = self._agent.get_worker_group().workers
-        return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _make_agent(spec: LaunchSpec) -> LocalElasticAgent:
-    """Builds torch's agent for one machine: no restarts, a store on a free port, failures polled every 0.1 s."""
-    # torch.distributed.elastic is imported here: it takes a second, and a refused config should not wait for it.
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    # The agent reports failures in several screens of text; this module reports them in one message.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    rendezvous = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=uuid.uuid4().hex,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-        )
-    )
-    worker_spec = WorkerSpec(
-        role="default",
-        local_world_size=spec.num_ranks,
-        entrypoint=sys.executable,
-        args=spec.command,
-        rdzv_handler=rendezvous,
-        max_restarts=0,
-        monitor_interval=_POLL_S,
-        local_addr="127.0.0.1",
-    )
-    # Ranks open their own logs: the agent's would start empty at every start.
-    return LocalElasticAgent(worker_spec, DefaultLogsSpecs(log_dir=os.devnull))
+    def _request_stop(self, reason: str, message: str) -> None:
+        request_stop(self._spec.run_dir, reason)
+        self._events.write("stop_requested", level="debug", reason=reason, cause=message)
+        self._console.say(message, "warning")

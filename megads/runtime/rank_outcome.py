@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megads.errors import EXIT_BUG, EXIT_OK
+from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode
 from megads.runtime.run_dir import exit_path, rank_log_path
 
 
@@ -35,8 +36,9 @@ class FailureRecord:
         kind: class of the exception.
         user_error: the message is meant for the user as it stands.
         message: what the exception said.
-        monotonic_s: when, on this machine's monotonic clock.
+        monotonic_s: when, on its node's monotonic clock.
         consequence: it only lost a peer.
+        time_s: when, in seconds since 1970; compares failures of several nodes, as far as their clocks agree.
     """
 
     rank: int
@@ -46,6 +48,52 @@ class FailureRecord:
     message: str
     monotonic_s: float
     consequence: bool
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How the ranks of one node ended.
+
+    Attributes:
+        node: its name; empty on a run of one machine, where it need not be told.
+        failures: what failing ranks wrote.
+        exits: processes that the agent saw fail.
+        killed: ranks that the agent itself killed.
+        returned: exit codes of the ranks that ended by themselves.
+        error: the agent's own failure; empty for none.
+        exit_code: of that failure.
+    """
+
+    node: str = ""
+    failures: Sequence[FailureRecord] = ()
+    exits: Sequence[RankExit] = ()
+    killed: Sequence[int] = ()
+    returned: Mapping[int, int] = field(default_factory=dict)
+    error: str = ""
+    exit_code: int = EXIT_BUG
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything but a good end is in it."""
+        return bool(self.failures or self.exits or self.error)
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, content: Mapping[str, Any]) -> NodeReport:
+        """Reads what `encode` made and JSON carried."""
+        return cls(
+            node=content["node"],
+            failures=[FailureRecord(**record) for record in content["failures"]],
+            exits=[RankExit(**end) for end in content["exits"]],
+            killed=content["killed"],
+            returned={int(rank): code for rank, code in content["returned"].items()},
+            error=content["error"],
+            exit_code=content["exit_code"],
+        )
 
 
 @dataclass(frozen=True)
@@ -65,69 +113,100 @@ def clear_records(run_dir: Path) -> None:
 
 
 def read_failures(run_dir: Path) -> list[FailureRecord]:
-    """Returns the failure records of this start, earliest first."""
-    records = [FailureRecord(**json.loads(path.read_text())) for path in (run_dir / "logs").glob("failure_*.json")]
-    return sorted(records, key=lambda record: record.monotonic_s)
+    """Returns the failure records of this start."""
+    return [FailureRecord(**json.loads(path.read_text())) for path in sorted((run_dir / "logs").glob("failure_*.json"))]
 
 
-def judge(run_dir: Path, num_ranks: int, exits: Sequence[RankExit], killed: Collection[int]) -> Outcome:
+def read_exits(run_dir: Path, ranks: Iterable[int]) -> dict[int, int]:
+    """Returns the codes that ranks returned, of those that left a record."""
+    paths = {rank: exit_path(run_dir, rank) for rank in ranks}
+    return {rank: json.loads(path.read_text())["exit_code"] for rank, path in paths.items() if path.exists()}
+
+
+def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
     """Decides what a run ended with.
 
-    The order of blame: the earliest failure that is not a lost peer; a rank killed by a signal from outside; a rank
-    that ended without a word; the earliest lost peer.
+    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; a rank killed
+    by a signal from outside; a rank that ended without a word; the earliest lost peer.
 
     Args:
-        run_dir: holds the ranks' records.
+        run_dir: holds the ranks' logs.
         num_ranks: ranks that were started.
-        exits: processes that the agent saw fail.
-        killed: ranks that the launcher itself killed.
+        reports: of the nodes; a node that left none counts through its ranks, of which nobody knows anything.
     """
-    failures = read_failures(run_dir)
+    nodes = {record.rank: report.node for report in reports for record in report.failures}
+    failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
     causes = [record for record in failures if not record.consequence]
     if causes:
-        return _from_record(run_dir, causes[0])
-    silent = [end for end in exits if end.rank not in {record.rank for record in failures}]
-    # The agent ends the peers of a failed rank by SIGTERM, so that signal is blamed only when there is nothing else.
-    for end in silent:
-        if end.exit_code < 0 and end.exit_code != -signal.SIGTERM and end.rank not in killed:
-            return _from_signal(run_dir, end)
-    for end in silent:
-        if end.exit_code > 0:
-            message = f"rank {end.rank} ended with exit code {end.exit_code} before it could say why"
-            return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message))
+        return _from_record(run_dir, causes[0], nodes[causes[0].rank])
+    for report in reports:
+        if report.error:
+            return Outcome(report.exit_code, None, f"node {report.node}: {report.error}")
+    silent = [(end, report.node) for report in reports for end in report.exits if end.rank not in nodes]
+    killed = {rank for report in reports for rank in report.killed}
+    blamed = _silent_cause(run_dir, silent, killed)
+    if blamed is not None:
+        return blamed
     if failures:
-        return _from_record(run_dir, failures[0])
+        return _from_record(run_dir, failures[0], nodes[failures[0].rank])
     if silent:
-        return _from_signal(run_dir, silent[0])
-    return Outcome(_returned_code(run_dir, num_ranks))
+        return _from_signal(run_dir, *silent[0])
+    returned = {rank: code for report in reports for rank, code in report.returned.items()}
+    codes = [returned.get(rank, EXIT_BUG) for rank in range(num_ranks)]
+    return Outcome(next((code for code in codes if code != EXIT_OK), EXIT_OK))
 
 
-def _returned_code(run_dir: Path, num_ranks: int) -> int:
-    """Returns the code that the ranks returned; one that left no record is a bug."""
-    codes = []
-    for rank in range(num_ranks):
-        path = exit_path(run_dir, rank)
-        codes.append(json.loads(path.read_text())["exit_code"] if path.exists() else EXIT_BUG)
-    return next((code for code in codes if code != EXIT_OK), EXIT_OK)
+def lost_node(names: Collection[str], word: str) -> NodeReport:
+    """What there is to report of nodes whose agents left no report.
+
+    Args:
+        names: of the nodes.
+        word: what the scheduler says of it.
+    """
+    what = f"lost, its agent ended without a report{f' ({word})' if word else ''}"
+    return NodeReport(node=", ".join(names), error=what, exit_code=UnhealthyNode.exit_code)
 
 
-def _from_record(run_dir: Path, record: FailureRecord) -> Outcome:
+def _by_time(records: list[FailureRecord], single: bool) -> list[FailureRecord]:
+    """Earliest first: by the clock that cannot jump on one node, by the time of day over several."""
+    return sorted(records, key=lambda record: record.monotonic_s if single else record.time_s)
+
+
+def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed: Collection[int]) -> Outcome | None:
+    """Blames a rank that ended without a word, if one did so by itself."""
+    # The agent ends the peers of a failed rank by SIGTERM, so that signal is blamed only when there is nothing else.
+    for end, node in silent:
+        if end.exit_code < 0 and end.exit_code != -signal.SIGTERM and end.rank not in killed:
+            return _from_signal(run_dir, end, node)
+    for end, node in silent:
+        if end.exit_code > 0:
+            message = f"{_rank(end.rank, node)} ended with exit code {end.exit_code} before it could say why"
+            return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message))
+    return None
+
+
+def _rank(rank: int, node: str) -> str:
+    return f"rank {rank} on {node}" if node else f"rank {rank}"
+
+
+def _from_record(run_dir: Path, record: FailureRecord, node: str) -> Outcome:
+    rank = _rank(record.rank, node)
     if record.consequence:
-        text = f"rank {record.rank} lost a peer, and no rank says why: {record.message}"
+        text = f"{rank} lost a peer, and no rank says why: {record.message}"
     elif record.user_error:
-        text = f"rank {record.rank}: {record.message}"
+        text = f"{rank}: {record.message}"
     else:
-        text = f"rank {record.rank} failed, {record.kind}: {record.message}"
+        text = f"{rank} failed, {record.kind}: {record.message}"
     return Outcome(record.exit_code, record.rank, _with_log(run_dir, record.rank, text))
 
 
-def _from_signal(run_dir: Path, end: RankExit) -> Outcome:
+def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
     try:
         name = signal.Signals(-end.exit_code).name
     except ValueError:
         name = f"signal {-end.exit_code}"
     hint = " (out of memory? look for oom-kill in the kernel's log)" if -end.exit_code == signal.SIGKILL else ""
-    message = f"rank {end.rank} was killed by {name}{hint}"
+    message = f"{_rank(end.rank, node)} was killed by {name}{hint}"
     return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message))
 
 

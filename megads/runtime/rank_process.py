@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megads.errors import EXIT_BUG, MegadsError
-from megads.runtime.environment import RankEnvironment, launcher_pid, rank_environment
+from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
 
 _PR_SET_PDEATHSIG = 1
@@ -45,10 +45,11 @@ def start_rank(run_dir: Path) -> RankEnvironment:
     """Ties this process to its launcher and its log; the first thing a rank does."""
     environment = rank_environment()
     _die_with_launcher()
-    _redirect_output(rank_log_path(run_dir, environment.rank))
+    redirect_output(rank_log_path(run_dir, environment.rank))
     faulthandler.enable()
     sys.stdout.write(
-        f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}\n"
+        f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}, "
+        f"node {node_name()}\n"
     )
     return environment
 
@@ -95,6 +96,7 @@ def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
         "user_error": isinstance(error, MegadsError),
         "message": str(error),
         "monotonic_s": time.monotonic(),
+        "time_s": time.time(),
         "consequence": is_lost_peer(error),
     }
     try:
@@ -132,7 +134,7 @@ def _die_with_launcher() -> None:
         os._exit(EXIT_BUG)
 
 
-def _redirect_output(path: Path) -> None:
+def redirect_output(path: Path) -> None:
     """Sends file descriptors 1 and 2, and so C++ libraries too, to the end of a log file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,14 +1,12 @@
-"""The run directory: its files' names, and the lock that keeps a second launcher out."""
+"""The run directory: its files' names, and its making."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from megads.errors import ConfigError
+from megads.runtime import environment
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -18,6 +16,16 @@ CONFIG_FILE = "config.yaml"
 def rank_log_path(run_dir: Path, rank: int) -> Path:
     """Returns the file that holds everything a rank prints."""
     return run_dir / "logs" / f"rank_{rank:05d}.log"
+
+
+def agent_log_path(run_dir: Path, node: int) -> Path:
+    """Returns the file that holds everything that the agent of a node prints."""
+    return run_dir / "logs" / f"agent_{node:05d}.log"
+
+
+def srun_log_path(run_dir: Path) -> Path:
+    """Returns the file that holds everything that srun prints."""
+    return run_dir / "logs" / "srun.log"
 
 
 def tracker_log_path(run_dir: Path) -> Path:
@@ -35,13 +43,13 @@ def exit_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"exit_{rank:05d}.json"
 
 
-def _create(run_dir: Path) -> None:
+def create(run_dir: Path) -> None:
     """Creates a run directory, or finds that it can be written to.
 
     Raises:
         ConfigError: it cannot be created or written to.
     """
-    probe = run_dir / "logs" / f".writable.{os.getpid()}"
+    probe = run_dir / "logs" / f".writable.{environment.node_name()}.{os.getpid()}"
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
@@ -51,43 +59,3 @@ def _create(run_dir: Path) -> None:
             f"the run directory {run_dir} cannot be written to ({error.strerror}): "
             "choose another with run.dir=<path>, or make it writable"
         ) from error
-
-
-@contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
-    """Creates a run directory and holds it; the kernel lets go of it when the process dies, however it dies.
-
-    Raises:
-        ConfigError: it cannot be written to, or a live launcher holds it.
-    """
-    _create(run_dir)
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-            raise ConfigError(
-                f"the run directory {run_dir} is in use by process {holder}: wait for it, stop it "
-                f"(kill {holder}), or start another run with run.id=<name>"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def in_use(run_dir: Path) -> bool:
-    """Tells whether a live launcher on this machine holds a run directory."""
-    try:
-        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

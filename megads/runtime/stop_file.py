@@ -13,6 +13,9 @@ from pathlib import Path
 INTERRUPTED = "interrupted"
 PREEMPTED = "preempted"
 REQUESTED = "requested"
+TIME_LIMIT = "time limit"
+KILL_SWITCH = "kill switch"
+_OF_ONE_START = (INTERRUPTED, PREEMPTED, TIME_LIMIT)
 
 
 def stop_path(run_dir: Path) -> Path:
@@ -43,5 +46,5 @@ def read_stop(run_dir: Path) -> str | None:
 
 def clear_stop(run_dir: Path) -> None:
     """Forgets the launcher's own request of an earlier start; one made by hand stays."""
-    if read_stop(run_dir) in (INTERRUPTED, PREEMPTED):
+    if read_stop(run_dir) in _OF_ONE_START:
         stop_path(run_dir).unlink(missing_ok=True)

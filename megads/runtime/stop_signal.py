@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, REQUESTED, read_stop
+from megads.errors import Fenced
+from megads.runtime.lease import Fence
+from megads.runtime.stop_file import INTERRUPTED, KILL_SWITCH, PREEMPTED, REQUESTED, TIME_LIMIT, read_stop
 
-_REASONS = ("", INTERRUPTED, PREEMPTED, REQUESTED)
+_FENCED = "fenced"
+_REASONS = ("", INTERRUPTED, PREEMPTED, REQUESTED, TIME_LIMIT, KILL_SWITCH, _FENCED)
 
 
 class StopSignal:
@@ -19,15 +23,41 @@ class StopSignal:
         run_dir: where the stop file would appear.
         rank: this rank.
         device: device of the broadcast.
+        fence: of the start that this rank belongs to; None for none.
+        kill_switch: another file that stops the run; None for none.
     """
 
-    def __init__(self, run_dir: Path, rank: int, device: torch.device) -> None:
-        self._run_dir, self._rank = run_dir, rank
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        device: torch.device,
+        fence: Fence | None = None,
+        kill_switch: Path | None = None,
+    ) -> None:
+        self._run_dir, self._rank, self._fence, self._kill_switch = run_dir, rank, fence, kill_switch
         self._code = torch.zeros((), dtype=torch.int64, device=device)
 
     def reason(self) -> str:
-        """Why to stop, the same on every rank; empty to go on. Collective."""
-        reason = read_stop(self._run_dir) if self._rank == 0 else None
+        """Why to stop, the same on every rank; empty to go on. Collective.
+
+        Raises:
+            Fenced: on every rank, when another start took the run directory over.
+        """
+        reason = self._look() if self._rank == 0 else None
         self._code.fill_(_REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0)
         dist.broadcast(self._code, src=0)
-        return _REASONS[int(self._code.item())]
+        heard = _REASONS[int(self._code.item())]
+        if heard == _FENCED:
+            raise Fenced("another start of this run took over: this one ends without saving; rank 0's log names it")
+        return heard
+
+    def _look(self) -> str | None:
+        """What rank 0 sees."""
+        lost = self._fence.reason() if self._fence is not None else ""
+        if lost:
+            sys.stdout.write(f"{lost}\n")
+            return _FENCED
+        if self._kill_switch is not None and self._kill_switch.exists():
+            return KILL_SWITCH
+        return read_stop(self._run_dir)

@@ -60,3 +60,11 @@ def _objects(text: bytes) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return [record for record in records if isinstance(record, dict)]
+
+
+def last_line(path: Path) -> str:
+    """Returns the last line of a small text file that says something; empty where there is none."""
+    if not path.exists():
+        return ""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")

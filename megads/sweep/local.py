@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megads.errors import ConfigError
 from megads.runtime.child_process import signal_child, start_child
-from megads.runtime.run_dir import in_use
+from megads.runtime.lease import in_use
 from megads.sweep.launcher import Ended
 from megads.sweep.points import Point
 

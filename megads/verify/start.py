@@ -32,7 +32,7 @@ def run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]
     """Starts the ranks and waits for them.
 
     Args:
-        folder: of the job, the ranks' logs and their results; the caller holds it (run_dir.claimed).
+        folder: of the job, the ranks' logs and their results; the caller holds it (lease.claimed).
         job: what they do.
         console: says what the launcher has to say.
 

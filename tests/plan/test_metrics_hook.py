@@ -14,7 +14,7 @@ from megads.runtime.run_dir import METRICS_FILE
 
 KEYS = (
     "step samples tokens loss grad_norm lr global_batch_size seq_len step_time_s data_time_s tokens_per_s "
-    "tflops_per_device mfu peak_memory_bytes skipped batch_hash"
+    "tflops_per_device mfu peak_memory_bytes skipped batch_hash restarts"
 )
 
 
@@ -25,9 +25,10 @@ def test_step_line(tmp_path: Path) -> None:
         step=3, samples=24, tokens=2990, loss=4.5, grad_norm=1.25, lr=1e-3, global_batch_size=8, seq_len=128,
         step_time_s=0.5, data_time_s=0.1, skipped=False, culprit="", batch_hash="ab",
     )  # fmt: skip
-    MetricsHook(metrics, flops_per_token=1e9, world_size=2, peak_tflops=4.0).on_step(info)
+    MetricsHook(metrics, flops_per_token=1e9, world_size=2, peak_tflops=4.0, restarts=2).on_step(info)
     [line] = read_json_lines(tmp_path / METRICS_FILE)
     assert list(line) == KEYS.split()
     assert line["tokens_per_s"] == 2048.0
+    assert line["restarts"] == 2
     assert line["mfu"] == pytest.approx(0.256)
     assert line["peak_memory_bytes"] == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

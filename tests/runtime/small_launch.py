@@ -11,7 +11,7 @@ from pathlib import Path
 from megads.config import config_digest, load_frozen
 from megads.runtime.console_choice import open_console
 from megads.runtime.launcher import LaunchSpec, launch
-from megads.runtime.run_dir import claimed
+from megads.runtime.lease import claimed
 from megads.runtime.trackers import wanted_trackers
 
 

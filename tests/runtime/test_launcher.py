@@ -20,6 +20,7 @@ from megads.config import RootConfig, config_digest, freeze
 from megads.errors import ConfigError
 from megads.runtime.console import Console
 from megads.runtime.launcher import LaunchSpec, launch
+from megads.runtime.lease import current_holder
 from megads.runtime.metrics import read_json_lines
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +32,7 @@ from pathlib import Path
 from megads.cli.entry import MegadsError
 from megads.runtime.console import Console
 from megads.runtime.launcher import LaunchSpec, launch
-from megads.runtime.run_dir import claimed
+from megads.runtime.lease import claimed
 run_dir, ranks, digest, body = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 command = ("-m", "megads.cli.rank", str(run_dir), "--digest", digest, "--entry", "tests.runtime.rank_bodies:" + body)
 try:
@@ -221,8 +222,7 @@ def test_second_signal_kills_at_once(start: Callable[..., Launched]) -> None:
 def test_a_run_directory_in_use_is_refused(start: Callable[..., Launched]) -> None:
     """Catches two launchers writing one run, and a lock that outlives its holder."""
     first = start("step_until_stopped", ranks=1)
-    first.wait_for((first.run_dir / "lock").exists)
-    first.wait_for(lambda: (first.run_dir / "lock").read_text() != "")
+    first.wait_for(lambda: (holder := current_holder(first.run_dir)) is not None and holder.pid == first.process.pid)
     code, _, err = start("finish", ranks=1).end()
     assert code == 1  # sys.exit with a text
     assert err.startswith(f"2 the run directory {first.run_dir} is in use by process {first.process.pid}")

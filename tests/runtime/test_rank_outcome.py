@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from megads.errors import NumericalError
-from megads.runtime.rank_outcome import RankExit, clear_records, judge
+from megads.runtime.rank_outcome import (
+    FailureRecord,
+    NodeReport,
+    Outcome,
+    RankExit,
+    clear_records,
+    judge,
+    lost_node,
+    read_exits,
+    read_failures,
+)
 from megads.runtime.rank_process import is_lost_peer
 from megads.runtime.run_dir import exit_path, failure_path
 
@@ -25,19 +36,27 @@ def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, conseq
     failure_path(run_dir, rank).write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
 
 
+def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
+    """Judges a run of one machine."""
+    failures, returned = read_failures(run_dir), read_exits(run_dir, range(num_ranks))
+    return judge(run_dir, num_ranks, [NodeReport("", failures, exits, sorted(killed), returned)])
+
+
 def test_the_earliest_cause_wins_over_earlier_consequences(run_dir: Path) -> None:
     """Catches blame by rank number, or by who was first to notice."""
     record(run_dir, 0, at_s=1.0, consequence=True)
     record(run_dir, 1, code=3, at_s=3.0)
     record(run_dir, 2, code=7, at_s=2.0)
-    outcome = judge(run_dir, 3, [RankExit(0, 1), RankExit(1, 3), RankExit(2, 7)], killed=())
+    outcome = judged(run_dir, 3, [RankExit(0, 1), RankExit(1, 3), RankExit(2, 7)])
     assert (outcome.exit_code, outcome.rank) == (7, 2)
 
 
 def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
     """Catches an out-of-memory kill reported as a lost connection."""
     record(run_dir, 0, consequence=True)
-    outcome = judge(run_dir, 3, [RankExit(0, 1), RankExit(2, -signal.SIGKILL), RankExit(1, -signal.SIGTERM)], killed=())
+    outcome = judged(
+        run_dir, 3, [RankExit(0, 1), RankExit(2, -signal.SIGKILL), RankExit(1, -signal.SIGTERM)], killed=()
+    )
     assert (outcome.exit_code, outcome.rank) == (1, 2)
     assert "SIGKILL" in outcome.message
 
@@ -45,7 +64,7 @@ def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
 def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
     """Catches 'rank 0 was killed by SIGKILL' when the launcher killed it after rank 1 lost a peer."""
     record(run_dir, 1, consequence=True)
-    outcome = judge(run_dir, 2, [RankExit(0, -signal.SIGKILL), RankExit(1, 1)], killed={0})
+    outcome = judged(run_dir, 2, [RankExit(0, -signal.SIGKILL), RankExit(1, 1)], killed={0})
     assert outcome.rank == 1
     assert "no rank says why" in outcome.message
 
@@ -53,18 +72,41 @@ def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
 def test_a_silent_exit_is_blamed_before_lost_peers(run_dir: Path) -> None:
     """Catches a library's os._exit(3) hidden behind its peers' connection errors."""
     record(run_dir, 0, consequence=True)
-    outcome = judge(run_dir, 2, [RankExit(0, 1), RankExit(1, 3)], killed=())
+    outcome = judged(run_dir, 2, [RankExit(0, 1), RankExit(1, 3)])
     assert (outcome.exit_code, outcome.rank) == (3, 1)
 
 
 def test_success_needs_every_ranks_word(run_dir: Path) -> None:
     """Catches a rank that left with status 0 in the middle of training."""
     exit_path(run_dir, 0).write_text('{"rank": 0, "exit_code": 0}')
-    assert judge(run_dir, 2, [], killed=()).exit_code == 1
+    assert judged(run_dir, 2, [], killed=()).exit_code == 1
     exit_path(run_dir, 1).write_text('{"rank": 1, "exit_code": 6}')
-    assert judge(run_dir, 2, [], killed=()).exit_code == 6
+    assert judged(run_dir, 2, [], killed=()).exit_code == 6
     clear_records(run_dir)
     assert list((run_dir / "logs").iterdir()) == []
+
+
+def failure(rank: int, monotonic_s: float, time_s: float, consequence: bool = False) -> FailureRecord:
+    return FailureRecord(rank, 3, "Kind", True, f"from {rank}", monotonic_s, consequence, time_s)
+
+
+def test_failures_of_two_nodes_are_compared_by_the_time_of_day(run_dir: Path) -> None:
+    """Catches clocks compared that count from each node's own start, and a node that nobody names."""
+    reports = [
+        NodeReport("n1", failures=[failure(0, monotonic_s=50.0, time_s=12.0)]),
+        NodeReport("n2", failures=[failure(1, monotonic_s=900.0, time_s=11.0)]),
+    ]
+    carried = [NodeReport.decode(json.loads(json.dumps(report.encode()))) for report in reports]
+    outcome = judge(run_dir, 2, carried)
+    assert (outcome.rank, outcome.message.splitlines()[0]) == (1, "rank 1 on n2: from 1")
+
+
+def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
+    """Catches a node that went away reported as the lost connection of the ranks that noticed."""
+    peer = NodeReport("n1", failures=[failure(0, 1.0, 1.0, consequence=True)], returned={})
+    outcome = judge(run_dir, 2, [peer, lost_node(["n2"], "Node failure on n2")])
+    assert (outcome.exit_code, outcome.rank) == (9, None)
+    assert outcome.message == "node n2: lost, its agent ended without a report (Node failure on n2)"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megads.runtime.lease import current_holder
 from megads.sweep.points import Point, PointState, read_points
 from tests.command import Command, StartCommand, events_of, small_model, steps_of
 
@@ -23,7 +24,9 @@ def sweep_command(megads: StartCommand, corpus: Path, *overrides: str, **changes
 
 def kill_run(run_dir: Path) -> None:
     """SIGKILL to the launcher of a run, as the kernel's out-of-memory killer would; its ranks die with it."""
-    launcher = psutil.Process(int((run_dir / "lock").read_text()))
+    holder = current_holder(run_dir)
+    assert holder is not None
+    launcher = psutil.Process(holder.pid)
     ranks = launcher.children(recursive=True)
     launcher.send_signal(signal.SIGKILL)
     psutil.wait_procs(ranks, timeout=30)

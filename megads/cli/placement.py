@@ -1,0 +1,99 @@
+"""Which ranks go where: a layout against the nodes that a SLURM job has, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.runtime.config import ClusterKind
+from megads.runtime.launcher import LaunchSpec
+from megads.runtime.node_ranks import Ranks, require_devices
+from megads.runtime.slurm import Allocation, Node, find_allocation
+from megads.runtime.slurm_ranks import SlurmRanks
+from megads.runtime.slurm_scheduler import end_chain, send_back
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The nodes of a SLURM job that take part in a run.
+
+    Attributes:
+        allocation: the job.
+        nodes: in the order of their ranks.
+        ranks_per_node: neighbouring ranks on each.
+    """
+
+    allocation: Allocation
+    nodes: tuple[Node, ...]
+    ranks_per_node: int
+
+    def ranks(self, spec: LaunchSpec, config: RootConfig) -> Ranks:
+        """The run's ranks, to be started.
+
+        Raises:
+            ConfigError: this node, as every other, has GPUs, but fewer than ranks.
+        """
+        if not spec.cpu:
+            require_devices(self.ranks_per_node, "ranks on each node")
+        part = spec.node_part(self.ranks_per_node, num_nodes=len(self.nodes))
+        return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
+
+    def hand_over(self, config: RootConfig, exit_code: int) -> str:
+        """Sees to what follows this job, when the run directory is free again; returns a line about it, or none."""
+        if config.cluster.chain:
+            return end_chain(self.allocation, exit_code)
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues)
+
+    def __str__(self) -> str:
+        names = ", ".join(node.name for node in self.nodes)
+        return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each"
+
+
+def find_placement(config: RootConfig) -> Placement | None:
+    """Returns where the ranks go on SLURM; None where they stay on this machine, and for a dry run outside of a job.
+
+    Raises:
+        ConfigError: this is no SLURM job, or the layout does not fit its nodes.
+    """
+    if config.cluster.kind is not ClusterKind.slurm:
+        return None
+    try:
+        allocation = find_allocation()
+    except ConfigError:
+        if config.run.dry_run:
+            return None
+        raise
+    return place_ranks(config, allocation)
+
+
+def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
+    """Shares the ranks out over all nodes of a job.
+
+    Raises:
+        ConfigError: they do not fill the nodes.
+    """
+    ranks, nodes = config.parallel.world_size, len(allocation.nodes)
+    given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
+    product = f"{config.parallel.product} = {ranks} ranks"
+    where = f"the {nodes} nodes of SLURM job {allocation.job.id}"
+    per_node = given or gpus or (ranks // nodes if ranks % nodes == 0 else 0)
+    if per_node == 0:
+        fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
+        raise ConfigError(
+            f"{product} cannot be shared out evenly over {where}: ask for another number of nodes "
+            f"(sbatch --nodes={fewer}), or change parallel.dp"
+        )
+    if ranks != per_node * nodes:
+        why = "cluster.ranks_per_node" if given else "GPUs of each"
+        remedy = f"ask for {ranks // per_node} nodes (sbatch --nodes), " if ranks % per_node == 0 else ""
+        raise ConfigError(
+            f"{product}, but {where} take {per_node} each ({why}), {per_node * nodes} together: {remedy}change "
+            f"parallel.dp, or set cluster.ranks_per_node{' to leave GPUs idle' if gpus and not given else ''}"
+        )
+    if 0 < gpus < per_node:
+        raise ConfigError(
+            f"cluster.ranks_per_node = {per_node}, but the job has {gpus} GPUs on each node: lower it, or ask for more "
+            "(sbatch --gpus-per-node)"
+        )
+    return Placement(allocation, allocation.nodes, per_node)

@@ -1,0 +1,109 @@
+"""Keeps the daemons of a private SLURM: a small process that outlives its owner by the moment it takes to end them.
+
+Started as a script with the cluster's folder as its argument, so that it imports nothing but the standard library.
+Reads one JSON line per daemon to start on its input, {"command": [...], "environment": {...}, "log": path}, and answers
+each with {"pid": n}. When its input closes or its parent is gone, it kills everything below it and removes the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.5
+
+
+def serve(folder: Path) -> None:
+    """Starts daemons until the input closes or the parent dies; then leaves neither process nor folder.
+
+    Args:
+        folder: what the daemons write; removed at the end.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Ctrl-C and a closed terminal are the owner's affair: it closes the input.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        _reap()
+        if not select.select([sys.stdin], [], [], _POLL_S)[0]:
+            continue
+        line = sys.stdin.buffer.raw.readline()  # type: ignore[union-attr]
+        if not line:
+            break
+        sys.stdout.write(json.dumps({"pid": _start(**json.loads(line))}) + "\n")
+        sys.stdout.flush()
+    _kill_all()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(command: list[str], environment: dict[str, str], log: str) -> int:
+    """Starts a daemon in the foreground, in a session of its own, and returns its pid."""
+    libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # slurmd keeps the job steps that it leaves to themselves: they are its node's, and are lost with it.
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+    with Path(log).open("ab") as file:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            preexec_fn=before_exec,  # noqa: PLW1509 (this process has one thread)
+            start_new_session=True,
+        )
+    return process.pid
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _descendants() -> list[int]:
+    """Returns every process below this one."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name, in parentheses, may hold anything; state and parent follow the last one.
+                after = (entry / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(after[1]), []).append(int(entry.name))
+    found, waiting = [], [os.getpid()]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _kill_all() -> None:
+    """Kills until nothing is left: what loses its parent becomes a child of this process."""
+    while left := _descendants():
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap()
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,114 @@
+"""One node's part in a run over several: starts the node's ranks and talks with the launcher.
+
+It ends when its ranks have, when the launcher says so, and when the launcher is gone: no rank outlives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
+from megads.runtime import environment
+from megads.runtime.node_ranks import NodePart, NodeRanks, require_devices
+from megads.runtime.rank_outcome import NodeReport
+from megads.runtime.rank_process import redirect_output
+from megads.runtime.run_dir import agent_log_path
+from megads.runtime.stop_file import PREEMPTED, request_stop
+
+if TYPE_CHECKING:
+    from megads.runtime.control_store import ControlStore
+
+REPORT = "report"
+FAILING = "failing"
+_END_WITHIN_S = 5.0
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)
+_IGNORED = (signal.SIGINT, signal.SIGHUP)
+
+
+def run_agent(part: NodePart, host: str, port: int) -> NoReturn:
+    """Runs the node's ranks to their end; never returns.
+
+    The process exits 0 when all ranks returned, whatever their codes: the launcher knows them from the report.
+
+    Args:
+        part: what to start.
+        host: address of the launcher's control store.
+        port: its port.
+    """
+    redirect_output(agent_log_path(part.run_dir, part.node))
+    name, now = environment.node_name(), time.strftime("%F %T%z")
+    sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
+    from megads.runtime.control_store import ControlStore
+
+    code = EXIT_BUG
+    try:
+        control = ControlStore(host, port)
+        ranks = NodeRanks(part, control)
+        _note_signals(part)
+        report = _report(ranks, control)
+        control.say({"word": REPORT, "number": part.node, "report": report.encode()})
+        code = EXIT_BUG if report.failed else EXIT_OK
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Without the interpreter's shutdown, in which a thread that waits for other nodes could hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _report(ranks: NodeRanks, control: ControlStore) -> NodeReport:
+    """Starts and watches the ranks; returns how it ended."""
+    part = ranks.part
+    try:
+        if not part.cpu:
+            require_devices(part.num_ranks, "ranks of a node")
+        ranks.start()
+        _watch(ranks, control)
+    except MegadsError as error:
+        return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        ranks.kill()
+        of_ranks = ranks.reports()[0]
+        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
+    return ranks.reports()[0]
+
+
+def _watch(ranks: NodeRanks, control: ControlStore) -> None:
+    """Waits for the end of the ranks, which may be ordered."""
+    told, ordered_at = False, 0.0
+    while ranks.poll():
+        if ranks.failing and not told:
+            told = True
+            control.say({"word": FAILING, "number": ranks.part.node})
+        if control.end_ordered():
+            ordered_at = ordered_at or time.monotonic()
+            ranks.kill()
+            # The elastic agent may wait for other nodes although its own ranks are gone.
+            if time.monotonic() - ordered_at > _END_WITHIN_S:
+                return
+
+
+def _note_signals(part: NodePart) -> None:
+    """Takes a scheduler's signal to the step as a wish to save and stop, as the launcher takes its own."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        request_stop(part.run_dir, PREEMPTED)
+
+    for number in _STOPS:
+        signal.signal(number, stop)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _log(part: NodePart) -> Path:
+    return agent_log_path(part.run_dir, part.node)

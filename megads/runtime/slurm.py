@@ -1,0 +1,164 @@
+"""What SLURM says of the job that this process is part of, and what it can be asked: sbatch(1), squeue(1), scontrol.
+
+Tested with SLURM 22.05.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from megads.errors import ConfigError
+from megads.runtime import environment
+from megads.runtime.duration import parse_time_left
+
+_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of a SLURM job.
+
+    Attributes:
+        id: number of the job; every task of an array has its own.
+        restarts: how often it was requeued before.
+        cluster: name of the SLURM cluster.
+    """
+
+    id: str
+    restarts: int
+    cluster: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of an allocation.
+
+    Attributes:
+        name: SLURM's.
+        address: at which the other nodes reach it.
+    """
+
+    name: str
+    address: str
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A SLURM job as its batch script sees it.
+
+    Attributes:
+        job: which.
+        nodes: in SLURM's order; the batch script runs on the first.
+        gpus_per_node: as SLURM says; 0 where it says nothing.
+        cpus_per_task: as asked for; None where nobody did.
+        array: number of the array that the job is a task of; None for a job of its own.
+    """
+
+    job: Job
+    nodes: tuple[Node, ...]
+    gpus_per_node: int = 0
+    cpus_per_task: int | None = None
+    array: str | None = None
+
+
+def find_allocation() -> Allocation:
+    """Returns the job that this process is part of.
+
+    Raises:
+        ConfigError: it is part of none, or SLURM does not answer.
+    """
+    variables = environment.slurm_variables()
+    job = variables.get("SLURM_JOB_ID")
+    if job is None:
+        raise ConfigError(
+            "cluster.kind = slurm, but this is no SLURM job (SLURM_JOB_ID is not set): submit it, "
+            "sbatch scripts/slurm/train.sbatch <overrides>, call it inside salloc, or say run.dry_run=true"
+        )
+    cpus = variables.get("SLURM_CPUS_PER_TASK")
+    return Allocation(
+        job=Job(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
+        nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
+        gpus_per_node=_gpus(variables),
+        cpus_per_task=int(cpus) if cpus else None,
+        array=variables.get("SLURM_ARRAY_JOB_ID"),
+    )
+
+
+def ask(*command: str) -> str:
+    """Runs one of SLURM's commands and returns what it prints.
+
+    Raises:
+        ConfigError: it is not there, fails, or does not answer within 20 s.
+    """
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"{command[0]} is not on the PATH: SLURM's client commands are needed on the nodes")
+    text = " ".join(command)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{text}: no answer within {_TIMEOUT_S:g} s: does the controller run (scontrol ping)?"
+        ) from None
+    if done.returncode:
+        raise ConfigError(f"{text}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout.strip()
+
+
+def ask_job(job_id: str) -> tuple[str, int]:
+    """Returns the state of a job, RUNNING for instance, and how often it was requeued; an unknown job has no state.
+
+    Raises:
+        ConfigError: SLURM does not answer.
+    """
+    try:
+        job = fields(ask("scontrol", "--oneliner", "show", "job", job_id))
+    except ConfigError as error:
+        if "Invalid job id" in str(error):
+            return "", 0
+        raise
+    return job.get("JobState", ""), int(job.get("Restarts", "0"))
+
+
+def time_left_s(job_id: str) -> float | None:
+    """Returns how long a job may still run, None without a limit.
+
+    Raises:
+        ConfigError: SLURM does not answer.
+    """
+    return parse_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
+
+
+def steps(job_id: str, name: str) -> list[str]:
+    """Returns the steps of a job that run under a name, as 42.0.
+
+    Raises:
+        ConfigError: SLURM does not answer.
+    """
+    lines = ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %j").splitlines()
+    return [step for step, found in (line.split(maxsplit=1) for line in lines) if found.strip() == name]
+
+
+def fields(line: str) -> dict[str, str]:
+    """Reads the KEY=VALUE words of one line of scontrol."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def _nodes(names: str) -> tuple[Node, ...]:
+    """Returns the nodes of a compressed list, n[1-4] for instance, in its order."""
+    shown = ask("scontrol", "--oneliner", "show", "node", names)
+    addresses = {of["NodeName"]: of.get("NodeAddr", of["NodeName"]) for of in map(fields, shown.splitlines()) if of}
+    ordered = ask("scontrol", "show", "hostnames", names).split()
+    return tuple(Node(name, addresses.get(name, name)) for name in ordered)
+
+
+def _gpus(variables: dict[str, str]) -> int:
+    """Returns the GPUs that a job has on each node; the variable depends on how they were asked for."""
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        # As in 8, a100:8 or gpu:a100:8(S:0-1).
+        numbers = re.findall(r"(?:^|:)(\d+)", variables.get(name, ""))
+        if numbers:
+            return int(numbers[-1])
+    return 0

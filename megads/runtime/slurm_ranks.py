@@ -1,0 +1,154 @@
+"""The ranks of a run on the nodes of a SLURM job: one agent a node, started by srun and told what to do by a store.
+
+srun ends the step when an agent fails or a node goes away; the launcher judges from what the agents said before that.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from megads.errors import ConfigError
+from megads.runtime import slurm
+from megads.runtime.node_agent import FAILING, REPORT
+from megads.runtime.node_ranks import KILL_AFTER_S, POLL_S, NodePart
+from megads.runtime.rank_outcome import NodeReport, lost_node
+from megads.runtime.run_dir import srun_log_path
+from megads.runtime.slurm import Allocation, Node
+from megads.runtime.tail import last_line
+
+if TYPE_CHECKING:
+    from megads.runtime.control_store import ControlStore
+
+AGENT_MODULE = "megads.cli.agent"
+_STEP_NAME = "megads"
+_WAIT_S = 60
+_CANCEL_AFTER_S = 10.0
+_GIVE_UP_AFTER_S = 30.0
+
+
+class SlurmRanks:
+    """Ranks on several nodes.
+
+    Args:
+        part: what each node starts; its number and address are filled in on the node.
+        allocation: the job.
+        nodes: those of its nodes that take part, in the order of their ranks.
+        srun_options: further options of srun.
+        wrapper: words before the agent's command, a container's for instance.
+    """
+
+    def __init__(
+        self,
+        part: NodePart,
+        allocation: Allocation,
+        nodes: Sequence[Node],
+        srun_options: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
+    ):
+        self._part = part
+        self._allocation = allocation
+        self._nodes = nodes
+        self._srun_options = srun_options
+        self._wrapper = wrapper
+        self._reports: dict[int, NodeReport] = {}
+        self._failed_at: float | None = None
+        self._ended_at: float | None = None
+        self._cancelled = False
+        self._control: ControlStore | None = None
+        self._srun: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        # Imported here: it pulls in torch, for which a refused config should not wait.
+        from megads.runtime.control_store import ControlStore
+
+        self._control = ControlStore(self._nodes[0].address)
+        with srun_log_path(self._part.run_dir).open("wb") as log:
+            # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
+            self._srun = subprocess.Popen(
+                self.command(self._control.port),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Waits a moment and does what is due; False once srun has ended."""
+        assert self._srun is not None and self._control is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._srun.wait(POLL_S)
+        for word in self._control.hear():
+            self._take(word)
+        if self._srun.poll() is not None:
+            return False
+        now = time.monotonic()
+        if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
+            self.kill()
+        if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
+            self._cancel(now)
+        return True
+
+    def kill(self) -> None:
+        """Has every agent kill its ranks."""
+        if self._control is not None and self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self._control.order_end()
+
+    def reports(self) -> list[NodeReport]:
+        missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
+        reports = [report for _, report in sorted(self._reports.items())]
+        return [*reports, lost_node(missing, last_line(srun_log_path(self._part.run_dir)))] if missing else reports
+
+    def description(self) -> dict[str, object]:
+        return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
+
+    def command(self, port: int) -> tuple[str, ...]:
+        """The command that starts one agent on every node."""
+        part, job = self._part, self._allocation
+        count = str(len(self._nodes))
+        cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
+        every_node = [
+            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", f"{self._nodes[0].address}:{port}"),
+            *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
+            *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
+            *(["--lease", str(part.lease)] if part.lease is not None else []),
+            *(["--cpu"] if part.cpu else []),
+            *("--", *part.command),
+        ]
+        return (
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
+            *("--nodelist", ",".join(node.name for node in self._nodes)),
+            *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
+            *self._srun_options,
+            *self._wrapper,
+            *every_node,
+        )
+
+    def _take(self, word: dict[str, object]) -> None:
+        """Notes what an agent says."""
+        number = word["number"]
+        assert isinstance(number, int)
+        failed = word["word"] == FAILING
+        if word["word"] == REPORT:
+            report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
+            self._reports[number] = report
+            failed = report.failed
+        if failed and self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _cancel(self, now: float) -> None:
+        """Ends a step whose agents do not: first by the scheduler's hand, then without it."""
+        assert self._srun is not None and self._ended_at is not None
+        if not self._cancelled:
+            self._cancelled = True
+            # Without a controller that answers there is the second way.
+            with suppress(ConfigError):
+                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
+                    slurm.ask("scancel", "--signal=KILL", step)
+        if now - self._ended_at > _GIVE_UP_AFTER_S:
+            self._srun.kill()

@@ -1,0 +1,39 @@
+"""A private SLURM of four nodes for the tests of this folder: each is marked `slurm` and run by `make test-slurm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megads.resilience.rehearsal.private_slurm import PrivateSlurm, unavailable_reason
+from megads.resilience.rehearsal.slurm_conf import ClusterSize
+from tests.slurm.jobs import Jobs
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks every test of this folder and skips it, with the reason, where no SLURM can be started."""
+    reason = unavailable_reason()
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker("slurm")
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[PrivateSlurm]:
+    """Four nodes of 8 CPUs and 8 GPUs, as SLURM counts them; a test that takes one away brings it back."""
+    with PrivateSlurm(ClusterSize(num_nodes=4, cpus_per_node=8, gpus_per_node=8)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def jobs(slurm_cluster: PrivateSlurm, tmp_path: Path) -> Iterator[Jobs]:
+    """Submits jobs in tmp_path; what still runs or waits at the end of the test is cancelled."""
+    jobs = Jobs(slurm_cluster, tmp_path)
+    yield jobs
+    jobs.cancel_all()
