@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -195,10 +196,17 @@ class _Points:
             if gib is None:
                 _say("memory is not checked before submission: set cluster.gpu_memory_gib to that of a GPU there")
             return SlurmLauncher(
-                folder, _sbatch_script(config.sbatch), config.sbatch_options, config.parallel, config.poll_s
+                folder,
+                _sbatch_script(config.sbatch),
+                shlex.split(config.sbatch_options),
+                config.parallel,
+                config.poll_s,
             )
         parallel = config.parallel or 1
         self._cores, self._gpus = available_core_numbers(), visible_gpus()
+        have, what = (len(self._gpus), "GPUs") if self._gpus else (len(self._cores), "cores")
+        if parallel > max(1, have):
+            raise ConfigError(f"sweep.parallel = {parallel}, but this machine has {have} {what}: lower it to {have}")
         machine = this_machine()
         # On a CPU the points at the same time share the machine's memory.
         self._machine = (

@@ -273,4 +273,4 @@ def _sweep(arguments: Sequence[str]) -> int:
     return run_sweep(VERB, place, arguments)
 
 
-VERB = Verb("train", TrainCommandConfig, run, sweep=_sweep)
+VERB = Verb("train", TrainCommandConfig, run, text_keys=("sweep.sbatch_options",), sweep=_sweep)

@@ -102,8 +102,8 @@ class SweepConfig:
     """A point that trains longer is asked to save and stop, and counts as stopped early; null sets no limit."""
     sbatch: str = "scripts/slurm/train.sbatch"
     """launcher=slurm: the script that is submitted, with the point's overrides as arguments."""
-    sbatch_options: list[str] = field(default_factory=list)
-    """launcher=slurm: options of sbatch that stand before the script, for example [--partition=debug]."""
+    sbatch_options: str = ""
+    """launcher=slurm: options of sbatch before the script, as in a shell: '--partition=debug --nodes=2'."""
     poll_s: float | None = None
     """Seconds between looks at the points; null is 0.5 on this machine and 5 on SLURM."""
     retry_failed: bool = False

@@ -98,6 +98,9 @@ class Driver:
         self._list_points()
         with self._signals_caught():
             self._find_running()
+            self._note_ends()
+            # What ended before this command may be started again by it.
+            self._asked.clear()
             while True:
                 self._note_ends()
                 self._answer_signals()
@@ -240,9 +243,10 @@ class Driver:
         point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
         if end.exit_code == EXIT_OK:
             point.state = PointState.finished
-        elif asked is not None and end.exit_code in _STOPPED:
+        elif asked is not None:
+            # Whatever its code: a signal that comes while Python starts leaves any.
             point.state, point.reason = PointState.pruned, asked
-        elif end.exit_code in _STOPPED:
+        elif end.exit_code in _STOPPED or self._signals:
             point.state = PointState.stopped
             # A point that somebody else stopped is not started again by this command.
             self._asked.setdefault(point.number, "")
@@ -279,15 +283,12 @@ class Driver:
         points = self._book.points
         if points and all(point.state is PointState.infeasible for point in points):
             return ConfigError.exit_code
-        codes = [
-            point.exit_code
-            for point in points
-            if point.exit_code and point.state not in (PointState.pruned, PointState.infeasible)
-        ]
-        if codes:
-            return codes[0] if codes[0] > 0 else EXIT_BUG
         if self._signals:
             return Preempted.exit_code if self._signals[0] == signal.SIGTERM else StopRequested.exit_code
+        counted = (PointState.failed, PointState.killed, PointState.stopped)
+        codes = [point.exit_code for point in points if point.exit_code and point.state in counted]
+        if codes:
+            return codes[0] if codes[0] > 0 else EXIT_BUG
         return EXIT_OK
 
 

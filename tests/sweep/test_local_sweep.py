@@ -49,7 +49,7 @@ def running(folder: Path, number: int) -> Point | None:
 @pytest.mark.distributed
 def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> None:
     """Catches a failure that ends the sweep, a dropped point that counts as one, a finished point trained twice, a
-    killed point that starts anew, a failed one that is tried again unasked, and a summary that says otherwise."""
+    killed point that starts anew, a failed one that is not tried again when asked, and a summary that is wrong."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     values = "optim.lr=1e-3,3e-3,1e30,-1,1e-2,3e-2"
     first = sweep_command(megads, corpus, values, "sweep.parallel=2")
@@ -68,10 +68,11 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     assert dropped < started, "dropped before anything starts"
     assert len(list((megads.folder / "runs").glob("tiny-*"))) == 5, "nothing is started for a dropped point"
 
-    again = sweep_command(megads, corpus, values, "sweep.parallel=2").end()
+    again = sweep_command(megads, corpus, values, "sweep.parallel=2", "sweep.retry_failed=true").end()
     assert again.code == 7, again
     assert states(folder) == expected | {"0.001": "finished"}
-    assert "point 0 goes on" in again.out and again.out.count(" goes on") == 1 and " starts," not in again.out
+    assert "point 0 goes on" in again.out and "point 2 goes on" in again.out
+    assert again.out.count(" goes on") == 2 and " starts," not in again.out
     assert [line["step"] for line in steps_of(killed)] == list(range(1, STEPS + 1))
     assert len(events_of(killed, "start")) == 2 and events_of(killed, "start")[1]["step"] > 0
     assert "4 finished, 1 failed" in again.out and "1 infeasible" in again.out
