@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from megads.report.style import BLUE, GREEN, GRID, MUTED, ORANGE, RED, close_panel, count_axis, open_panel
 from megads.sweep.config import Direction
@@ -62,6 +62,8 @@ def draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide:
         axes.set_xticks(range(len(names)), names)
     elif min(places.values()) > 0 and max(places.values()) > 10 * min(places.values()):
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
     ranked = ranking(points, record.direction)
     if ranked:
         best = ranked[0]

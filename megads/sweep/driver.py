@@ -114,17 +114,22 @@ class Driver:
 
     def _list_points(self) -> None:
         """Plans the points that are known beforehand, so that those that cannot run are dropped before any starts."""
-        for assignment in listed_points(self._config, self._space)[len(self._book.points) :]:
-            self._add(assignment)
         for point in self._book.points:
-            if point.state is PointState.failed and self._config.retry_failed:
+            again = point.state is PointState.failed and self._config.retry_failed
+            if point.state is PointState.infeasible or (again and not point.overrides):
+                # What did not fit or was not there may be so now.
                 point.state = PointState.waiting
+                self._plan_point(point)
+            elif again:
+                point.state = PointState.waiting
+        own = [point for point in self._book.points if point.repeats is None]
+        for assignment in listed_points(self._config, self._space)[len(own) :]:
+            self._plan_point(Point(len(self._book.points), dict(assignment)))
 
-    def _add(self, assignment: Assignment, repeats: int | None = None, seed_place: int = 0) -> Point:
+    def _plan_point(self, point: Point, seed_place: int = 0) -> Point:
         """Plans a point and notes it, whether it can run or not."""
-        point = Point(len(self._book.points), dict(assignment), repeats=repeats)
         try:
-            planned = self._plan(point.number, assignment, seed_place)
+            planned = self._plan(point.number, point.assignment, seed_place)
         except ConfigError as error:
             point.state, point.reason = PointState.infeasible, str(error)
             self._say(f"point {point.number} is dropped, {point.label}: {error}")
@@ -132,6 +137,7 @@ class Driver:
             point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
             self._say(f"point {point.number} cannot be trained, {point.label}: {error}")
         else:
+            point.reason, point.exit_code = "", None
             point.overrides, point.ranks = list(planned.overrides), planned.ranks
             point.run_id, point.run_dir = planned.run_id, planned.run_dir
         self._book.record(point)
@@ -164,7 +170,7 @@ class Driver:
             assignment = propose(self._study, self._config, self._space, self._book.points)
             if assignment is None:
                 break
-            point = self._add(assignment)
+            point = self._plan_point(Point(len(self._book.points), dict(assignment)))
             if point.state is PointState.waiting:
                 return point
         self._exhausted = True
@@ -172,11 +178,13 @@ class Driver:
 
     def _repeated(self) -> Point | None:
         """Once the search is over, its best points with other seeds."""
-        if self._running or not self._config.repeat_best or any(p.repeats is not None for p in self._book.points):
+        if any(point.repeats is None and point.state in UNFINISHED for point in self._book.points):
             return None
         for best in to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
-            for place in range(1, self._config.repeats + 1):
-                self._add(best.assignment, repeats=best.number, seed_place=place)
+            done = sum(point.repeats == best.number for point in self._book.points)
+            for place in range(done + 1, self._config.repeats + 1):
+                again = Point(len(self._book.points), dict(best.assignment), repeats=best.number)
+                self._plan_point(again, seed_place=place)
         return next((p for p in self._book.points if p.state is PointState.waiting), None)
 
     def _start(self, point: Point) -> None:

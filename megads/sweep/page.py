@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megads.report.page import document, footer, table
+from megads.report.page import document, fact_list, footer, number_cards, table
 from megads.report.style import Chart
+from megads.report.summary import Figure
 from megads.report.write import write_pages
 from megads.runtime.console import render_duration
 from megads.sweep.charts import draw_curves, draw_history, draw_parallel, draw_parameter
-from megads.sweep.points import Point, PointState, read_points
-from megads.sweep.ranking import ranking
+from megads.sweep.points import UNFINISHED, Point, PointState, read_points
+from megads.sweep.ranking import Ranked, ranking
 from megads.sweep.record import SweepRecord, read_record
 from megads.sweep.results import best_command
 
@@ -53,30 +54,38 @@ def sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
 
 
 def _page(record: SweepRecord, points: Sequence[Point], pictures: Sequence[str]) -> str:
-    counts = ", ".join(
-        f"{number} {state}" for state in PointState if (number := sum(point.state is state for point in points))
-    )
     ranked = ranking(points, record.direction)
-    best = ""
+    winner = ""
     if ranked:
-        spread = "" if ranked[0].spread is None else f", standard deviation {ranked[0].spread:.3g} over seeds"
-        best = (
-            f'<div class="card"><p>Best: point {ranked[0].point.number}, {html.escape(record.objective_name)} '
-            f"{ranked[0].mean:.6g}{spread}: {html.escape(ranked[0].point.label)}</p>"
-            f"<pre>{html.escape(shlex.join(best_command(ranked[0].point, record)))}</pre></div>"
-        )
-    asked = "".join(
-        f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(text)}</dd></div>" for key, text in record.space.items()
-    )
+        command = html.escape(shlex.join(best_command(ranked[0].point, record)))
+        winner = f'<details class="card"><summary>The winner\'s command line</summary><pre>{command}</pre></details>'
+    open_points = sum(point.state in UNFINISHED for point in points)
+    status = f"{open_points} points to go" if open_points else "finished"
     body = [
-        f'<header><h1>{html.escape(record.name)}</h1><span class="status open">{html.escape(counts)}</span></header>',
-        best,
-        f'<dl class="facts card">{asked}</dl>' if asked else "",
+        f"<header><h1>{html.escape(record.name)}</h1>"
+        f'<span class="status {"open" if open_points else "good"}">{status}</span></header>',
+        number_cards(_numbers(record, points, ranked)),
+        fact_list(record.space.items()) if record.space else "",
         f'<div class="charts">{"".join(pictures)}</div>',
+        f"<h2>Winner</h2>{winner}" if winner else "",
         f"<h2>Points</h2>{_points_table(record, points)}",
         footer(0),
     ]
     return document(record.name, body)
+
+
+def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[Figure]:
+    """The best objective, what it was reached with, and how the points ended."""
+    counts = [
+        Figure(str(state), str(number))
+        for state in PointState
+        if (number := sum(point.state is state for point in points))
+    ]
+    if not ranked:
+        return counts
+    best = ranked[0]
+    note = "" if best.spread is None else f"mean of {len(best.objectives)} seeds, deviation {best.spread:.3g}"
+    return [Figure(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
 
 
 def _points_table(record: SweepRecord, points: Sequence[Point]) -> str:

@@ -15,6 +15,7 @@ from megads.sweep.points import Point, PointBook, PointState, read_points
 from megads.sweep.record import held, make_record, read_record, write_record
 from megads.sweep.results import best_command, summary, write_results
 from megads.sweep.space import Choice, Interval, Space
+from tests.cli.test_entry import megads
 
 SPACE: Space = {"optim.lr": Interval(1e-4, 1e-1, log=True), "model": Choice(("tiny", "demo"))}
 FIXED = ("data.train=[{path: a b}]", "train.steps=9")
@@ -86,6 +87,8 @@ def test_the_page_shows_every_point_and_chart(tmp_path: Path) -> None:
     write_record(tmp_path, record)
     page = write_page(tmp_path).read_text()
     assert "<tiny>" not in page and "&lt;tiny&gt;" in page and "too large" in page
+    shown = megads(tmp_path.parent, "report", f"run={tmp_path}")
+    assert shown.returncode == 0 and "best: point 3" in shown.stdout and "report.html" in shown.stdout, shown
     pictures = sorted(path.stem for path in (tmp_path / "report").glob("*.png"))
     assert pictures == ["curves", "history", "parallel", "parameter_0", "parameter_1"]
 
