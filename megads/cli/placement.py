@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.runtime.config import ClusterKind
 from megads.runtime.launcher import LaunchSpec
 from megads.runtime.node_ranks import Ranks, require_devices
-from megads.runtime.slurm import Allocation, Node, find_allocation
+from megads.runtime.slurm import Allocation, Job, Node, find_allocation
 from megads.runtime.slurm_ranks import SlurmRanks
 from megads.runtime.slurm_scheduler import end_chain, send_back
 
@@ -43,7 +44,7 @@ class Placement:
         """Sees to what follows this job, when the run directory is free again; returns a line about it, or none."""
         if config.cluster.chain:
             return end_chain(self.allocation, exit_code)
-        return send_back(self.allocation, exit_code, config.cluster.max_requeues)
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues, Path(str(config.run.dir)))
 
     def __str__(self) -> str:
         names = ", ".join(node.name for node in self.nodes)
@@ -51,7 +52,9 @@ class Placement:
 
 
 def find_placement(config: RootConfig) -> Placement | None:
-    """Returns where the ranks go on SLURM; None where they stay on this machine, and for a dry run outside of a job.
+    """Returns where the ranks go on SLURM; None where they stay on this machine.
+
+    A dry run outside of a job takes cluster.nodes for its nodes, and knows no place without it.
 
     Raises:
         ConfigError: this is no SLURM job, or the layout does not fit its nodes.
@@ -61,10 +64,18 @@ def find_placement(config: RootConfig) -> Placement | None:
     try:
         allocation = find_allocation()
     except ConfigError:
-        if config.run.dry_run:
+        if not config.run.dry_run:
+            raise
+        if config.cluster.nodes is None:
             return None
-        raise
+        allocation = _expected(config.cluster.nodes)
     return place_ranks(config, allocation)
+
+
+def _expected(nodes: int) -> Allocation:
+    """The job that a dry run stands for."""
+    names = [f"node {number}" for number in range(nodes)]
+    return Allocation(Job("", 0, ""), tuple(Node(name, name) for name in names))
 
 
 def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
@@ -76,7 +87,7 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
     ranks, nodes = config.parallel.world_size, len(allocation.nodes)
     given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
     product = f"{config.parallel.product} = {ranks} ranks"
-    where = f"the {nodes} nodes of SLURM job {allocation.job.id}"
+    where = f"the {nodes} nodes of SLURM job {allocation.job.id}" if allocation.job.id else f"{nodes} nodes"
     per_node = given or gpus or (ranks // nodes if ranks % nodes == 0 else 0)
     if per_node == 0:
         fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
@@ -86,7 +97,7 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
         )
     if ranks != per_node * nodes:
         why = "cluster.ranks_per_node" if given else "GPUs of each"
-        remedy = f"ask for {ranks // per_node} nodes (sbatch --nodes), " if ranks % per_node == 0 else ""
+        remedy = f"ask for them with sbatch --nodes={ranks // per_node}, " if ranks % per_node == 0 else ""
         raise ConfigError(
             f"{product}, but {where} take {per_node} each ({why}), {per_node * nodes} together: {remedy}change "
             f"parallel.dp, or set cluster.ranks_per_node{' to leave GPUs idle' if gpus and not given else ''}"

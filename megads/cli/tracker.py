@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megads.config import config_dict, load_frozen
 from megads.errors import EXIT_OK, MegadsError
+from megads.runtime.rank_process import leave_signals_to_the_launcher
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.tracker_process import track
 from megads.runtime.trackers import RunDescription, wanted_trackers
@@ -23,6 +24,8 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--follow", action="store_true", help="the run goes on until standard input ends")
     arguments = parser.parse_args()
+    if arguments.follow:
+        leave_signals_to_the_launcher()
     # A descriptor of its own: multiprocessing closes the standard input of the children, who wait for it too.
     over = os.dup(0) if arguments.follow else None
     try:

@@ -66,12 +66,10 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     check_config(config)
     placement = find_placement(config)
     try:
-        code = _run(config, invocation, placement)
+        return _run(config, invocation, placement)
     except MegadsError as error:
         _hand_over(placement, config, error.exit_code)
         raise
-    _hand_over(placement, config, code)
-    return code
 
 
 def _run(config: RootConfig, invocation: Invocation, placement: Placement | None) -> int:
@@ -104,8 +102,12 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
-            return EXIT_OK
-        return _start(config, placement, lease, console)
+            code = EXIT_OK
+        else:
+            code = _start(config, placement, lease, console)
+    # The run directory is free again for whoever comes next.
+    _hand_over(placement, config, code)
+    return code
 
 
 def _hand_over(placement: Placement | None, config: RootConfig, exit_code: int) -> None:

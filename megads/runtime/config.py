@@ -141,6 +141,8 @@ class ClusterConfig:
     ranks_per_node: int | None = None
     """Neighbouring ranks that share a node. On SLURM null is a rank a GPU, else the ranks shared out evenly; elsewhere
     it is for the table of which rank holds what, and null leaves nodes out of it."""
+    nodes: int | None = None
+    """Nodes that a SLURM job will have, for a dry run outside of it; inside, the job tells. submit.sh fills it in."""
     srun_options: list[str] = field(default_factory=list)
     """Further options of the srun that starts the agents, as in [--container-image=/images/megads.sqsh]."""
     wrapper: list[str] = field(default_factory=list)
@@ -157,6 +159,8 @@ class ClusterConfig:
 
     def check(self) -> None:
         """Raises ConfigError on non-positive sizes, and on keys of SLURM without it."""
+        if self.nodes is not None and self.nodes < 1:
+            raise ConfigError(f"cluster.nodes = {self.nodes}: must be at least 1")
         if self.max_requeues < 0:
             raise ConfigError(f"cluster.max_requeues = {self.max_requeues}: must not be negative")
         if self.kind is not ClusterKind.slurm:

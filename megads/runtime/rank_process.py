@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megads.errors import EXIT_BUG, MegadsError
-from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment
+from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
 
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +45,7 @@ def start_rank(run_dir: Path) -> RankEnvironment:
     """Ties this process to its launcher and its log; the first thing a rank does."""
     environment = rank_environment()
     _die_with_launcher()
+    leave_signals_to_the_launcher()
     redirect_output(rank_log_path(run_dir, environment.rank))
     faulthandler.enable()
     sys.stdout.write(
@@ -52,6 +53,13 @@ def start_rank(run_dir: Path) -> RankEnvironment:
         f"node {node_name()}\n"
     )
     return environment
+
+
+def leave_signals_to_the_launcher() -> None:
+    """Ignores what SLURM sends to every process of a job that is to end: the launcher answers, and saves in time."""
+    if slurm_job() is not None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:

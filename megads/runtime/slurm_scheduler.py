@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import signal
 from contextlib import suppress
+from pathlib import Path
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, NumericalError, Preempted, StopRequested
 from megads.runtime import slurm
 from megads.runtime.deadline import Deadline
 from megads.runtime.lease import Lease
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.slurm import Allocation
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED
 
 # SLURM ends jobs up to so long after their limit, and checks once a minute.
 _AT_THE_LIMIT_S = 90.0
+_FRUITLESS_STARTS = 3
 # What the next job of a chain would only meet again.
 _LASTING = (ConfigError, DataError, CheckpointError, StopRequested, NumericalError)
 _ENDS_CHAIN = (EXIT_OK, *(error.exit_code for error in _LASTING))
@@ -57,13 +61,14 @@ class SlurmScheduler(Scheduler):
         return number == signal.SIGINT
 
 
-def send_back(allocation: Allocation, exit_code: int, max_requeues: int) -> str:
+def send_back(allocation: Allocation, exit_code: int, max_requeues: int, run_dir: Path) -> str:
     """Puts a job that wants to go on back into the queue, the last thing it does; returns what happened, for people.
 
     Args:
         allocation: the job.
         exit_code: of the run; only 6 goes back.
         max_requeues: most requeues of a job, whoever asked for them.
+        run_dir: the run directory, whose events tell whether requeues helped.
     """
     job = allocation.job
     if exit_code != Preempted.exit_code:
@@ -71,6 +76,11 @@ def send_back(allocation: Allocation, exit_code: int, max_requeues: int) -> str:
     again = f"sbatch the same again, or scontrol requeue {job.id}, to go on"
     if job.restarts >= max_requeues:
         return f"not requeued: that happened {job.restarts} times (cluster.max_requeues); {again}"
+    if (fruitless := _starts_since_a_save(run_dir)) >= _FRUITLESS_STARTS:
+        return (
+            f"not requeued: {fruitless} starts ended one after the other without saving a step: is the time limit long "
+            f"enough, and --signal shorter than it? {again}"
+        )
     # What SLURM sends to end this job in favour of its next start must not cut off the end of this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -81,6 +91,15 @@ def send_back(allocation: Allocation, exit_code: int, max_requeues: int) -> str:
     except ConfigError as error:
         return f"not requeued: {error}; {again}"
     return f"job {job.id} is requeued, for the {job.restarts + 1}. time"
+
+
+def _starts_since_a_save(run_dir: Path) -> int:
+    """Counts the last starts of a run that have brought nothing."""
+    count = 0
+    for event in read_json_lines(run_dir / EVENTS_FILE):
+        if event.get("event") in ("launch", "checkpoint_saved"):
+            count = count + 1 if event["event"] == "launch" else 0
+    return count
 
 
 def end_chain(allocation: Allocation, exit_code: int) -> str:

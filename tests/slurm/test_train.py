@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from megads.runtime.lease import current_holder
+from megads.runtime.lease import Holder, current_holder
+from megads.runtime.metrics import read_json_lines
 from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import Training, overrides
@@ -92,3 +95,117 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
     again = run.submit()
     assert run.jobs.wait_for(again) == "COMPLETED", run.jobs.output(again)
     assert steps_of(run.run_dir) == reference
+
+
+def test_a_cancelled_job_saves_and_stays_away(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches scancel that loses the steps since the last checkpoint, and a cancelled run that is back in the queue."""
+    run = training()
+    job = run.submit()
+    run.wait_for_step(job, 3)
+    run.jobs.cluster.command("scancel", job)
+    assert run.jobs.wait_for(job) == "CANCELLED"
+    run.jobs.wait_until(lambda: "end" in [e["event"] for e in events_in(run)], "the end of the run", job)
+    saved = run.step
+    assert checkpoint_of(run.run_dir, saved).exists()
+    assert events_of(run.run_dir, "end")[-1]["stopped"] == "interrupted"
+
+    # The switch of somebody else keeps it from starting, and stops it while it runs.
+    switch = run.run_dir.parent / "group" / "stop-all"
+    switch.parent.mkdir()
+    switch.touch()
+    refused = run.submit(f"run.kill_switch={switch}")
+    run.jobs.wait_for(refused)
+    assert (run.exit_code(refused), run.step) == (5, saved)
+    assert f"stopped by {switch}, nothing was started" in run.jobs.output(refused)
+    switch.unlink()
+    stopped = run.submit(f"run.kill_switch={switch}")
+    run.wait_for_step(stopped, saved + 3)
+    switch.touch()
+    run.jobs.wait_for(stopped)
+    assert run.exit_code(stopped) == 5
+    assert checkpoint_of(run.run_dir, run.step).exists()
+    switch.unlink()
+    last = run.submit(f"run.kill_switch={switch}")
+    assert run.jobs.wait_for(last) == "COMPLETED", run.jobs.output(last)
+    assert steps_of(run.run_dir) == reference
+
+
+def events_in(run: Training) -> list[dict]:
+    """All events of a run so far."""
+    return list(read_json_lines(run.run_dir / "events.jsonl"))
+
+
+def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches jobs of a chain that start afresh, requeue themselves, or go on when nothing is left to do."""
+    run = training()
+    chain = run.submit_chain(4)
+    run.wait_for_step(f"{chain}_0", 3)
+    # As slurmstepd does: scancel --batch does not find a task of an array (22.05).
+    os.kill(holder(run).pid, signal.SIGUSR1)
+    run.jobs.wait_until(lambda: not run.jobs.cluster.command("squeue", "--noheader", "--jobs", chain), "its end", chain)
+    outputs = [(run.jobs.folder / f"chain-{task}.out") for task in range(4)]
+    texts = [output.read_text() for output in outputs if output.exists()]
+    assert steps_of(run.run_dir) == reference, texts
+    assert len(texts) == 2 and f"the next job of array {chain} goes on" in texts[0]
+    assert f"the waiting jobs of array {chain} are cancelled" in texts[-1]
+    assert [event["restarts"] for event in events_of(run.run_dir, "launch")] == [0, 0]
+
+
+def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches a limit that is not known until SLURM's kill, and a requeue that an extended limit does not reach."""
+    run = training()
+    job = run.submit("run.save_before_limit_s=95", options=("--time=3", "--signal=B:USR1@1"))
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    saved = run.step
+    assert 0 < saved < len(reference)
+    run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    assert "left before the job's time limit, of which saving may take 1m35s" in run.jobs.output(job)
+    assert checkpoint_of(run.run_dir, saved).exists()
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    assert steps_of(run.run_dir) == reference
+
+
+def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], training: Callable[..., Training]) -> None:
+    """Catches orphan ranks of a lost node that write on, and a requeued job that their lease keeps out."""
+    run = training(train__steps=len(reference))
+    job = run.submit("train.max_nonfinite_steps=4")
+    run.wait_for_step(job, 12)
+    head = run.jobs.field(job, "BatchHost")
+    # The node is alive but for its slurmd: the launcher and the ranks there go on without SLURM, as orphans. Stopped,
+    # they cannot finish the run before the node counts as lost.
+    launcher = psutil.Process(holder(run).pid)
+    orphans = [launcher, *launcher.children(recursive=True), *ranks_of(run)]
+    for orphan in orphans:
+        orphan.suspend()
+    run.jobs.cluster.kill_slurmd(head)
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    run.jobs.wait_until(lambda: holder(run).number == 2, "the takeover", job)
+    for orphan in orphans:
+        with suppress(psutil.NoSuchProcess):
+            orphan.resume()
+    # Their parent is an orphan too and buries nobody: dead ones stay as zombies.
+    run.jobs.wait_until(lambda: not any(map(lives, orphans)), "the end of the orphans", job, 60)
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    assert steps_of(run.run_dir) == reference
+    run.jobs.cluster.revive(head)
+
+
+def holder(run: Training) -> Holder:
+    """Who holds the run directory."""
+    found = current_holder(run.run_dir)
+    assert found is not None
+    return found
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process is there, and not as a zombie."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ranks_of(run: Training) -> list[psutil.Process]:
+    """The ranks, by the first lines of their logs."""
+    logs = [path.read_text() for path in (run.run_dir / "logs").glob("rank_*.log")]
+    return [psutil.Process(int(log.rpartition("pid ")[2].split(",")[0])) for log in logs]

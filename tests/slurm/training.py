@@ -10,6 +10,7 @@ from tests.command import REPOSITORY, small_model, steps_of
 from tests.slurm.jobs import Jobs
 
 TRAIN = REPOSITORY / "scripts" / "slurm" / "train.sbatch"
+SUBMIT = REPOSITORY / "scripts" / "slurm" / "submit.sh"
 STEPS = 100
 TWO_NODES = ("--nodes=2", "--gpus-per-node=0", "--time=60")
 
@@ -56,9 +57,17 @@ class Training:
 
     def signal(self, job: str, name: str) -> None:
         """Sends a signal to the batch script alone, as `#SBATCH --signal=B:` does."""
-        subprocess.run(
-            ["scancel", "--batch", f"--signal={name}", job],
+        self.jobs.cluster.command("scancel", "--batch", f"--signal={name}", job)
+
+    def submit_chain(self, length: int, *more: str) -> str:
+        """Submits a chain with submit.sh; returns the array's id."""
+        done = subprocess.run(
+            [SUBMIT, f"--chain={length}", "--parsable", "--output=chain-%a.out", *TWO_NODES, *self._overrides, *more],
+            cwd=self.jobs.folder,
             env=self.jobs.environment(),
-            check=True,
             capture_output=True,
+            text=True,
+            check=True,
         )
+        self.jobs.submitted.append(done.stdout.strip())
+        return self.jobs.submitted[-1]

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Submits scripts/slurm/train.sbatch, alone or as a chain of jobs that continue one run.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: scripts/slurm/submit.sh [--dry-run] [--chain=K] [--<option of sbatch>=<value> ...] <overrides of megads train ...>
+
+  --dry-run   submit nothing: show the sbatch line, what SLURM says of it, and what the run would be
+  --chain=K   K jobs one after the other, for a run that is longer than a job may be; each continues the run of the one
+              before, and the rest is cancelled when the run is finished, stopped or refused
+  Words that begin with -- are options of sbatch, in the form --nodes=4; all others are overrides.
+
+  scripts/slurm/submit.sh --dry-run --nodes=2 --gpus-per-node=4 experiment=demo parallel.tp=4 parallel.pp=2
+  scripts/slurm/submit.sh --chain=5 --nodes=48 --gpus-per-node=8 experiment=bloom_176b
+TEXT
+}
+
+script="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/train.sbatch"
+dry_run=false
+chain=0
+options=()
+overrides=()
+for word in "$@"; do
+    case "$word" in
+        -h | --help) usage && exit 0 ;;
+        --dry-run) dry_run=true ;;
+        --chain=*) chain="${word#--chain=}" ;;
+        --*) options+=("$word") ;;
+        -*)
+            echo "submit.sh: $word: write options of sbatch in their long form, as in --nodes=4" >&2
+            exit 2
+            ;;
+        *) overrides+=("$word") ;;
+    esac
+done
+if ((${#overrides[@]} == 0)); then
+    usage >&2
+    exit 2
+fi
+if ! [[ "$chain" =~ ^[0-9]+$ ]]; then
+    echo "submit.sh: --chain=$chain: want a number of jobs" >&2
+    exit 2
+fi
+if ((chain > 0)); then
+    options+=("--array=0-$((chain - 1))%1")
+    overrides+=("cluster.chain=true")
+fi
+
+# What sbatch would take for an option: the last one on the command line, else the script's own.
+option() {
+    local found
+    found="$(printf '%s\n' "${options[@]}" | sed -n "s/^--$1=//p" | tail -n 1)"
+    if [[ -z "$found" ]]; then
+        found="$(sed -n "s/^#SBATCH --$1=//p" "$script" | tail -n 1)"
+    fi
+    printf '%s' "${found##*:}"
+}
+
+line=(sbatch "${options[@]}" "$script" "${overrides[@]}")
+if ! $dry_run; then
+    exec "${line[@]}"
+fi
+
+printf 'would run:'
+printf ' %q' "${line[@]}"
+printf '\n'
+expected=("cluster.nodes=$(option nodes)")
+gpus="$(option gpus-per-node)"
+if [[ -n "$gpus" && "$gpus" != 0 ]]; then
+    expected+=("cluster.ranks_per_node=$gpus")
+fi
+code=0
+if command -v sbatch >/dev/null; then
+    sbatch --test-only "${options[@]}" "$script" "${overrides[@]}" || code=2
+else
+    echo "no sbatch on this machine: what SLURM would say is not known"
+fi
+# What the user gave comes last and wins.
+megads train cluster=slurm run.dry_run=true "${expected[@]}" "${overrides[@]}" || code=$?
+exit "$code"
