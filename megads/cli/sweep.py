@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from megads.cli.entry import exit_code_of, sweep_table
 from megads.cli.groups import config_dir
 from megads.cli.memory_check import Machine, choose_recompute, refuse_unfit, this_machine
 from megads.cli.sweep_space import Composed, Composer, SweepLine, composing, overrides_of
+from megads.cli.train import place
 from megads.cli.train_data import describe_data, locate_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
-from megads.sweep.config import LauncherName, PrunerName, SweepConfig
+from megads.sweep.config import LauncherName, PrunerName, SearchName, SweepConfig
 from megads.sweep.driver import Driver, PlannedPoint
 from megads.sweep.launcher import Launcher
 from megads.sweep.local import LocalLauncher, shares_of
@@ -30,16 +32,17 @@ from megads.sweep.search import check_space, listed_points, make_study
 from megads.sweep.slurm import SlurmLauncher
 from megads.sweep.space import Assignment, draw
 
-_TABLE_WIDTH = 150
+_WIDTH = (150, 50)
+"""Characters and lines where there is no terminal to ask."""
+_TRIES = 20
 _CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 
 
-def run_sweep(verb: Verb, place: Any, arguments: Sequence[str]) -> int:
+def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
     """Runs or continues the sweep of a command line.
 
     Args:
         verb: megads train.
-        place: fills in run.id and run.dir, see `megads.cli.train.place`.
         arguments: Hydra's flags and overrides, without -m.
 
     Returns:
@@ -56,7 +59,7 @@ def run_sweep(verb: Verb, place: Any, arguments: Sequence[str]) -> int:
         config: SweepConfig = composer.settings(line, SweepConfig)
         config.check()
         check_space(config, line.space)
-        points = _Points(verb, place, composer, line, config, flags)
+        points = _Points(verb, composer, line, config, flags)
         base = points.any_config()
         record = make_record(points.name(base), [*_flag_words(flags), *line.fixed], line.space, config)
         folder = Path(config.dir or f"runs/sweeps/{record.name}")
@@ -86,7 +89,7 @@ def _run(points: _Points, base: RootConfig, folder: Path, record: SweepRecord) -
     finally:
         book.close()
         write_results(folder, record, book.points)
-    print(summary(record, book.points, _TABLE_WIDTH), flush=True)
+    print(summary(record, book.points, shutil.get_terminal_size(_WIDTH).columns), flush=True)
     print(f"      {draw_page(folder)}", flush=True)
     return code
 
@@ -103,10 +106,8 @@ def draw_page(folder: Path) -> str:
 class _Points:
     """Plans the points of one command line."""
 
-    def __init__(
-        self, verb: Verb, place: Any, composer: Composer, line: SweepLine, config: SweepConfig, flags: Sequence[str]
-    ):
-        self._verb, self._place, self._composer, self._flags = verb, place, composer, flags
+    def __init__(self, verb: Verb, composer: Composer, line: SweepLine, config: SweepConfig, flags: Sequence[str]):
+        self._verb, self._composer, self._flags = verb, composer, flags
         self.line, self.config = line, config
         self.taken: dict[str, int] = {}
         self._machine: Machine | None = None
@@ -114,8 +115,15 @@ class _Points:
         self._gpus: Sequence[str] = ()
 
     def any_config(self) -> Composed:
-        """Some point of the space, for what all of them share."""
-        return self._compose(draw(self.line.space, 0, 0), 0)
+        """Some point of the space that composes, for what all of them share.
+
+        Raises:
+            ConfigError: none does.
+        """
+        for number in range(_TRIES - 1):
+            with suppress(ConfigError):
+                return self._compose(draw(self.line.space, 0, number), 0)
+        return self._compose(draw(self.line.space, 0, _TRIES - 1), 0)
 
     def name(self, base: Composed) -> str:
         """First part of the sweep's derived name."""
@@ -150,19 +158,19 @@ class _Points:
         check_config(config)
         self._check_share(config)
         located, preparation = locate_data(config)
-        placed = self._place(located, composed.choices)
+        placed = place(located, composed.choices)
         if self._machine is not None:
             known, _ = describe_data(placed, preparation)
             known, _ = choose_recompute(known, self._machine)
             refuse_unfit(known, self._machine)
-        run_id = self._own_id(str(placed.run.id), number, given=config.run.id is not None or seed_place > 0)
+        run_id = self._own_id(str(placed.run.id), number)
         if config.run.dir is not None and not seed_place:
             return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, config.run.dir, config.parallel.world_size)
         run_dir = f"runs/{run_id}"
         overrides = [text for text in overrides if text.partition("=")[0] not in ("run.id", "run.dir")]
         return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, run_dir, config.parallel.world_size)
 
-    def _own_id(self, run_id: str, number: int, given: bool) -> str:
+    def _own_id(self, run_id: str, number: int) -> str:
         """Runs that differ in their length only have one derived name; points must not continue each other."""
         if self.taken.setdefault(run_id, number) == number:
             return run_id
@@ -199,7 +207,8 @@ class _Points:
                 folder,
                 _sbatch_script(config.sbatch),
                 shlex.split(config.sbatch_options),
-                config.parallel,
+                # Proposed all at once, no point would know of another one.
+                config.parallel or (config.startup_trials if config.search is SearchName.bayes else None),
                 config.poll_s,
             )
         parallel = config.parallel or 1

@@ -272,7 +272,7 @@ def _sweep(arguments: Sequence[str]) -> int:
     """What -m does."""
     from megads.cli.sweep import run_sweep
 
-    return run_sweep(VERB, place, arguments)
+    return run_sweep(VERB, arguments)
 
 
 VERB = Verb("train", TrainCommandConfig, run, text_keys=("sweep.sbatch_options",), sweep=_sweep)

@@ -97,9 +97,10 @@ class SweepConfig:
     launcher: LauncherName = LauncherName.local
     """local: processes of this machine; slurm: a job a point."""
     parallel: int | None = None
-    """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and no limit on SLURM."""
+    """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and on SLURM
+    startup_trials for search=bayes, else no limit."""
     point_limit_s: float | None = None
-    """A point that trains longer is asked to save and stop, and counts as stopped early; null sets no limit."""
+    """A point that runs longer, its start included, is asked to save and stop, and counts as stopped early."""
     sbatch: str = "scripts/slurm/train.sbatch"
     """launcher=slurm: the script that is submitted, with the point's overrides as arguments."""
     sbatch_options: str = ""

@@ -138,6 +138,8 @@ def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
 def winner_lines(record: SweepRecord, points: Sequence[Point]) -> list[str]:
     """Who won, by how much, and how to train it in full."""
     ranked = ranking(points, record.direction)
+    if not ranked and any(point.state is PointState.finished for point in points):
+        return [f"no finished point has a finite {record.objective_name} in its metrics.jsonl, so there is no best one"]
     if not ranked:
         return ["no point has finished, so there is no best one"]
     best = ranked[0]

@@ -56,7 +56,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     first.wait_for(lambda: running(folder, 0) is not None)
     killed = megads.folder / read_points(folder)[0].run_dir
     kill_run(killed)
-    ended = first.end()
+    ended = first.end(600)
     assert ended.code == 1, ended
     expected = {
         "0.001": "killed", "0.003": "finished", "1e+30": "failed", "-1": "infeasible", "0.01": "finished",
@@ -68,7 +68,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     assert dropped < started, "dropped before anything starts"
     assert len(list((megads.folder / "runs").glob("tiny-*"))) == 5, "nothing is started for a dropped point"
 
-    again = sweep_command(megads, corpus, values, "sweep.parallel=2", "sweep.retry_failed=true").end()
+    again = sweep_command(megads, corpus, values, "sweep.parallel=2", "sweep.retry_failed=true").end(600)
     assert again.code == 7, again
     assert states(folder) == expected | {"0.001": "finished"}
     assert "point 0 goes on" in again.out and "point 2 goes on" in again.out
@@ -86,7 +86,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     report = (folder / "report.html").read_text()
     assert ">finished<" in report and "optim.lr" in report and len(list((folder / "report").glob("*.png"))) == 3
 
-    winner = megads("train", "--config-dir", str(folder), "experiment=best", "train.steps=70", "run.dry_run=true").end()
+    winner = megads("train", "--config-dir", str(folder), "experiment=best", "train.steps=70", "run.dry_run=true").end(600)
     assert winner.code == 0 and "70 steps" in winner.out, winner
 
 
@@ -97,7 +97,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) 
     first = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", train__steps=4000)
     first.wait_for(lambda: running(folder, 0) is not None)
     first.process.send_signal(signal.SIGINT)
-    ended = first.end()
+    ended = first.end(600)
     assert ended.code == 5, ended
     assert states(folder) == {"0.001": "stopped", "0.003": "waiting"}
     run_dir = megads.folder / read_points(folder)[0].run_dir
@@ -106,7 +106,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) 
     assert "1 waiting, 1 stopped" in ended.out and "no point has finished" in ended.out
 
     # Stopped early by the sweep's own rule: no failure.
-    limit = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", "sweep.point_limit_s=0.5", train__steps=4000).end()
+    limit = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", "sweep.point_limit_s=0.5", train__steps=4000).end(600)
     assert limit.code == 0, limit
     assert "point 0 goes on" in limit.out and "trained longer than sweep.point_limit_s = 0.5" in limit.out
     assert set(states(folder).values()) <= {"pruned"}
@@ -123,7 +123,7 @@ def test_bayes_with_pruning_and_repeated_seeds(corpus: Path, megads: StartComman
         megads, corpus, "hparams_search=bayes", "sweep.trials=6", "sweep.startup_trials=3", "sweep.parallel=2",
         "optim.lr=tag(log,interval(1e-6,1e-1))", "sweep.repeat_best=1", "sweep.repeats=1", "sweep.pruning.name=median",
         "sweep.pruning.startup_points=2", train__steps=120, evaluation__every_steps=10, checkpoint__every_steps=120,
-    ).end()  # fmt: skip
+    ).end(600)  # fmt: skip
     assert ended.code == 0, ended
     points = read_points(folder)
     own, again = points[:6], points[6:]
