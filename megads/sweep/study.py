@@ -64,6 +64,8 @@ class Study:
 
     def report(self, number: int, curve: Mapping[int, float]) -> bool:
         """Notes validations of a point, by step; tells whether one of them is bad enough to stop it."""
+        if not curve:
+            return False
         trial, stop = self._trials[number], False
         known = self._study.trials[trial.number].intermediate_values
         for step, value in sorted(curve.items()):
