@@ -16,8 +16,8 @@ from megads.runtime.scheduler import Scheduler
 from megads.runtime.slurm import Allocation
 from megads.runtime.stop_file import INTERRUPTED, PREEMPTED
 
-# SLURM ends jobs up to so long after their limit, and checks once a minute.
-_AT_THE_LIMIT_S = 90.0
+# SLURM ends a job at its limit or later, never before; clocks and squeue are a little off.
+_AT_THE_LIMIT_S = 5.0
 _FRUITLESS_STARTS = 3
 # What the next job of a chain would only meet again.
 _LASTING = (ConfigError, DataError, CheckpointError, StopRequested, NumericalError)

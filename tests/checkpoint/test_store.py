@@ -19,16 +19,25 @@ from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import SaveError, save_checkpoint
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, Fenced
+from megads.runtime.lease import Fence, claimed
+from megads.runtime.slurm import Job
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
 
-def save(run_dir: Path, step: int, world_size: int = 1, keep: int = 0, seed: int | None = None) -> Path:
+def save(
+    run_dir: Path,
+    step: int,
+    world_size: int = 1,
+    keep: int = 0,
+    seed: int | None = None,
+    fence: Fence | None = None,
+) -> Path:
     """Saves tensors drawn from `seed` (the step, unless given) in a random layout; collective."""
     layout = random_layout(step, world_size)[rank()]
     return save_checkpoint(
-        run_dir, shards_of(layout, global_tensors(step if seed is None else seed)), run_record(step), keep
+        run_dir, shards_of(layout, global_tensors(step if seed is None else seed)), run_record(step), keep, fence=fence
     )
 
 
@@ -47,6 +56,19 @@ def names(run_dir: Path) -> list[str]:
 
 def latest(run_dir: Path) -> str:
     return (run_dir / "checkpoints" / "latest").read_text().strip()
+
+
+def test_an_orphan_saves_nothing_and_spoils_nothing(tmp_path: Path) -> None:
+    """Catches ranks of an earlier start that commit a checkpoint, or clear away what the new start is writing."""
+    save(tmp_path, 100)
+    with claimed(tmp_path, Job("1", 0, "c")) as orphan, claimed(tmp_path, Job("1", 1, "c")) as current:
+        being_written = tmp_path / "checkpoints" / ".step_00000200.partial"
+        being_written.mkdir()
+        with pytest.raises(Fenced, match=r"lost .* to start 2"):
+            save(tmp_path, 200, fence=Fence(tmp_path, orphan.number))
+        assert being_written.exists() and latest(tmp_path) == "step_00000100"
+        save(tmp_path, 200, fence=Fence(tmp_path, current.number))
+    assert latest(tmp_path) == "step_00000200"
 
 
 def test_one_process(tmp_path: Path) -> None:

@@ -152,17 +152,19 @@ def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], train
 
 
 def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a limit that is not known until SLURM's kill, and a requeue that an extended limit does not reach."""
-    run = training()
-    job = run.submit("run.save_before_limit_s=95", options=("--time=3", "--signal=B:USR1@1"))
-    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
+    """Catches a limit that is not known until SLURM kills, and a run whose next start has lost what it had done."""
+    run = training(train__steps=10**6)
+    job = run.submit("run.save_before_limit_s=60", options=("--time=2", "--signal=B:USR1@1"))
+    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job, timeout_s=180)
     saved = run.step
-    assert 0 < saved < len(reference)
-    run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    assert "left before the job's time limit, of which saving may take 1m35s" in run.jobs.output(job)
-    assert checkpoint_of(run.run_dir, saved).exists()
-    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
-    assert steps_of(run.run_dir) == reference
+    assert saved > 0 and checkpoint_of(run.run_dir, saved).exists()
+    assert "left before the job's time limit, of which saving may take 1m00s" in run.jobs.output(job)
+    assert events_of(run.run_dir, "end")[-1]["stopped"] == "time limit"
+    run.wait_for_step(job, saved + 1)
+    assert events_of(run.run_dir, "resume")[-1]["step"] == saved
+    steps = steps_of(run.run_dir)
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert steps[: len(reference)] == reference[: len(steps)]
 
 
 def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], training: Callable[..., Training]) -> None:

@@ -17,8 +17,8 @@ TWO_NODES = ("--nodes=2", "--gpus-per-node=0", "--time=60")
 
 def overrides(corpus: Path, run_dir: Path, **changes: Any) -> list[str]:
     """A run of STEPS steps over two nodes that checkpoints often."""
-    changes = {"parallel__pp": 2, "train__steps": STEPS, "checkpoint__every_steps": 10} | changes
-    return small_model(corpus, run__dir=run_dir, logging__wandb__mode="disabled", **changes)
+    plan = {"parallel__pp": 2, "train__steps": STEPS, "checkpoint__every_steps": 10, "schedule__name": "constant"}
+    return small_model(corpus, run__dir=run_dir, logging__wandb__mode="disabled", **(plan | changes))
 
 
 class Training:

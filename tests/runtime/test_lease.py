@@ -1,0 +1,126 @@
+"""Who may write a run directory."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megads.errors import ConfigError, Fenced
+from megads.runtime import lease as lease_module
+from megads.runtime.lease import Fence, Holder, claimed, current_holder
+from megads.runtime.slurm import Job
+
+DIES = "import sys; from pathlib import Path; from megads.runtime.lease import claimed, Lease; import os\n"
+DIES += "with claimed(Path(sys.argv[1])): os._exit(3)"
+
+
+def rewrite(run_dir: Path, **changes: object) -> None:
+    """Changes what the holder's file says."""
+    path = max((run_dir / "lease").glob("0*.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
+    """Catches two launchers in one run directory, and a hold that outlives a start that ended or died."""
+    with claimed(tmp_path) as first:
+        assert first.number == 1
+        mine = rf"in use by process {os.getpid()}: wait .* \(kill {os.getpid()}\)"
+        with pytest.raises(ConfigError, match=mine), claimed(tmp_path):
+            pass
+    with claimed(tmp_path) as second:
+        assert second.number == 2
+    assert subprocess.run([sys.executable, "-c", DIES, tmp_path], check=False).returncode == 3
+    with claimed(tmp_path) as fourth:
+        assert fourth.number == 4
+    assert sorted(path.name for path in (tmp_path / "lease").iterdir()) == ["00000004.json"]
+
+
+def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
+    """Catches a dead launcher that seems alive because another process has its number now."""
+    with claimed(tmp_path):
+        holder = current_holder(tmp_path)
+        assert holder is not None
+        rewrite(tmp_path, born=holder.born - 1)
+        with claimed(tmp_path) as second:
+            assert second.number == 2
+
+
+def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> None:
+    """Catches a requeued job kept out by its own orphan, and an orphan that writes on."""
+    with claimed(tmp_path, Job("42", 0, "here")) as orphan:
+        fence = Fence(tmp_path, orphan.number)
+        fence.check()
+        theirs = r"SLURM job 42 \(restart 0, process \d+ on .*scancel 42"
+        with pytest.raises(ConfigError, match=theirs), claimed(tmp_path, Job("42", 0, "here")):
+            pass
+        with claimed(tmp_path, Job("42", 1, "here")) as requeued:
+            assert requeued.number == 2
+            with pytest.raises(Fenced, match=r"start 1 of the run lost .* to start 2, SLURM job 42 \(restart 1"):
+                fence.check()
+            assert Fence(tmp_path, None).reason() == Fence(tmp_path, 2).reason() == ""
+        # The orphan's end leaves the requeued job's file alone.
+    assert [path.name for path in (tmp_path / "lease").iterdir()] == ["00000002.json"]
+
+
+def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a launcher on another node that is overrun while it lives, or waited for for ever when it is gone."""
+    monkeypatch.setattr(lease_module, "BEAT_S", 0.2)
+    monkeypatch.setattr(lease_module, "_SILENT_S", 1.0)
+    monkeypatch.setattr(lease_module, "_POLL_S", 0.05)
+    with claimed(tmp_path):
+        rewrite(tmp_path, machine="another", node="far")
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on far"), claimed(tmp_path):
+            pass
+        # Its thread beats on until here.
+    rewrite(tmp_path, machine="another", released=False)
+    begin = time.monotonic()
+    with claimed(tmp_path) as second:
+        assert second.number == 2
+    assert 1.0 < time.monotonic() - begin < 10
+
+
+def _claim(run_dir: Path, barrier: object, results: object) -> None:
+    barrier.wait()  # type: ignore[attr-defined]
+    try:
+        with claimed(run_dir):
+            results.put("held")  # type: ignore[attr-defined]
+            time.sleep(2)
+    except ConfigError:
+        results.put("refused")  # type: ignore[attr-defined]
+
+
+def test_of_starts_at_the_same_moment_one_wins(tmp_path: Path) -> None:
+    """Catches two starts that both find nobody and both go on."""
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    processes = [context.Process(target=_claim, args=(tmp_path, barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=30) for _ in processes)
+    for process in processes:
+        process.join()
+    assert found == ["held", "refused", "refused", "refused"]
+
+
+def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a launcher that goes on although its ranks have been fenced out."""
+    monkeypatch.setattr(lease_module, "BEAT_S", 0.05)
+    with claimed(tmp_path, Job("7", 0, "here")) as orphan, claimed(tmp_path, Job("7", 1, "here")):
+        deadline = time.monotonic() + 10
+        with pytest.raises(Fenced):
+            while time.monotonic() < deadline:
+                orphan.check()
+                time.sleep(0.02)
+
+
+def test_a_holder_says_how_to_end_it() -> None:
+    """Catches a remedy that ends nothing."""
+    assert Holder(1, "n1", 5, "m", 0).remedy == "kill 5"
+    assert Holder(1, "n1", 5, "m", 0, Job("9", 2, "c")).remedy == "scancel 9"

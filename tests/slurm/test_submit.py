@@ -1,0 +1,45 @@
+"""submit.sh: what a user learns on a login node before a job waits in the queue."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.slurm.jobs import Jobs
+from tests.slurm.training import SUBMIT, overrides
+
+
+def submit(jobs: Jobs, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SUBMIT, *words], cwd=jobs.folder, env=jobs.environment(), capture_output=True, text=True, check=False
+    )
+
+
+def test_a_dry_run_submits_nothing_and_says_what_would_be(jobs: Jobs, corpus: Path) -> None:
+    """Catches a dry run that submits, loses overrides with spaces, or is silent on what SLURM says."""
+    words = ("--dry-run", "--nodes=2", "--gpus-per-node=0", "--time=5", *overrides(corpus, jobs.folder / "run"))
+    done = submit(jobs, *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("would run: sbatch --nodes=2 --gpus-per-node=0 --time=5 ")
+    assert "dry run: nothing was started" in done.stdout and "2 = tp 1 x cp 1 x pp 2 x dp 1" in done.stdout
+    assert "to start at" in done.stderr
+    assert jobs.cluster.command("squeue", "--noheader") == ""
+    assert not (jobs.folder / "run").exists()
+
+
+def test_a_dry_run_refuses_what_does_not_fit(jobs: Jobs, corpus: Path) -> None:
+    """Catches a layout that idles GPUs, and options that SLURM refuses, noticed only when the job starts."""
+    layout = overrides(corpus, jobs.folder / "run")
+    done = submit(jobs, "--dry-run", "--nodes=2", "--gpus-per-node=4", *layout)
+    assert done.returncode == 2
+    assert "= 2 ranks, but 2 nodes take 4 each" in done.stderr
+    done = submit(jobs, "--dry-run", "--nodes=200", "--gpus-per-node=0", *layout)
+    assert done.returncode == 2
+    assert "Node count specification invalid" in done.stderr or "More processors requested" in done.stderr
+
+
+def test_wrong_words_are_refused(jobs: Jobs) -> None:
+    """Catches a short option whose value becomes an override, and a chain of no jobs."""
+    for words in (("-N", "2", "model=tiny"), ("--chain=ten", "model=tiny"), ()):
+        done = submit(jobs, *words)
+        assert (done.returncode, done.stderr != "") == (2, True), words
