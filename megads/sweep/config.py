@@ -100,7 +100,7 @@ class SweepConfig:
     """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and on SLURM
     startup_trials for search=bayes, else no limit."""
     point_limit_s: float | None = None
-    """A point that runs longer, its start included, is asked to save and stop, and counts as stopped early."""
+    """A point whose ranks run longer, over all its starts, is asked to save and stop, and counts as stopped early."""
     sbatch: str = "scripts/slurm/train.sbatch"
     """launcher=slurm: the script that is submitted, with the point's overrides as arguments."""
     sbatch_options: str = ""

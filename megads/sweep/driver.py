@@ -21,7 +21,7 @@ from megads.errors import (
 )
 from megads.sweep.config import SearchName, SweepConfig
 from megads.sweep.launcher import Ended, Launcher
-from megads.sweep.objective import Curve, read_objective
+from megads.sweep.objective import Curve, launched_at, read_objective
 from megads.sweep.points import UNFINISHED, Point, PointBook, PointState
 from megads.sweep.ranking import to_repeat
 from megads.sweep.search import listed_points, propose, recall, validation_of
@@ -225,7 +225,9 @@ class Driver:
                 self._ask_to_stop(point, f"trained longer than sweep.point_limit_s = {limit:g}")
 
     def _trained_s(self, point: Point) -> float:
-        return point.trained_s + time.time() - (point.started_at or time.time())
+        """Seconds of all starts together; neither the wait in a queue nor the start itself counts."""
+        launched = launched_at(Path(point.run_dir), point.started_at)
+        return point.trained_s + (0.0 if launched is None else time.time() - launched)
 
     def _ask_to_stop(self, point: Point, reason: str) -> None:
         self._asked[point.number] = reason

@@ -1,4 +1,4 @@
-"""What a point came to, and its validation curve, read from the metrics.jsonl of its run."""
+"""What a point came to, and how it stands, read from the metrics.jsonl and events.jsonl of its run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megads.runtime.feed import is_step
 from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import METRICS_FILE
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.tail import Tail
 
 TRAINING_LOSS = "loss"
@@ -30,6 +30,18 @@ def read_objective(run_dir: Path, key: str | None) -> tuple[float | None, int]:
     lines = list(read_json_lines(run_dir / METRICS_FILE))
     step = max((int(line.get("step", 0)) for line in lines), default=0)
     return objective_of(lines, key), step
+
+
+def events_since(run_dir: Path, since: float | None) -> list[dict[str, Any]]:
+    """The run's events from a time on, in seconds since 1970."""
+    events = read_json_lines(run_dir / EVENTS_FILE)
+    return [event for event in events if float(event.get("time", 0)) >= (since or 0)]
+
+
+def launched_at(run_dir: Path, since: float | None) -> float | None:
+    """When the run's ranks were last started, from a time on; None while they were not: a job may wait for hours."""
+    launches = [float(event["time"]) for event in events_since(run_dir, since) if event.get("event") == "launch"]
+    return launches[-1] if launches else None
 
 
 def objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float | None:

@@ -14,13 +14,11 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megads.errors import EXIT_BUG, ConfigError
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.stop_file import INTERRUPTED, request_stop
 from megads.sweep.launcher import Ended
+from megads.sweep.objective import events_since, launched_at
 from megads.sweep.points import Point
 
 _POLL_S = 5.0
@@ -101,7 +99,7 @@ class SlurmLauncher:
         """Asks a run to save and end; a job that does not train yet, or was asked before, is cancelled."""
         if point.number not in self._running:
             return
-        if point.number in self._asked or not _trains(point):
+        if point.number in self._asked or launched_at(Path(point.run_dir), point.started_at) is None:
             _ask("scancel", point.job)
         else:
             request_stop(Path(point.run_dir), INTERRUPTED)
@@ -154,15 +152,6 @@ def _outcome(point: Point) -> Ended:
 
 def _last_exit(point: Point) -> int | None:
     """The exit code that the run recorded since its last start."""
-    codes = [event.get("exit_code") for event in _events(point) if event.get("event") == "exit"]
+    events = events_since(Path(point.run_dir), point.started_at)
+    codes = [event.get("exit_code") for event in events if event.get("event") == "exit"]
     return None if not codes or codes[-1] is None else int(codes[-1])
-
-
-def _trains(point: Point) -> bool:
-    """Whether the ranks of the last submission were started and so will look at the stop file."""
-    return any(event.get("event") in ("launch", "start") for event in _events(point))
-
-
-def _events(point: Point) -> list[dict[str, Any]]:
-    lines = read_json_lines(Path(point.run_dir) / EVENTS_FILE)
-    return [line for line in lines if float(line.get("time", 0)) >= (point.started_at or 0)]
