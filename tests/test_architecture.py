@@ -17,6 +17,7 @@ LAYERS = (
     ("cli",),
     ("train",),
     ("config",),
+    ("sweep",),
     ("report",),
     ("evaluate", "resilience", "checkpoint", "plan", "verify"),
     ("engine",),

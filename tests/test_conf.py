@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megads.report.config import ReportConfig
 CONF = config_dir()
 VERB_OBJECTS = {verb: importlib.import_module(f"megads.cli.{verb}").VERB for verb in VERBS}
 MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+SEARCHES = sorted(path.stem for path in (CONF / "hparams_search").glob("*.yaml"))
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 # Published sizes, in parameters; a preset with a wrong width or depth is off by far more than 3%.
@@ -61,7 +63,12 @@ def test_every_verb_has_a_primary_config() -> None:
 
 def test_every_yaml_is_covered() -> None:
     """Catches a config group that no test here composes."""
-    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {"model", "experiment", "cluster"}
+    assert {path.name for path in CONF.iterdir() if path.is_dir()} == {
+        "model",
+        "experiment",
+        "cluster",
+        "hparams_search",
+    }
 
 
 @pytest.mark.parametrize("option", ["local", "slurm"])
@@ -101,7 +108,17 @@ def test_other_verbs_take_what_train_takes(experiment: str, verb: str) -> None:
     config = compose_verb(verb, f"experiment={experiment}", "train.seed=7")
     trained = compose_train(f"experiment={experiment}", "train.seed=7")
     assert isinstance(config, VERB_OBJECTS[verb].schema)
-    assert {name: getattr(config, name) for name in vars(trained)} == vars(trained)
+    names = [item.name for item in dataclasses.fields(RootConfig)]
+    assert {name: getattr(config, name) for name in names} == {name: getattr(trained, name) for name in names}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_every_search_composes_and_checks(search: str) -> None:
+    """Catches a preset whose keys the schema lacks, that lands beside sweep, or that its own check refuses."""
+    config = compose_verb("train", f"hparams_search={search}", "sweep.parallel=2")
+    assert isinstance(config, train.TrainCommandConfig)
+    config.sweep.check()
+    assert (config.sweep.search, config.sweep.parallel) == (search, 2)
 
 
 @pytest.mark.parametrize("model", MODELS)

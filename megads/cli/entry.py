@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,6 +27,8 @@ from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
 
 EXIT_INTERRUPTED = 130
+_SWEEP_FLAGS = ("-m", "--multirun")
+_SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends when somebody asked its current point to end.
 _STOPPING_CODES = (5, 6, EXIT_INTERRUPTED)
 
@@ -51,24 +53,37 @@ class _Session:
         if sweeping:
             print(f"=== point {len(self.results)}: {overrides}", flush=True)
         choices = {str(group): option for group, option in hydra_config.runtime.choices.items()}
-        self.results.append((overrides, self._exit_code(config, Invocation(choices, self.claimed_dirs))))
-
-    def _exit_code(self, config: DictConfig, invocation: Invocation) -> int:
-        try:
-            return self.verb.run(_typed(config, self.verb.schema), invocation)
-        except MegadsError as error:
-            print(f"megads {self.verb.name}: {error}", file=sys.stderr, flush=True)
-            return error.exit_code
-        except KeyboardInterrupt:
-            print(f"megads {self.verb.name}: interrupted", file=sys.stderr, flush=True)
-            return EXIT_INTERRUPTED
-        except Exception:
-            traceback.print_exc()
-            return EXIT_BUG
+        invocation = Invocation(choices, self.claimed_dirs)
+        code = exit_code_of(self.verb.name, lambda: self.verb.run(typed(config, self.verb.schema), invocation))
+        self.results.append((overrides, code))
 
 
-def _typed(config: DictConfig, schema: type) -> Any:
-    """Returns the config as an instance of its dataclass; no DictConfig goes further than here."""
+def exit_code_of(name: str, work: Callable[[], int]) -> int:
+    """Does a verb's work and returns its exit code; a failure is one message, only a bug a traceback.
+
+    Args:
+        name: the verb's.
+        work: returns the exit code, or raises.
+    """
+    try:
+        return work()
+    except MegadsError as error:
+        print(f"megads {name}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"megads {name}: interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_BUG
+
+
+def typed(config: DictConfig, schema: type) -> Any:
+    """Returns the config as an instance of its dataclass; no DictConfig goes further than here.
+
+    Raises:
+        ConfigError: it does not fit the dataclass.
+    """
     added = explain_added_key(OmegaConf.to_container(config, resolve=False), schema)
     if added:
         raise ConfigError(added)
@@ -125,9 +140,14 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
         return error.exit_code
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=verb.schema)
     _register_help(verb, arguments)
-    session = _Session(verb)
     texts = (as_text(argument, verb.text_keys) for argument in arguments)
-    sys.argv = [f"megads {verb.name}", *(verb.flags.get(text, text) for text in texts)]
+    given = [verb.flags.get(text, text) for text in texts]
+    sweep = verb.sweep
+    if sweep is not None and _sweeps(given):
+        rest = [argument for argument in given if argument not in _SWEEP_FLAGS]
+        return exit_code_of(verb.name, lambda: sweep(rest))
+    session = _Session(verb)
+    sys.argv = [f"megads {verb.name}", *given]
 
     # Hydra names the application after this function's module.
     def task(config: DictConfig) -> None:
@@ -139,11 +159,17 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
         print(f"megads {verb.name}: {explain(error, verb.schema)}", file=sys.stderr, flush=True)
         return ConfigError.exit_code
     if len(session.results) > 1:
-        print(_sweep_table(session.results), flush=True)
+        print(sweep_table(session.results), flush=True)
     return next((code for _, code in session.results if code), EXIT_OK)
 
 
-def _sweep_table(results: Sequence[tuple[str, int | None]]) -> str:
+def _sweeps(arguments: Sequence[str]) -> bool:
+    """Whether points are to be run; Hydra's other flags only show something."""
+    flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
+    return bool(flags & set(_SWEEP_FLAGS)) and not flags & set(_SHOWING_FLAGS)
+
+
+def sweep_table(results: Sequence[tuple[str, int | None]]) -> str:
     """Returns one line a point: its exit code and its overrides."""
     lines = ["=== sweep: exit code and overrides of every point"]
     for number, (overrides, code) in enumerate(results):

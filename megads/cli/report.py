@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, ConfigError
 from megads.report.config import ReportConfig
+from megads.runtime.run_dir import find_run
+
+_TABLE_WIDTH = 150
+"""Characters of a sweep's table."""
 
 
 def run(config: ReportConfig, _invocation: Invocation) -> int:
@@ -12,7 +18,11 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     config.check()
     require_matplotlib()
     from megads.report.write import write_report
+    from megads.sweep.record import SWEEP_FILE
 
+    place = find_run(config.runs[0])
+    if (place / SWEEP_FILE).is_file():
+        return _report_sweep(config, place)
     written = write_report(config)
     print(f"report:  {written.page}")
     print(f"picture: {written.pictures[0]}")
@@ -30,6 +40,22 @@ def require_matplotlib() -> None:
             f"reports are drawn with matplotlib, and {error.name} is not installed: pip install 'megads[report]', or "
             "in a checkout pip install -e '.[report]' -c constraints.txt"
         ) from error
+
+
+def _report_sweep(config: ReportConfig, folder: Path) -> int:
+    """Draws a sweep as it stands, and writes its tables anew."""
+    from megads.sweep.page import write_page
+    from megads.sweep.points import read_points
+    from megads.sweep.record import read_record
+    from megads.sweep.results import summary, write_results
+
+    if len(config.runs) > 1 or config.output is not None:
+        raise ConfigError(f"run = {folder} is a sweep: give it alone and without output, as its page goes into itself")
+    record, points = read_record(folder), read_points(folder)
+    write_results(folder, record, points)
+    print(summary(record, points, _TABLE_WIDTH))
+    print(f"report:  {write_page(folder)}")
+    return EXIT_OK
 
 
 VERB = Verb("report", ReportConfig, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from megads.runtime.launcher import LaunchSpec
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.trackers import wanted_trackers
+from megads.sweep.config import SweepConfig
 
 if TYPE_CHECKING:
     from megads.cli.memory_check import Machine
@@ -52,8 +54,20 @@ _TABLE_WIDTH = 120
 """Characters of the dry run's table of ranks."""
 
 
-def run(config: RootConfig, invocation: Invocation) -> int:
+@dataclass
+class TrainCommandConfig(RootConfig):
+    """The config of a run, and with -m of a sweep over runs."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    """The sweep."""
+
+
+def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
+    # How a run was swept over is no part of it: neither its name nor its frozen config.
+    config = RootConfig(**{item.name: getattr(command, item.name) for item in dataclasses.fields(RootConfig)})
+    if command.sweep != SweepConfig():
+        print("the settings of sweep and hparams_search count with -m only", file=sys.stderr, flush=True)
     rehearsal = rehearsal_folder()
     if rehearsal is not None and not config.run.dry_run:
         from megads.cli.rehearsed_start import rehearsed
@@ -281,4 +295,11 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-VERB = Verb("train", RootConfig, run)
+def _sweep(arguments: Sequence[str]) -> int:
+    """What -m does."""
+    from megads.cli.sweep import run_sweep
+
+    return run_sweep(VERB, arguments)
+
+
+VERB = Verb("train", TrainCommandConfig, run, text_keys=("sweep.sbatch_options",), sweep=_sweep)

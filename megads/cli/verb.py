@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Verb:
         flags: the override that each flag of the verb's own stands for, as in --json for json=true, or each
             word alone, as in merge for action=merge.
         text_keys: keys whose values are taken as they stand, commas and brackets included.
+        sweep: what -m does instead of running every point in this process; gets the arguments without -m and returns
+            the exit code.
     """
 
     name: str
@@ -38,3 +40,4 @@ class Verb:
     run: Callable[[Any, Invocation], int]
     flags: Mapping[str, str] = field(default_factory=dict)
     text_keys: tuple[str, ...] = ()
+    sweep: Callable[[Sequence[str]], int] | None = None

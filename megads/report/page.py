@@ -34,8 +34,8 @@ def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
     ]
     body = [
         f"<header><h1>{html.escape(history.run_id)}</h1>{badge}</header>",
-        _numbers(figures(history)),
-        _facts(facts(history)),
+        number_cards(figures(history)),
+        fact_list(facts(history)),
         f'<div class="charts">{"".join(pictures)}</div>',
         *(f"<h2>{title}</h2>{content}" for title, content in rest if content),
         footer(history.unreadable_lines),
@@ -93,7 +93,8 @@ def footer(unreadable_lines: int) -> str:
     return f"<footer>Written by megads {__version__} at {_utc(time.time())} UTC from the run's files.{skipped}</footer>"
 
 
-def _numbers(numbers: Iterable[Figure]) -> str:
+def number_cards(numbers: Iterable[Figure]) -> str:
+    """The numbers to look at first, in large letters."""
     cards = (
         f'<div class="card"><dt>{html.escape(item.label)}</dt><dd><div class="value">{html.escape(item.value)}</div>'
         f'<div class="note">{html.escape(item.note)}</div></dd></div>'
@@ -102,7 +103,8 @@ def _numbers(numbers: Iterable[Figure]) -> str:
     return f'<dl class="numbers">{"".join(cards)}</dl>'
 
 
-def _facts(rows: Iterable[tuple[str, str]]) -> str:
+def fact_list(rows: Iterable[tuple[str, str]]) -> str:
+    """Labels and values in a card."""
     items = (f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for label, value in rows)
     return f'<dl class="facts card">{"".join(items)}</dl>'
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megads.data.atomic_file import atomic_writer
@@ -46,13 +47,31 @@ def write_report(config: ReportConfig) -> WrittenReport:
     """
     histories = [read_history(find_run(name)) for name in config.runs]
     folder = Path(config.output) if config.output else histories[0].run_dir
+    if len(histories) == 1:
+        trace = step_trace_json(histories[0].run_dir)
+        return write_pages(folder, run_charts(histories[0]), partial(run_page, histories[0]), trace)
+    return write_pages(folder, comparison_charts(histories), partial(comparison_page, histories))
+
+
+def write_pages(
+    folder: Path, charts: Sequence[Chart], page: Callable[[Sequence[str]], str], trace: bytes | None = None
+) -> WrittenReport:
+    """Draws charts and writes them with the page around them.
+
+    Args:
+        folder: takes the page and the pictures; made where it is missing.
+        charts: in the order of the page; the most telling first.
+        page: makes the page from its pictures, as page.picture gives them.
+        trace: timed steps for ui.perfetto.dev, where there are any.
+
+    Raises:
+        ConfigError: the files cannot be written.
+    """
     try:
         (folder / PICTURES_FOLDER).mkdir(parents=True, exist_ok=True)
         with house_style():
-            parts, pngs = _draw(run_charts(histories[0]) if len(histories) == 1 else comparison_charts(histories))
-        page = run_page(histories[0], parts) if len(histories) == 1 else comparison_page(histories, parts)
-        trace = step_trace_json(histories[0].run_dir) if len(histories) == 1 else None
-        return _write(folder, page, pngs, trace)
+            parts, pngs = _draw(charts)
+        return _write(folder, page(parts), pngs, trace)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"

@@ -59,9 +59,20 @@ def launcher_pid() -> int | None:
 
 def available_cores() -> int:
     """Returns the number of cores this process may run on."""
+    return len(available_core_numbers())
+
+
+def available_core_numbers() -> list[int]:
+    """Returns the cores this process may run on, as the kernel numbers them."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def chosen_gpus() -> list[str] | None:
+    """Returns the GPUs that the user lets this process see, None for all."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
 
 
 def share_of_cores(num_ranks: int) -> int:

@@ -194,6 +194,12 @@ def current_holder(run_dir: Path) -> Holder | None:
     return None
 
 
+def in_use(run_dir: Path) -> bool:
+    """Tells whether a live launcher holds a run directory."""
+    holder = current_holder(run_dir)
+    return holder is not None and _is_alive(run_dir, holder, None)
+
+
 def _claim(run_dir: Path, job: Job | None) -> Holder:
     """Takes the next number.
 

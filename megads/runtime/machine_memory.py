@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from megads.runtime.environment import chosen_gpus
+
 PROCESS_BYTES = 320 * 2**20
 """Private memory of a rank beside its tensors: 168 MiB with torch and DeepSpeed imported, 143 more once an engine is
 built; measured on a CPU."""
@@ -100,3 +102,9 @@ def free_gpu_memory() -> list[int]:
         return []
     free: list[int] = json.loads(answer.stdout.splitlines()[-1])
     return free
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them; empty where there is none."""
+    count = len(free_gpu_memory())
+    return (chosen_gpus() or [str(index) for index in range(count)])[:count]

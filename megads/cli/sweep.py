@@ -1,0 +1,282 @@
+"""`megads train -m`: drops the points that cannot run, trains the others, and says which one is best."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from megads.cli.entry import exit_code_of, sweep_table
+from megads.cli.groups import config_dir
+from megads.cli.memory_check import Machine, choose_recompute, refuse_unfit, this_machine
+from megads.cli.sweep_space import Composed, Composer, SweepLine, composing, overrides_of
+from megads.cli.train import place
+from megads.cli.train_data import describe_data, locate_data
+from megads.cli.verb import Invocation, Verb
+from megads.config import RootConfig, check_config
+from megads.errors import EXIT_OK, ConfigError
+from megads.runtime.environment import available_core_numbers
+from megads.runtime.machine_memory import visible_gpus
+from megads.sweep.config import LauncherName, PrunerName, SearchName, SweepConfig
+from megads.sweep.driver import Driver, PlannedPoint
+from megads.sweep.launcher import Launcher
+from megads.sweep.local import LocalLauncher, shares_of
+from megads.sweep.points import PointBook, read_points
+from megads.sweep.record import SweepRecord, held, make_record, write_record
+from megads.sweep.results import summary, write_results
+from megads.sweep.search import check_space, listed_points, make_study
+from megads.sweep.slurm import SlurmLauncher
+from megads.sweep.space import Assignment, draw
+
+_WIDTH = (150, 50)
+"""Characters and lines where there is no terminal to ask."""
+_TRIES = 20
+_CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
+
+
+def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
+    """Runs or continues the sweep of a command line.
+
+    Args:
+        verb: megads train.
+        arguments: Hydra's flags and overrides, without -m.
+
+    Returns:
+        0 when every point that can run has finished or was stopped early by the sweep's rules; 2 when none can run;
+        else the first code of a point.
+
+    Raises:
+        ConfigError: the sweep itself cannot be run.
+    """
+    flags, overrides = _split_flags(arguments)
+    with composing(verb.name):
+        composer = Composer(verb.name, verb.schema, flags)
+        line = composer.parse(overrides)
+        config: SweepConfig = composer.settings(line, SweepConfig)
+        config.check()
+        check_space(config, line.space)
+        points = _Points(verb, composer, line, config, flags)
+        base = points.any_config()
+        record = make_record(points.name(base), [*_flag_words(flags), *line.fixed], line.space, config)
+        folder = Path(config.dir or f"runs/sweeps/{record.name}")
+        with held(folder):
+            write_record(folder, record)
+            if base.config.run.dry_run:
+                return points.dry_run()
+            return _run(points, base.config, folder, record)
+
+
+def _run(points: _Points, base: RootConfig, folder: Path, record: SweepRecord) -> int:
+    """Runs the points of a sweep whose folder is held."""
+    config, space = points.config, points.line.space
+    if config.pruning.name is not PrunerName.none and base.evaluation.every_steps == 0:
+        raise ConfigError(
+            f"sweep.pruning.name = {config.pruning.name} judges points by their validation curve, but "
+            "evaluation.every_steps = 0: set it, for example to a twentieth of the steps"
+        )
+    points.refuse_shared_run()
+    study = make_study(config, space, base.evaluation.every_steps)
+    launcher = points.launcher(folder, base)
+    points.taken.update({point.run_id: point.number for point in read_points(folder) if point.run_id})
+    book = PointBook(folder)
+    print(f"sweep {record.name} in {folder}", flush=True)
+    try:
+        code = Driver(config, space, book, points.plan, launcher, study, _say).run()
+    finally:
+        book.close()
+        write_results(folder, record, book.points)
+    print(summary(record, book.points, shutil.get_terminal_size(_WIDTH).columns), flush=True)
+    print(f"      {draw_page(folder)}", flush=True)
+    return code
+
+
+def draw_page(folder: Path) -> str:
+    """Draws a sweep's page and pictures, where matplotlib is installed; says where they are."""
+    try:
+        from megads.sweep.page import write_page
+    except ModuleNotFoundError as error:
+        return f"no page is drawn, as {error.name} is not installed: pip install 'megads[report]'"
+    return f"report: {write_page(folder)}"
+
+
+class _Points:
+    """Plans the points of one command line."""
+
+    def __init__(self, verb: Verb, composer: Composer, line: SweepLine, config: SweepConfig, flags: Sequence[str]):
+        self._verb, self._composer, self._flags = verb, composer, flags
+        self.line, self.config = line, config
+        self.taken: dict[str, int] = {}
+        self._machine: Machine | None = None
+        self._cores: Sequence[int] = ()
+        self._gpus: Sequence[str] = ()
+
+    def any_config(self) -> Composed:
+        """Some point of the space that composes, for what all of them share.
+
+        Raises:
+            ConfigError: none does.
+        """
+        for number in range(_TRIES - 1):
+            with suppress(ConfigError):
+                return self._compose(draw(self.line.space, 0, number), 0)
+        return self._compose(draw(self.line.space, 0, _TRIES - 1), 0)
+
+    def name(self, base: Composed) -> str:
+        """First part of the sweep's derived name."""
+        name = base.config.run.name or base.choices.get("experiment") or base.choices.get("model") or "sweep"
+        return name.replace("/", "-")
+
+    def refuse_shared_run(self) -> None:
+        """Points of one run would continue each other."""
+        swept = set(self.line.space)
+        for key in ("run.id", "run.dir"):
+            given = [text for text in self.line.fixed if text.partition("=")[0] == key]
+            if given and self.line.space and not {"run.id", "run.dir"} & swept:
+                raise ConfigError(
+                    f"{given[0]} is shared by several points of the sweep: leave it out, so that every point gets its "
+                    "own, or sweep over it too"
+                )
+
+    def _compose(self, assignment: Assignment, number: int) -> Composed:
+        return self._composer.compose([*self.line.fixed, *overrides_of(assignment)], number)
+
+    def plan(self, number: int, assignment: Assignment, seed_place: int) -> PlannedPoint:
+        """Checks that a point can run, and names its run; see `megads.sweep.driver.Plan`."""
+        composed = self._compose(assignment, number)
+        config: RootConfig = composed.config
+        overrides = [*_flag_words(self._flags), *self.line.fixed, *overrides_of(assignment)]
+        if any("${hydra:" in text for text in overrides):
+            overrides.append(f"hydra.job.num={number}")
+        if seed_place:
+            seed = config.train.seed + seed_place
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+            overrides.append(f"train.seed={seed}")
+        check_config(config)
+        self._check_share(config)
+        located, preparation = locate_data(config)
+        placed = place(located, composed.choices)
+        if self._machine is not None:
+            known, _ = describe_data(placed, preparation)
+            known, _ = choose_recompute(known, self._machine)
+            refuse_unfit(known, self._machine)
+        run_id = self._own_id(str(placed.run.id), number)
+        if config.run.dir is not None and not seed_place:
+            return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, config.run.dir, config.parallel.world_size)
+        run_dir = f"runs/{run_id}"
+        overrides = [text for text in overrides if text.partition("=")[0] not in ("run.id", "run.dir")]
+        return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, run_dir, config.parallel.world_size)
+
+    def _own_id(self, run_id: str, number: int) -> str:
+        """Runs that differ in their length only have one derived name; points must not continue each other."""
+        if self.taken.setdefault(run_id, number) == number:
+            return run_id
+        own = f"{run_id}-{number}"
+        self.taken[own] = number
+        return own
+
+    def _check_share(self, config: RootConfig) -> None:
+        """Points side by side must not share cores or GPUs."""
+        parallel = self.config.parallel or 1
+        if self.config.launcher is not LauncherName.local or parallel == 1:
+            return
+        cores, gpus = len(self._cores), len(self._gpus)
+        threads = config.cluster.threads_per_rank or 1
+        ranks = config.parallel.world_size
+        have, what = (gpus, "GPUs") if gpus else (cores, "cores")
+        need = parallel * ranks * (1 if gpus else threads)
+        if need > have:
+            each = f"{ranks} ranks" + ("" if gpus else f" x {threads} threads")
+            raise ConfigError(
+                f"sweep.parallel = {parallel} points at once x {each} = {need}, but this machine has {have} {what}: "
+                f"lower sweep.parallel to {max(1, parallel * have // need)}"
+            )
+
+    def launcher(self, folder: Path, base: RootConfig) -> Launcher:
+        """What starts the points, and the machine they must fit."""
+        config = self.config
+        if config.launcher is LauncherName.slurm:
+            gib = base.cluster.gpu_memory_gib
+            self._machine = None if gib is None else Machine(int(gib * 2**30), per_gpu=True)
+            if gib is None:
+                _say("memory is not checked before submission: set cluster.gpu_memory_gib to that of a GPU there")
+            return SlurmLauncher(
+                folder,
+                _sbatch_script(config.sbatch),
+                shlex.split(config.sbatch_options),
+                # Proposed all at once, no point would know of another one.
+                config.parallel or (config.startup_trials if config.search is SearchName.bayes else None),
+                config.poll_s,
+            )
+        parallel = config.parallel or 1
+        self._cores, self._gpus = available_core_numbers(), visible_gpus()
+        have, what = (len(self._gpus), "GPUs") if self._gpus else (len(self._cores), "cores")
+        if parallel > max(1, have):
+            raise ConfigError(f"sweep.parallel = {parallel}, but this machine has {have} {what}: lower it to {have}")
+        machine = this_machine()
+        # On a CPU the points at the same time share the machine's memory.
+        self._machine = (
+            machine if machine.per_gpu else dataclasses.replace(machine, available=machine.available // parallel)
+        )
+        shares = shares_of(self._cores, self._gpus, parallel)
+        return LocalLauncher(folder, ("-m", "megads.cli.main", self._verb.name), shares, config.poll_s)
+
+    def dry_run(self) -> int:
+        """Shows what the points known beforehand would do, or the first drawn ones of search=bayes."""
+        known = listed_points(self.config, self.line.space) or [
+            draw(self.line.space, self.config.seed, number) for number in range(self.config.startup_trials)
+        ]
+        claimed: set[str] = set()
+        results: list[tuple[str, int | None]] = []
+        for number, assignment in enumerate(known):
+            words = " ".join([*self.line.fixed, *overrides_of(assignment)])
+            print(f"=== point {number}: {words}", flush=True)
+
+            def show(assignment: Assignment = assignment, number: int = number) -> int:
+                composed = self._compose(assignment, number)
+                return self._verb.run(composed.config, Invocation(composed.choices, claimed))
+
+            results.append((words, exit_code_of(self._verb.name, show)))
+        print(sweep_table(results), flush=True)
+        return next((code for _, code in results if code), EXIT_OK)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stdout, flush=True)
+
+
+def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the folders of --config-dir, and the overrides.
+
+    Raises:
+        ConfigError: a flag that means nothing in a sweep.
+    """
+    folders, overrides, words = [], [], iter(arguments)
+    for word in words:
+        flag, _, value = word.partition("=")
+        if flag in _CONFIG_DIR_FLAGS:
+            folders.append(value or next(words, ""))
+        elif word.startswith("-"):
+            raise ConfigError(f"{word} cannot stand beside -m: a sweep takes --config-dir and overrides")
+        else:
+            overrides.append(word)
+    return folders, overrides
+
+
+def _flag_words(folders: Sequence[str]) -> list[str]:
+    return [word for folder in folders for word in ("--config-dir", folder)]
+
+
+def _sbatch_script(given: str) -> Path:
+    """The script to submit: as given, or that of the checkout this megads runs from.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    found = next((path for path in (Path(given), config_dir().parent / given) if path.is_file()), None)
+    if found is None:
+        raise ConfigError(f"sweep.sbatch = {given}: there is no such script; give the path of your site's own")
+    return found

@@ -1,0 +1,143 @@
+"""What `megads train -m` can be told about the sweep itself: what to try, how much of it at once, what is best."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from megads.errors import ConfigError
+
+
+class SearchName(StrEnum):
+    """How points are chosen."""
+
+    grid = "grid"
+    random = "random"
+    bayes = "bayes"
+
+
+class SamplerName(StrEnum):
+    """The model behind search=bayes."""
+
+    gp = "gp"
+    tpe = "tpe"
+
+
+class Direction(StrEnum):
+    """What is best."""
+
+    minimize = "minimize"
+    maximize = "maximize"
+
+
+class PrunerName(StrEnum):
+    """By which rule a point is stopped early."""
+
+    none = "none"
+    median = "median"
+    halving = "halving"
+
+
+class LauncherName(StrEnum):
+    """Where points run."""
+
+    local = "local"
+    slurm = "slurm"
+
+
+@dataclass
+class PruningConfig:
+    """Stops points whose validation curve is bad compared with the others'; needs evaluation.every_steps."""
+
+    name: PrunerName = PrunerName.none
+    """none; median: worse than the median of the others at the same step; halving: only the best 1/factor go on."""
+    from_step: int = 0
+    """No point is stopped before this step."""
+    startup_points: int = 4
+    """median: points that must have finished before any is stopped."""
+    factor: int = 3
+    """halving: of so many points that reach a rung one goes on; the next rung is so many times as far."""
+
+    def check(self) -> None:
+        """Raises ConfigError on counts that stop nothing or everything."""
+        if self.from_step < 0:
+            raise ConfigError(f"sweep.pruning.from_step = {self.from_step}: must not be negative")
+        if self.startup_points < 1:
+            raise ConfigError(f"sweep.pruning.startup_points = {self.startup_points}: must be at least 1")
+        if self.factor < 2:
+            raise ConfigError(f"sweep.pruning.factor = {self.factor}: must be at least 2")
+
+
+@dataclass
+class SweepConfig:
+    """Only with -m: the points to train, `optim.lr=1e-4,3e-4` or `optim.lr=tag(log, interval(1e-5, 1e-2))`."""
+
+    search: SearchName = SearchName.grid
+    """grid: every combination; random: drawn; bayes: proposed by a model of what the points before have shown."""
+    trials: int | None = None
+    """Points of search=random and bayes; a grid has as many as it has."""
+    sampler: SamplerName = SamplerName.gp
+    """search=bayes: gp, a Gaussian process with noise-aware expected improvement; tpe, Parzen estimators."""
+    startup_trials: int = 8
+    """search=bayes: points drawn at random before the model is asked."""
+    seed: int = 0
+    """Seed of what is drawn and proposed; the points' own seed is train.seed."""
+    objective: str | None = None
+    """Key of metrics.jsonl: a validation's at the end, or the mean of a step's over the last tenth of the steps; null
+    is the validation loss, or the training loss where nothing is validated."""
+    direction: Direction = Direction.minimize
+    """Whether a small or a large objective is good."""
+    repeat_best: int = 0
+    """So many of the best points are trained again with other seeds; the winner is the one with the best mean."""
+    repeats: int = 2
+    """Further seeds for each of them."""
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    """Which points are stopped early."""
+    launcher: LauncherName = LauncherName.local
+    """local: processes of this machine; slurm: a job a point."""
+    parallel: int | None = None
+    """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and on SLURM
+    startup_trials for search=bayes, else no limit."""
+    point_limit_s: float | None = None
+    """A point whose ranks run longer, over all its starts, is asked to save and stop, and counts as stopped early."""
+    sbatch: str = "scripts/slurm/train.sbatch"
+    """launcher=slurm: the script that is submitted, with the point's overrides as arguments."""
+    sbatch_options: str = ""
+    """launcher=slurm: options of sbatch before the script, as in a shell: '--partition=debug --nodes=2'."""
+    poll_s: float | None = None
+    """Seconds between looks at the points; null is 0.5 on this machine and 5 on SLURM."""
+    retry_failed: bool = False
+    """A sweep that goes on trains its failed points again too."""
+    name: str | None = None
+    """Name of the sweep; null derives one from what is asked, so that the same command goes on with the same sweep."""
+    dir: str | None = None
+    """Folder of the sweep; null is runs/sweeps/<name>."""
+
+    def check(self) -> None:
+        """Raises ConfigError on counts and limits that make no sweep."""
+        self.pruning.check()
+        for key, least in (("trials", 1), ("parallel", 1), ("startup_trials", 1), ("repeat_best", 0), ("repeats", 1)):
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise ConfigError(f"sweep.{key} = {value}: must be at least {least}")
+        for key in ("point_limit_s", "poll_s"):
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ConfigError(f"sweep.{key} = {value}: must be positive")
+        if self.search is SearchName.grid and self.trials is not None:
+            raise ConfigError(
+                f"sweep.trials = {self.trials}, but a grid has as many points as there are combinations: choose "
+                "hparams_search=random or bayes, or leave sweep.trials out"
+            )
+        if self.search is not SearchName.grid and self.trials is None:
+            raise ConfigError(f"sweep.search = {self.search} draws points without end: set sweep.trials")
+        if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise ConfigError(
+                f"sweep.name = {self.name!r}: want letters, digits, '.', '_' and '-' only; a path goes into sweep.dir"
+            )
+
+    @property
+    def needs_optuna(self) -> bool:
+        """Grid and random without pruning need no library."""
+        return self.search is SearchName.bayes or self.pruning.name is not PrunerName.none

@@ -1,0 +1,86 @@
+"""A sweep whose points are jobs of a real SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from megads.runtime.lease import current_holder
+from megads.sweep.points import Point, read_points
+from tests.command import Command, StartCommand, events_of, small_model, steps_of
+from tests.slurm.jobs import Jobs
+from tests.slurm.training import TRAIN
+
+STEPS = 60
+
+
+def sweep_command(jobs: Jobs, megads: StartCommand, corpus: Path, *overrides: str) -> Command:
+    model = small_model(
+        corpus, train__steps=STEPS, train__max_nonfinite_steps=1, checkpoint__every_steps=10,
+        logging__wandb__mode="disabled",
+    )  # fmt: skip
+    options = "sweep.sbatch_options=--nodes=1 --gpus-per-node=0 --time=60"
+    return megads(
+        "train", "-m", *model, "optim.lr=1e-3,3e-3,1e30,-1,1e-2,3e-2", "sweep.name=mine", "sweep.launcher=slurm",
+        f"sweep.sbatch={TRAIN}", options, "sweep.poll_s=0.5", *overrides, variables=jobs.environment(),
+    )  # fmt: skip
+
+
+def saved(folder: Path, number: int) -> Point | None:
+    """The point, once it has a checkpoint."""
+    points = read_points(folder)
+    if len(points) <= number or not points[number].run_dir:
+        return None
+    found = list((folder.parents[2] / points[number].run_dir / "checkpoints").glob("step_*/manifest.json"))
+    return points[number] if found else None
+
+
+def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:
+    """Catches jobs that a sweep's second command submits again or loses, a killed one that starts anew, a dropped point
+    that is submitted, and a summary that says otherwise."""
+    folder = megads.folder / "runs" / "sweeps" / "mine"
+    first = sweep_command(jobs, megads, corpus, "sweep.parallel=3")
+    first.wait_for(lambda: saved(folder, 0) is not None)
+    killed = megads.folder / read_points(folder)[0].run_dir
+    holder = current_holder(killed)
+    assert holder is not None
+    os.kill(holder.pid, signal.SIGKILL)
+    first.wait_for(lambda: saved(folder, 1) is not None)
+    # A login node that goes down: the jobs go on without the command that submitted them.
+    first.kill_everything()
+    before = read_points(folder)
+
+    again = sweep_command(jobs, megads, corpus, "sweep.parallel=3").end(400)
+    assert again.code == 7, again
+    points = read_points(folder)
+    jobs.submitted += [point.job for point in [*before, *points] if point.job]
+    assert [str(point.state) for point in points] == [
+        "finished", "finished", "failed", "infeasible", "finished", "finished",
+    ]  # fmt: skip
+    assert points[3].job == "" and points[0].job != before[0].job, "a new job goes on with the killed run"
+    assert all(new.job == old.job for new, old in zip(points[1:], before[1:], strict=True) if old.job)
+    assert points[2].exit_code == 7
+    assert all([line["step"] for line in steps_of(Path(megads.folder / p.run_dir))] == list(range(1, STEPS + 1))
+               for p in points if p.state == "finished")  # fmt: skip
+    assert len(events_of(killed, "start")) == 2 and events_of(killed, "start")[1]["step"] > 0
+    assert "1 infeasible, 4 finished, 1 failed" in again.out
+    results = json.loads((folder / "results.json").read_text())
+    objectives = {point.number: point.objective for point in points if point.state == "finished"}
+    assert results["ranking"][0]["point"] == min(objectives, key=lambda number: objectives[number] or 0)
+
+
+def test_ctrl_c_stops_and_cancels_jobs(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:
+    """Catches jobs that a stopped sweep leaves in the queue, and one that trains and is cancelled without saving."""
+    folder = megads.folder / "runs" / "sweeps" / "mine"
+    sweep = sweep_command(jobs, megads, corpus, "train.steps=5000", "sweep.parallel=1")
+    sweep.wait_for(lambda: saved(folder, 0) is not None)
+    sweep.process.send_signal(signal.SIGINT)
+    ended = sweep.end()
+    assert ended.code == 5, ended
+    point = read_points(folder)[0]
+    jobs.submitted.append(point.job)
+    assert (point.state, point.exit_code) == ("stopped", 5)
+    assert events_of(megads.folder / point.run_dir, "end")[-1]["stopped"] == "interrupted"
+    assert jobs.cluster.command("squeue", "--noheader", "--format=%i") == ""
