@@ -14,15 +14,7 @@ import torch.distributed as dist
 from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, read_into
-from megads.config import (
-    Precision,
-    RootConfig,
-    batch_size_schedule,
-    config_digest,
-    config_of_start,
-    open_run_data,
-    planned_steps,
-)
+from megads.config import Precision, RootConfig, batch_size_schedule, open_run_data, planned_steps
 from megads.data.batches import Packing
 from megads.data.blend import BlendedSamples
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
@@ -36,6 +28,7 @@ from megads.engine.interface import TrainEngine
 from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
+from megads.frozen_config import config_digest, config_of_start
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token

@@ -12,10 +12,11 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megads"
 
-# Highest first; a room may import only rooms of later rows. `train` and `config` are modules, the others folders.
+# Highest first; a room may import only rooms of later rows. `train`, `config` and `frozen_config` are modules, the others folders.
 LAYERS = (
     ("cli",),
     ("train",),
+    ("frozen_config",),
     ("config",),
     ("sweep",),
     ("report",),

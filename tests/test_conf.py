@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from megads.cli.entry import config_dir
 from megads.cli.groups import summary
 from megads.cli.main import VERBS
+from megads.cli.train import TrainCommandConfig
 from megads.config import RootConfig, check_config
 from megads.evaluate.config import GenerateConfig
 from megads.plan.parameters import parameter_count
@@ -116,7 +117,7 @@ def test_other_verbs_take_what_train_takes(experiment: str, verb: str) -> None:
 def test_every_search_composes_and_checks(search: str) -> None:
     """Catches a preset whose keys the schema lacks, that lands beside sweep, or that its own check refuses."""
     config = compose_verb("train", f"hparams_search={search}", "sweep.parallel=2")
-    assert isinstance(config, train.TrainCommandConfig)
+    assert isinstance(config, TrainCommandConfig)
     config.sweep.check()
     assert (config.sweep.search, config.sweep.parallel) == (search, 2)
 

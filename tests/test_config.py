@@ -8,19 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import (
-    RootConfig,
-    check_config,
-    config_digest,
-    config_of_start,
-    derive_run_id,
-    freeze,
-    load_frozen,
-    planned_steps,
-    record_config,
-)
+from megads.config import RootConfig, check_config, planned_steps
 from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError
+from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
 from megads.model.config import Position
 from megads.runtime.run_dir import recorded_config_path
 

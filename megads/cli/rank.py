@@ -24,8 +24,8 @@ def main() -> NoReturn:
 def _train(run_dir: Path, digest: str, entry: str) -> int:
     """Checks that this rank reads the config that the launcher froze, then runs the entry."""
     # Imported after the log is open, so that a failing import is in it.
-    from megads.config import config_digest, load_frozen
     from megads.errors import ConfigError
+    from megads.frozen_config import config_digest, load_frozen
     from megads.runtime.run_dir import CONFIG_FILE
 
     config = load_frozen(run_dir / CONFIG_FILE)

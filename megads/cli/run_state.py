@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megads.config import RootConfig, config_dict, load_frozen, planned_steps
+from megads.config import RootConfig, planned_steps
 from megads.errors import EXIT_OK, ConfigError, StopRequested
+from megads.frozen_config import config_dict, load_frozen
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.runtime.stop_file import REQUESTED, read_stop, stop_path

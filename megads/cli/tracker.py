@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from megads.config import config_dict, load_frozen
 from megads.errors import EXIT_OK, MegadsError
+from megads.frozen_config import config_dict, load_frozen
 from megads.runtime.rank_process import leave_signals_to_the_launcher
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.tracker_process import track

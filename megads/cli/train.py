@@ -22,18 +22,9 @@ from megads.cli.train_data import (
     require_data,
 )
 from megads.cli.verb import Invocation, Verb
-from megads.config import (
-    RootConfig,
-    batch_size_schedule,
-    check_config,
-    config_dict,
-    config_digest,
-    derive_run_id,
-    load_frozen,
-    planned_steps,
-    record_config,
-)
+from megads.config import RootConfig, batch_size_schedule, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError
+from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from megads.config import RootConfig, config_of_start, load_frozen, open_run_data
+from megads.config import RootConfig, open_run_data
 from megads.data.blend_config import DatasetConfig
 from megads.data.indexed import IntArray, idx_path
 from megads.data.recorded import DataRecord, read_record, record_data
 from megads.data.runs import TrainSource
 from megads.data.sampler import batch_hash
 from megads.errors import ConfigError, DataError
+from megads.frozen_config import config_of_start, load_frozen
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megads.cli.verb import Invocation, Verb
-from megads.config import RootConfig, check_shape, derive_run_id
+from megads.config import RootConfig, check_shape
 from megads.errors import EXIT_OK, NumericalError
+from megads.frozen_config import derive_run_id
 from megads.verify.config import VerifyConfig
 
 

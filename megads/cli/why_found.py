@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from megads.checkpoint.read import CheckpointHandle, check_model, nearest_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.cli.trained_step import TrainedStep, open_step
-from megads.config import RootConfig, config_dict
+from megads.config import RootConfig
 from megads.data.batches import Packing, assemble
 from megads.data.carried_tokenizer import find_tokenizer
 from megads.data.indexed import IntArray
@@ -24,6 +24,7 @@ from megads.evaluate.config import WeightPrecision
 from megads.evaluate.placement import choose_device, choose_dtype
 from megads.evaluate.token_losses import losses_of
 from megads.evaluate.why_config import LossChoice, WhyConfig
+from megads.frozen_config import config_dict
 from megads.parallel.context import held_chunks
 from megads.parallel.grid import Place, place_of
 from megads.runtime.run_dir import find_run

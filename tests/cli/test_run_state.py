@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megads.cli.run_state import is_finished, refuse_while_stopped
-from megads.config import RootConfig, TrainConfig, freeze
+from megads.config import RootConfig, TrainConfig
 from megads.errors import ConfigError, StopRequested
+from megads.frozen_config import freeze
 from megads.runtime.config import RunConfig
 from megads.runtime.metrics import EventWriter
 from megads.runtime.stop_file import PREEMPTED, request_stop, stop_path

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megads.cli.train import _changes, launch_spec, place
-from megads.config import RootConfig, config_digest, freeze
+from megads.config import RootConfig
+from megads.frozen_config import config_digest, freeze
 
 
 def test_run_is_named_after_experiment_then_model() -> None:

@@ -14,12 +14,13 @@ import pytest
 import zstandard
 
 from megads.cli.train_data import locate_data
-from megads.config import RootConfig, check_config, load_frozen
+from megads.config import RootConfig, check_config
 from megads.data.blend_config import DatasetConfig
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megads.data.samples import TrainSamples
 from megads.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megads.errors import ConfigError, DataError, MegadsError
+from megads.frozen_config import load_frozen
 from megads.parallel.config import Recompute
 from tests.cli.test_entry import megads as command
 from tests.command import StartCommand, events_of, steps_of

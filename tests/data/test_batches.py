@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from megads.config import load_frozen
 from megads.data.batches import Packing, assemble
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter, IntArray
 from megads.data.runs import Runs, SampleSource, blended_runs, token_at
 from megads.data.samples import TrainSamples, ValidationSamples
 from megads.errors import DataError
+from megads.frozen_config import load_frozen
 from megads.model.gpt import GPT
 from tests.command import StartCommand, small_model, steps_of
 

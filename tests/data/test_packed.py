@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megads.batch import BatchInfo
-from megads.config import load_frozen
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.batches import Packing, assemble
 from megads.data.blend_config import DatasetConfig
@@ -17,6 +16,7 @@ from megads.data.indexed import IndexedDataset
 from megads.data.loader import TrainLoader, validation_batches
 from megads.data.packed import PackedSamples, PackedValidation, TurnWriter
 from megads.errors import ConfigError, DataError
+from megads.frozen_config import load_frozen
 from megads.model.gpt import GPT
 from tests.command import Ended, StartCommand, events_of, small_model, steps_of, validations_of
 

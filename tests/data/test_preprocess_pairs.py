@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from megads.config import load_frozen, open_run_data
+from megads.config import open_run_data
 from megads.data.config import PreprocessConfig, TokenizerConfig
 from megads.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype
 from megads.data.packed import TurnWriter
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
+from megads.frozen_config import load_frozen
 from tests.command import StartCommand, small_model, steps_of
 
 PAIRS = [(f"question {i} " * (i % 5), f"answer {i * i} é\n" * (1 + i % 7)) for i in range(90)]

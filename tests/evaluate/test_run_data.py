@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import RootConfig, freeze
+from megads.config import RootConfig
 from megads.data.blend_config import DatasetConfig
 from megads.evaluate.run_data import dataset_prefixes
+from megads.frozen_config import freeze
 
 
 def test_data_of_a_frozen_config(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
-from megads.config import RootConfig, freeze
+from megads.config import RootConfig
+from megads.frozen_config import freeze
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
 from megads.plan.step_trace import Bar, RankTrace, simulated_step

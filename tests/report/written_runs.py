@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from megads.config import RootConfig, freeze
+from megads.config import RootConfig
+from megads.frozen_config import freeze
 from megads.plan.metrics_hook import MetricsHook
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.runtime.hooks import StepInfo

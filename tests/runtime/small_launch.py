@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megads.config import config_digest, load_frozen
+from megads.frozen_config import config_digest, load_frozen
 from megads.runtime.console_choice import open_console
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import claimed

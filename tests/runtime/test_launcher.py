@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 
-from megads.config import RootConfig, config_digest, freeze
+from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.frozen_config import config_digest, freeze
 from megads.runtime.console import Console
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import current_holder

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import RootConfig, freeze
+from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.frozen_config import freeze
 from megads.runtime.config import ConsoleKind, LoggingConfig, WandbMode
 from megads.runtime.console_choice import open_console
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines

@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megads.config import RootConfig, freeze
+from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.frozen_config import freeze
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.trackers import wandb_mode, wanted_trackers
