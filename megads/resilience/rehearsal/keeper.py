@@ -2,7 +2,7 @@
 
 Started as a script with the cluster's folder as its argument, so that it imports nothing but the standard library.
 Reads one JSON line per daemon to start on its input, {"command": [...], "environment": {...}, "log": path}, and answers
-each with {"pid": n, "group": m}. The group is a process above the daemon: whatever the daemon leaves to itself, as slurmd
+each with {"pid": n, "group": m}. The group is a process above the daemon: whatever it leaves to itself, as slurmd
 does with job steps, falls to it, and it buries them.
 
 When the input closes or the parent is gone, everything below is killed and the folder removed.
