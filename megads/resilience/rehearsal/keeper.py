@@ -2,7 +2,10 @@
 
 Started as a script with the cluster's folder as its argument, so that it imports nothing but the standard library.
 Reads one JSON line per daemon to start on its input, {"command": [...], "environment": {...}, "log": path}, and answers
-each with {"pid": n}. When its input closes or its parent is gone, it kills everything below it and removes the folder.
+each with {"pid": n, "group": m}. The group is a process above the daemon: whatever it leaves to itself, as slurmd
+does with job steps, falls to it, and it buries them.
+
+When the input closes or the parent is gone, everything below is killed and the folder removed.
 """
 
 from __future__ import annotations
@@ -42,10 +45,32 @@ def serve(folder: Path) -> None:
         line = sys.stdin.buffer.raw.readline()  # type: ignore[union-attr]
         if not line:
             break
-        sys.stdout.write(json.dumps({"pid": _start(**json.loads(line))}) + "\n")
+        pid, group = _start_group(**json.loads(line))
+        sys.stdout.write(json.dumps({"pid": pid, "group": group}) + "\n")
         sys.stdout.flush()
     _kill_all()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_group(command: list[str], environment: dict[str, str], log: str) -> tuple[int, int]:
+    """Starts a daemon below a process of its own and returns the pids of both."""
+    reading, writing = os.pipe()
+    group = os.fork()
+    if group == 0:
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        for inherited in (sys.stdin.fileno(), sys.stdout.fileno(), reading):
+            os.close(inherited)
+        os.write(writing, str(_start(command, environment, log)).encode())
+        os.close(writing)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        return int(answer.read()), group
 
 
 def _start(command: list[str], environment: dict[str, str], log: str) -> int:
@@ -56,8 +81,6 @@ def _start(command: list[str], environment: dict[str, str], log: str) -> int:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # slurmd keeps the job steps that it leaves to themselves: they are its node's, and are lost with it.
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     with Path(log).open("ab") as file:
         process = subprocess.Popen(

@@ -91,6 +91,8 @@ class PrivateSlurm:
         self.nodes: list[str] = []
         self._keeper: subprocess.Popen[str] | None = None
         self._pids: dict[str, int] = {}
+        # By daemon, the processes above its starts, see `keeper`.
+        self._groups: dict[str, list[int]] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -128,6 +130,7 @@ class PrivateSlurm:
         self._keeper.stdout.close()
         self._keeper = None
         self._pids.clear()
+        self._groups.clear()
 
     def environment(self) -> dict[str, str]:
         """Returns the environment in which SLURM's commands talk to this cluster: this process's, less SLURM's own."""
@@ -186,9 +189,10 @@ class PrivateSlurm:
 
     def lose_node(self, node: str) -> None:
         """Kills the slurmd of a node and everything the node runs with SIGKILL, as a power cut would."""
-        slurmd = self._pids.pop(node)
-        below = psutil.Process(slurmd).children(recursive=True)
-        self._kill([slurmd, *(process.pid for process in below)])
+        self._pids.pop(node, None)
+        groups = [psutil.Process(pid) for pid in self._groups.pop(node, []) if psutil.pid_exists(pid)]
+        below = [process for group in groups for process in group.children(recursive=True)]
+        self._kill([process.pid for process in (*below, *groups)])
 
     def revive(self, node: str) -> None:
         """Starts the slurmd of a lost node again and waits until the node can run jobs."""
@@ -246,7 +250,9 @@ class PrivateSlurm:
         }
         self._keeper.stdin.write(json.dumps(order) + "\n")
         self._keeper.stdin.flush()
-        self._pids[name] = json.loads(self._keeper.stdout.readline())["pid"]
+        started = json.loads(self._keeper.stdout.readline())
+        self._pids[name] = started["pid"]
+        self._groups.setdefault(name, []).append(started["group"])
 
     def _check_daemons(self) -> None:
         """Raises if a daemon that should run has ended."""
