@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megads"
 
-# Highest first; a room may import only rooms of later rows. `train`, `config` and `frozen_config` are modules, the others folders.
+# Highest first; a room may import only rooms of later rows. Some are modules (train, config), the others folders.
 LAYERS = (
     ("cli",),
     ("train",),
