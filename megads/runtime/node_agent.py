@@ -22,13 +22,13 @@ from megads.runtime.orphaned_job import send_back_when_orphaned
 from megads.runtime.rank_outcome import NodeReport
 from megads.runtime.rank_process import redirect_output
 from megads.runtime.run_dir import agent_log_path
-from megads.runtime.stop_file import PREEMPTED, request_stop
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
 REPORT = "report"
 FAILING = "failing"
+SIGNALLED = "signalled"
 _END_WITHIN_S = 5.0
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _IGNORED = (signal.SIGINT, signal.SIGHUP)
@@ -53,8 +53,7 @@ def run_agent(part: NodePart, host: str, port: int) -> NoReturn:
     try:
         control = ControlStore(host, port)
         ranks = NodeRanks(part, control)
-        _note_signals(part)
-        report = _report(ranks, control)
+        report = _report(ranks, control, _note_signals())
         control.say({"word": REPORT, "number": part.node, "report": report.encode()})
         code = EXIT_BUG if report.failed else EXIT_OK
     except RuntimeError:
@@ -70,14 +69,14 @@ def run_agent(part: NodePart, host: str, port: int) -> NoReturn:
         os._exit(code)
 
 
-def _report(ranks: NodeRanks, control: ControlStore) -> NodeReport:
+def _report(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> NodeReport:
     """Starts and watches the ranks; returns how it ended."""
     part = ranks.part
     try:
         if not part.cpu:
             require_devices(part.num_ranks, "ranks of a node")
         ranks.start()
-        _watch(ranks, control)
+        _watch(ranks, control, signals)
     except MegadsError as error:
         return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
     except Exception as error:
@@ -88,10 +87,19 @@ def _report(ranks: NodeRanks, control: ControlStore) -> NodeReport:
     return ranks.reports()[0]
 
 
-def _watch(ranks: NodeRanks, control: ControlStore) -> None:
-    """Waits for the end of the ranks, which may be ordered."""
+def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
+    """Waits for the end of the ranks, which may be ordered.
+
+    Args:
+        ranks: started.
+        control: where the launcher listens.
+        signals: those that came, live; they are the launcher's to answer.
+    """
     told, ordered_at = False, 0.0
     while ranks.poll():
+        if signals:
+            signals.clear()
+            control.say({"word": SIGNALLED, "number": ranks.part.node})
         if ranks.failing and not told:
             told = True
             control.say({"word": FAILING, "number": ranks.part.node})
@@ -103,16 +111,18 @@ def _watch(ranks: NodeRanks, control: ControlStore) -> None:
                 return
 
 
-def _note_signals(part: NodePart) -> None:
-    """Takes a scheduler's signal to the step as a wish to save and stop, as the launcher takes its own."""
+def _note_signals() -> list[int]:
+    """Returns the list in which a scheduler's signals to the step will be; the launcher may not get them itself."""
+    noted: list[int] = []
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        request_stop(part.run_dir, PREEMPTED)
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
 
     for number in _STOPS:
-        signal.signal(number, stop)
+        signal.signal(number, note)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    return noted
 
 
 def _log(part: NodePart) -> Path:

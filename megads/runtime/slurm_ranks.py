@@ -5,6 +5,8 @@ srun ends the step when an agent fails or a node goes away; the launcher judges 
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megads.errors import ConfigError
 from megads.runtime import slurm
-from megads.runtime.node_agent import FAILING, REPORT
+from megads.runtime.node_agent import FAILING, REPORT, SIGNALLED
 from megads.runtime.node_ranks import KILL_AFTER_S, POLL_S, NodePart
 from megads.runtime.rank_outcome import NodeReport, lost_nodes
 from megads.runtime.run_dir import srun_log_path
@@ -132,6 +134,12 @@ class SlurmRanks:
 
     def _take(self, word: dict[str, object]) -> None:
         """Notes what an agent says."""
+        if word["word"] == SIGNALLED:
+            # A failed step is ended by srun with the same signal, which then asks for nothing. The launcher answers
+            # one that it did not get as if it were its own; one that it got too is only its second.
+            if self._failed_at is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
         number = word["number"]
         assert isinstance(number, int)
         failed = word["word"] == FAILING
