@@ -117,7 +117,9 @@ class Attempts:
             return
         allocation = placement.allocation
         asked = tuple(name for name in self._means.nodes if name not in excluded and name not in self._rejected)
-        place = Place(asked, allocation.nodes[0].address, allocation, tuple(self._config.cluster.wrapper))
+        cluster = self._config.cluster
+        options, wrapper = tuple(cluster.srun_options), tuple(cluster.wrapper)
+        place = Place(asked, allocation.nodes[0].address, allocation, options, wrapper)
         begin = time.monotonic()
         rejected = check_nodes(CheckNodesConfig(folder=str(self._run_dir)), place).rejected
         with closing(EventWriter(self._run_dir)) as events:

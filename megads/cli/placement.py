@@ -116,11 +116,11 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
         fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
         raise ConfigError(
             f"{product} cannot be shared out evenly over {where}: ask for another number of nodes "
-            f"(sbatch --nodes={fewer}), or change parallel.dp"
+            f"(sbatch --nodes={fewer + spare}), or change parallel.dp"
         )
     if ranks != per_node * nodes:
         why = "cluster.ranks_per_node" if given else "GPUs of each"
-        remedy = f"ask for them with sbatch --nodes={ranks // per_node}, " if ranks % per_node == 0 else ""
+        remedy = f"ask for them with sbatch --nodes={ranks // per_node + spare}, " if ranks % per_node == 0 else ""
         raise ConfigError(
             f"{product}, but {where} take {per_node} each ({why}), {per_node * nodes} together: {remedy}change "
             f"parallel.dp, or set cluster.ranks_per_node{' to leave GPUs idle' if gpus and not given else ''}"

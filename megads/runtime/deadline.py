@@ -18,7 +18,7 @@ _UNKNOWN_SAVE_S = 60.0
 _SPARE_S = 10.0
 _CAUTION = 2.0
 _LOOK_EVERY_S = 0.5
-_ASK_EVERY_S = 300.0
+_ASK_EVERY_S = 60.0
 
 
 class Deadline:

@@ -30,6 +30,7 @@ AGENT_MODULE = "megads.cli.agent"
 _STEP_NAME = "megads"
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
+_SIGNAL_SETTLES_S = 1.0
 _GIVE_UP_AFTER_S = 30.0
 
 
@@ -59,6 +60,7 @@ class SlurmRanks:
         self._wrapper = wrapper
         self._reports: dict[int, NodeReport] = {}
         self._failed_at: float | None = None
+        self._signalled_at: float | None = None
         self._ended_at: float | None = None
         self._cancelled = False
         self._control: ControlStore | None = None
@@ -89,6 +91,13 @@ class SlurmRanks:
         if self._srun.poll() is not None:
             return False
         now = time.monotonic()
+        if self._signalled_at is not None and now - self._signalled_at > _SIGNAL_SETTLES_S:
+            self._signalled_at = None
+            # A failed step is ended by srun with the same signal, which then asks for nothing; the failure is heard of
+            # a little later where an agent died. The launcher answers a signal that it did not get as if it were its
+            # own; one that it got too is only its second.
+            if self._failed_at is None:
+                os.kill(os.getpid(), signal.SIGTERM)
         if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
             self.kill()
         if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
@@ -135,10 +144,7 @@ class SlurmRanks:
     def _take(self, word: dict[str, object]) -> None:
         """Notes what an agent says."""
         if word["word"] == SIGNALLED:
-            # A failed step is ended by srun with the same signal, which then asks for nothing. The launcher answers
-            # one that it did not get as if it were its own; one that it got too is only its second.
-            if self._failed_at is None:
-                os.kill(os.getpid(), signal.SIGTERM)
+            self._signalled_at = self._signalled_at or time.monotonic()
             return
         number = word["number"]
         assert isinstance(number, int)

@@ -76,3 +76,38 @@ def test_keys_of_slurm_need_slurm() -> None:
     for changes in ({"wrapper": ["apptainer"]}, {"srun_options": ["--x"]}, {"chain": True}):
         with pytest.raises(ConfigError, match="needs cluster=slurm"):
             dataclasses.replace(ClusterConfig(), **changes).check()
+
+
+def with_spares(spare_nodes: int, **sizes: int) -> RootConfig:
+    return dataclasses.replace(config(**sizes), cluster=ClusterConfig(kind=ClusterKind.slurm, spare_nodes=spare_nodes))
+
+
+def test_spare_nodes_get_no_ranks() -> None:
+    """Catches ranks on a spare, and a layout that is refused because the job has one."""
+    placement = place_ranks(with_spares(1, tp=8, pp=2), job(3, gpus=8))
+    assert [node.name for node in placement.nodes] == ["n0", "n1"] and placement.ranks_per_node == 8
+    moved = placement.on(["n0", "n2"])
+    assert [node.name for node in moved.nodes] == ["n0", "n2"] and "not used: n1" in str(moved)
+
+
+def test_spare_nodes_that_are_not_there_are_refused() -> None:
+    """Catches a job without its spares, and advice that forgets them."""
+    with pytest.raises(ConfigError, match=r"cluster\.spare_nodes = 2, but SLURM job 7 has 2 nodes"):
+        place_ranks(with_spares(2, tp=2), job(2))
+    with pytest.raises(ConfigError, match=r"sbatch --nodes=3"):
+        place_ranks(with_spares(1, tp=8, pp=2), job(2, gpus=8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"spare_nodes": 1}, "cluster.spare_nodes = 1: needs cluster=slurm"),
+        ({"kind": ClusterKind.slurm, "spare_nodes": 1, "max_restarts": 0}, "no spare could ever take a place"),
+        ({"max_restarts": -1}, "cluster.max_restarts = -1: must not be negative"),
+    ],
+)
+def test_spare_nodes_that_mean_nothing_are_refused(wrong: dict, message: str) -> None:
+    """Catches spares that are paid for and never used."""
+    with pytest.raises(ConfigError) as refused:
+        ClusterConfig(**wrong).check()
+    assert message in str(refused.value)

@@ -64,9 +64,9 @@ def test_without_spares_the_job_asks_for_other_nodes(reference: list[dict], trai
     first = events_of(run.run_dir, "launch")[0]["nodes"]
     log = agent_log_path(run.run_dir, 1).read_text()
     os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGKILL)
-    run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
-    assert run.jobs.field(job, "ExcNodeList") == first[1]
+    run.jobs.wait_until(lambda: run.jobs.field(job, "ExcNodeList") == first[1], "the requeue", job)
     assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    assert run.jobs.field(job, "Restarts") == "1"
     assert first[1] not in events_of(run.run_dir, "launch")[1]["nodes"]
     assert steps_of(run.run_dir) == reference
 

@@ -76,6 +76,8 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
     alone = module_megads.folder / "tp2pp2"
     assert module_megads("train", *overrides(corpus, alone, parallel__tp=2, train__steps=5)).end().code == 0
     assert steps_of(run.run_dir) == steps_of(alone)
+    again = run.submit()
+    assert run.jobs.wait_for(again) == "COMPLETED" and "nothing to do" in run.jobs.output(again)
     (launch,) = events_of(run.run_dir, "launch")
     logs = [(run.run_dir / "logs" / f"rank_{rank:05d}.log").read_text().splitlines()[0] for rank in range(4)]
     assert [log.rpartition("node ")[2] for log in logs] == [launch["nodes"][rank // 2] for rank in range(4)]
@@ -154,11 +156,14 @@ def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], train
 def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], training: Callable[..., Training]) -> None:
     """Catches a limit that is not known until SLURM kills, and a run whose next start has lost what it had done."""
     run = training(train__steps=10**6)
-    job = run.submit("run.save_before_limit_s=60", options=("--time=2", "--signal=B:USR1@1"))
+    job = run.submit("run.save_before_limit_s=600", options=("--signal=B:USR1@1",))
+    run.wait_for_step(job, 3)
+    run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=8")
     run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job, timeout_s=180)
+    run.jobs.cluster.command("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     saved = run.step
     assert saved > 0 and checkpoint_of(run.run_dir, saved).exists()
-    assert "left before the job's time limit, of which saving may take 1m00s" in run.jobs.output(job)
+    assert "left before the job's time limit, of which saving may take 10m00s" in run.jobs.output(job)
     assert events_of(run.run_dir, "end")[-1]["stopped"] == "time limit"
     run.wait_for_step(job, saved + 1)
     assert events_of(run.run_dir, "resume")[-1]["step"] == saved

@@ -49,6 +49,7 @@ class Place:
         nodes: names of those to check.
         host: address at which they reach this process.
         allocation: the SLURM job; None starts them on this machine.
+        srun_options: further options of srun.
         wrapper: words before a checker's command, a container's for instance.
         command: arguments of Python that start one.
     """
@@ -56,6 +57,7 @@ class Place:
     nodes: tuple[str, ...]
     host: str = "127.0.0.1"
     allocation: Allocation | None = None
+    srun_options: tuple[str, ...] = ()
     wrapper: tuple[str, ...] = ()
     command: tuple[str, ...] = CHECKER
 
@@ -65,7 +67,7 @@ class Place:
         if self.allocation is not None:
             # A step of its own for each: with one step for all, a node that is gone would hold up the others.
             srun = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node}", "--export=ALL", "--mpi=none"]
-            srun += ["--job-name=megads-check", "--kill-on-bad-exit=1"]
+            srun += ["--job-name=megads-check", "--kill-on-bad-exit=1", *self.srun_options]
         store = f"{self.host}:{port}"
         return [*srun, *self.wrapper, sys.executable, *self.command, "--store", store, "--node", node]
 
