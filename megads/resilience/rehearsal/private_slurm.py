@@ -205,13 +205,13 @@ class PrivateSlurm:
 
     def _start_once(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="megads-slurm-", dir=_short_folder()))
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(keeper.__file__), str(self.folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        try:
+            self._keeper = _start_keeper(self.folder)
+        except OSError as error:
+            shutil.rmtree(self.folder)
+            raise SlurmUnavailableError(
+                f"the private SLURM does not start: {sys.executable}: {error.strerror}"
+            ) from error
         addresses = _free_addresses(self.size.num_nodes)
         self.nodes = addresses.node_names()
         write_configuration(self.folder, self.size, self.timing, addresses)
@@ -276,6 +276,17 @@ class PrivateSlurm:
         while any(psutil.pid_exists(pid) for pid in pids):
             assert time.monotonic() < deadline, f"{pids} survive SIGKILL"
             time.sleep(0.01)
+
+
+def _start_keeper(folder: Path) -> subprocess.Popen[str]:
+    """Starts the process that starts the daemons."""
+    return subprocess.Popen(
+        [sys.executable, "-S", "-E", str(keeper.__file__), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def _short_folder() -> str:
