@@ -169,7 +169,7 @@ def bubble_share(schedule: Schedule) -> float:
 
 
 def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micro_batches: int) -> float | None:
-    """What `bubble_share` has to be; None where there is no formula: some with m < p, orders found by search if p > 4.
+    """What `bubble_share` has to be; None where there is no formula: some with m < p, orders found by search if p > 2.
 
     1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (v m + p - 1); ZB-H1 (p - 1) / (3 m + p - 1), a third of the idle
     time; V shapes (p - 1) / (6 m + p - 1): only the way of the first micro-batch to the last rank is left.
@@ -177,7 +177,7 @@ def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micr
     p, m = pipeline_ranks, micro_batches
     works = {"1f1b": 1, "interleaved": virtual_stages, "zb_h1": 3, "dualpipe_v": 6, "zb_v": 6}
     searched = name == "zb_v" or (name == "dualpipe_v" and m < 2 * p)
-    if (m < p and name != "1f1b") or (searched and p > 4):
+    if (m < p and name != "1f1b") or (searched and p > 2):
         return None
     return (p - 1) / (works[name] * m + p - 1)
 

@@ -12,8 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from statistics import fmean
 
-from megads.parallel.pipeline_actions import Action, ActionKind
+from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
+from megads.parallel.schedule_clock import ScheduleCosts, run_clock
+from megads.parallel.schedule_messages import with_messages
 
 _DOWN, _UP = 0, 1
 
@@ -118,12 +122,23 @@ _PREFERENCES = (
 """What a rank does first of what it can do at once; weight parts come last. No order is the best for every p and m."""
 
 
+_INPUT_TIMES = (1.5, 1.0)
+"""Of an input part, in forward passes, with which orders are found. Those of 1 are shorter where that is so, but wait
+up to three times as long where it is not: attention and recomputation make it up to twice a forward pass."""
+_CASES = ((1.0, 1.0, 0.0), (1.2, 0.9, 0.05), (2.0, 1.0, 0.0))
+"""Input part, weight part and message, in forward passes, over which orders are compared: even, as measured without
+recomputation, with it."""
+_MOST_COMPARED = 256
+"""Ranks times micro-batches up to which orders are compared; beyond, the first is taken: more would take seconds."""
+
+
 def zero_bubble_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
     """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), found by list scheduling.
 
-    On a clock of unit passes every rank runs what can start first, weight parts only where nothing else can; of a few
-    orders of preference the one with the shortest step is taken. At most 2p passes of a virtual stage wait on a rank,
-    1F1B's memory; idle time is p - 1, or with more than 4 ranks a little more, if m >= p.
+    On a clock every rank runs what can start first, weight parts only where nothing else can; of a few orders of
+    preference the one that waits least is taken. At most 2p passes of a virtual stage wait on a rank,
+    1F1B's memory. Idle time, if m >= p, is p - 1 with two ranks and less than 2p - 1 with more: that is the price of
+    orders that also hold where the parts of a pass take different times.
 
     Args:
         pipeline_ranks: p.
@@ -131,23 +146,44 @@ def zero_bubble_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]
     """
     # With two ranks an order that reckons with slow messages is as short without them; with more ranks none is.
     message = 1 / 16 if pipeline_ranks == 2 else 0.0
-    found = [_ListScheduler(pipeline_ranks, micro_batches, message, order) for order in _PREFERENCES]
-    for scheduler in found:
+    tried = list(product(_INPUT_TIMES, _PREFERENCES))
+    if pipeline_ranks * micro_batches > _MOST_COMPARED:
+        tried = tried[:1]
+    orders = []
+    for input_time, preference in tried:
+        scheduler = _ListScheduler(pipeline_ranks, micro_batches, input_time, message, preference)
         scheduler.run()
-    return min(found, key=lambda scheduler: max(scheduler.free)).rows
+        orders.append(scheduler.rows)
+    return min(orders, key=lambda rows: _mean_bubble(rows, micro_batches)) if len(orders) > 1 else orders[0]
+
+
+def _mean_bubble(rows: Sequence[Sequence[Action]], micro_batches: int) -> float:
+    """Share of waiting, over passes that take different times."""
+    ranks = tuple(range(len(rows)))
+    placement = Placement(ranks + ranks[::-1])
+    schedule = Schedule("", placement, micro_batches, with_messages(placement, rows))
+    stages = placement.num_stages
+    return fmean(
+        run_clock(
+            schedule, ScheduleCosts([1.0] * stages, [of_input] * stages, [of_weight] * stages, latency)
+        ).bubble_share
+        for of_input, of_weight, latency in _CASES
+    )
 
 
 class _ListScheduler:
-    """Writes down a V-shaped order pass by pass, on a clock on which every pass takes 1 and a message `message`."""
+    """Writes down a V-shaped order pass by pass, on a clock on which a message takes `message`."""
 
     def __init__(
         self,
         ranks: int,
         micro_batches: int,
+        input_time: float,
         message: float,
         preference: Sequence[tuple[ActionKind, int]],
     ) -> None:
         self.ranks, self.micro_batches, self.message = ranks, micro_batches, message
+        self.times = {_FORWARD: 1.0, _INPUT: input_time, _WEIGHT: 1.0}
         self.preference = (*preference, (_WEIGHT, _DOWN), (_WEIGHT, _UP))
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.free = [0.0] * ranks
@@ -166,8 +202,8 @@ class _ListScheduler:
             kind, stage = found[2:]
             ends = self._ends[kind, stage]
             self.rows[rank].append(Action(kind, len(ends), stage))
-            ends.append(start + 1)
-            self.free[rank] = start + 1
+            self.free[rank] = start + self.times[kind]
+            ends.append(self.free[rank])
             self._live[rank] += {_FORWARD: 1, _INPUT: 0, _WEIGHT: -1}[kind]
             for other in {rank, self._rank_of(stage - 1), self._rank_of(stage + 1)}:
                 following[other] = self._next(other)
