@@ -33,8 +33,11 @@ def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
         if ParallelConfig(**sizes).world_size > max_ranks:
             sizes[axis] = 1
     recompute = Recompute.none if parallel.recompute is Recompute.auto else parallel.recompute
+    # A pipeline of one stage has no schedule to speak of.
+    schedule = {"schedule": parallel.schedule} if sizes["pp"] > 1 else {}
     return ParallelConfig(
         **sizes,
+        **schedule,
         sequence_parallel=parallel.sequence_parallel,
         rank_order=parallel.rank_order,
         zero_stage=parallel.zero_stage,
@@ -47,7 +50,7 @@ def scaled_run(
 ) -> RootConfig:
     """Returns what is really trained in place of a run.
 
-    Kept are the kinds of position, norms, dropout, optimizer, precision, ZeRO and recomputation, how the run saves and
+    Kept are the kinds of position, norms, dropout, optimizer, precision, ZeRO, schedule and recomputation, how the run saves and
     loads, and its name; everything that has a size is small, and nobody outside is told.
 
     Args:
@@ -96,9 +99,9 @@ def scaled_run(
 
 
 def _scaled_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """Two blocks a stage of the default sizes, which divide by two."""
+    """Two blocks a virtual stage of the default sizes, which divide by two."""
     return ModelConfig(
-        num_layers=2 * parallel.pp,
+        num_layers=2 * parallel.num_stages,
         vocab_size=VOCAB_SIZE,
         position=model.position,
         embedding_norm=model.embedding_norm,

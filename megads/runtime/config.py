@@ -153,7 +153,7 @@ class ClusterConfig:
     nodes: int | None = None
     """Nodes that a SLURM job will have, for a dry run outside of it; inside, the job tells. submit.sh fills it in."""
     srun_options: list[str] = field(default_factory=list)
-    """Further options of the srun that starts the agents, as in [--container-image=/images/megads.sqsh]."""
+    """Further options of the srun that starts the agents, as in ["--container-image=/images/megads.sqsh"]."""
     wrapper: list[str] = field(default_factory=list)
     """Words before each agent's command, as in [apptainer, exec, --nv, /images/megads.sif]."""
     max_requeues: int = 100

@@ -35,7 +35,7 @@ def read_stop(run_dir: Path) -> str | None:
     """Returns why the run was asked to stop, or None when nobody asked."""
     try:
         text = stop_path(run_dir).read_text(errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         content = json.loads(text)
