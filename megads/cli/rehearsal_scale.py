@@ -12,6 +12,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig
 from megads.optim.config import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.pipeline_actions import ScheduleName
 from megads.runtime.config import ClusterConfig, LoggingConfig, WandbConfig, WandbMode
 
 VOCAB_SIZE = 512
@@ -33,11 +34,10 @@ def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
         if ParallelConfig(**sizes).world_size > max_ranks:
             sizes[axis] = 1
     recompute = Recompute.none if parallel.recompute is Recompute.auto else parallel.recompute
-    # A pipeline of one stage has no schedule to speak of.
-    schedule = {"schedule": parallel.schedule} if sizes["pp"] > 1 else {}
     return ParallelConfig(
         **sizes,
-        **schedule,
+        # A pipeline of one stage has no schedule to speak of.
+        schedule=parallel.schedule if sizes["pp"] > 1 else ScheduleName["1f1b"],
         sequence_parallel=parallel.sequence_parallel,
         rank_order=parallel.rank_order,
         zero_stage=parallel.zero_stage,
@@ -50,8 +50,8 @@ def scaled_run(
 ) -> RootConfig:
     """Returns what is really trained in place of a run.
 
-    Kept are the kinds of position, norms, dropout, optimizer, precision, ZeRO, schedule and recomputation, how the run saves and
-    loads, and its name; everything that has a size is small, and nobody outside is told.
+    Kept are the kinds of position, norms, dropout, optimizer, precision, ZeRO, schedule and recomputation, how the run
+    saves and loads, and its name; everything that has a size is small, and nobody outside is told.
 
     Args:
         config: the run, checked, with run.id.
