@@ -12,7 +12,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig
 from megads.optim.config import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
-from megads.parallel.pipeline_actions import ScheduleName
+from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, LoggingConfig, WandbConfig, WandbMode
 
 VOCAB_SIZE = 512
