@@ -72,7 +72,8 @@ def _facts(scenario: Scenario, parallel: ParallelConfig) -> dict[str, Any]:
         "state": {str(shard.tensor.dtype) for shard in engine.named_shards(owned=False)},
         "left": [bucket.gradient for bucket in optimizer.buckets]
         + [p.grad for p in engine._engine.module.parameters()],
-        "groups": {(group["lr"], group["weight_decay"], group["fused"]) for group in optimizer.param_groups},
+        "optimizer": type(optimizer.adamw).__name__,
+        "groups": {(group["lr"], group["weight_decay"]) for group in optimizer.param_groups},
     }
 
 
@@ -92,7 +93,10 @@ def test_settings_reach_the_engine_and_every_rank_reports_the_same_step() -> Non
         assert facts["steps"] == 1
         assert facts["weights"] == {"torch.bfloat16"} and facts["state"] == {"torch.float32"}
         assert not any(gradient is not None for gradient in facts["left"])
-        assert facts["groups"] == {(3e-4, 0.0, True), (3e-4, scenario.optim.weight_decay, True)}
+        assert (
+            facts["groups"] == {(3e-4, 0.0), (3e-4, scenario.optim.weight_decay)}
+        assert facts["optimizer"] == "FusedAdamW"
+        )
 
 
 def _unequal_steps(scenario: Scenario) -> dict[str, Any]:

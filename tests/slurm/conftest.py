@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,8 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def megads_on_the_path() -> Iterator[None]:
+    """Batch scripts say `megads`, as in an activated environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[PrivateSlurm]:
+def slurm_cluster(megads_on_the_path: None) -> Iterator[PrivateSlurm]:
     """Four nodes of 8 CPUs and 8 GPUs, as SLURM counts them; a test that takes one away brings it back."""
     with PrivateSlurm(ClusterSize(num_nodes=4, cpus_per_node=8, gpus_per_node=8)) as cluster:
         yield cluster
