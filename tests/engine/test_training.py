@@ -93,10 +93,8 @@ def test_settings_reach_the_engine_and_every_rank_reports_the_same_step() -> Non
         assert facts["steps"] == 1
         assert facts["weights"] == {"torch.bfloat16"} and facts["state"] == {"torch.float32"}
         assert not any(gradient is not None for gradient in facts["left"])
-        assert (
-            facts["groups"] == {(3e-4, 0.0), (3e-4, scenario.optim.weight_decay)}
+        assert facts["groups"] == {(3e-4, 0.0), (3e-4, scenario.optim.weight_decay)}
         assert facts["optimizer"] == "FusedAdamW"
-        )
 
 
 def _unequal_steps(scenario: Scenario) -> dict[str, Any]:
