@@ -6,6 +6,7 @@ It imports no tracker itself, so nothing that a tracker does can hold it up.
 from __future__ import annotations
 
 import fcntl
+import math
 import multiprocessing
 import os
 import time
@@ -23,6 +24,8 @@ from megads.runtime.trackers import RunDescription
 
 _POLL_S = 0.1
 _FIRST_RETRY_S = 5.0
+# From the first start of a tracker: a run may be over before any server could have answered.
+_ANSWER_S = 5.0
 _LAST_RETRY_S = 300.0
 _PRIORITY = 10
 
@@ -100,6 +103,7 @@ class Keeper:
         self._reported = False
         self._retry_s = _FIRST_RETRY_S
         self._next_start = 0.0
+        self._first_start = math.inf
 
     def look(self, ended: bool) -> None:
         """Does what is due.
@@ -116,9 +120,14 @@ class Keeper:
         self._listen()
         if self._process.exitcode is not None:
             self._bury(ended)
-        elif ended and self._over is not None and self._mode is WandbMode.online and not self._connected:
+        elif ended and self._over is not None and self._unanswered():
             self._cause = self._cause or "the server does not answer"
             self._record_offline()
+
+    def _unanswered(self) -> bool:
+        """Tells that a server had its time to answer and did not; a run may be over before it could."""
+        waits_s = min(_ANSWER_S, self._config.flush_s / 2)
+        return self._mode is WandbMode.online and not self._connected and time.monotonic() - self._first_start > waits_s
 
     def kill(self) -> None:
         """Ends it: the time is used up."""
@@ -143,6 +152,7 @@ class Keeper:
             daemon=True,
         )
         self._process.start()
+        self._first_start = min(self._first_start, time.monotonic())
         to_parent.close()
 
     def _listen(self) -> None:
