@@ -141,15 +141,18 @@ def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> Parallel
 
 
 def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
-    """The axis along this rank's line, with a group that only the ranks of the line make.
+    """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's.
 
-    Were every line made on all ranks, starting would take a time that grows with the world. torch names such a group
-    after its members and the number of groups that they are in so far, which is alike on all ranks as long as each
-    joins one line of every axis.
+    Groups that only their members make (use_local_synchronization) are named by how many groups each member is in so
+    far: where that differs, as after the pipes of a pipeline's messages, the members would wait for each other for ever.
     """
-    line = next(line for line in lines if rank in line)
-    group = dist.new_group(list(line), use_local_synchronization=True) if len(line) > 1 else None
-    return Axis(line.index(rank), line, group)
+    mine: Axis | None = None
+    for line in lines:
+        group = dist.new_group(list(line)) if len(line) > 1 else None
+        if rank in line:
+            mine = Axis(line.index(rank), line, group)
+    assert mine is not None
+    return mine
 
 
 def single_rank_grid() -> ParallelGrid:

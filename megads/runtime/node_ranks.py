@@ -170,10 +170,10 @@ class NodeRanks:
         return [
             NodeReport(
                 node=environment.node_name() if self.part.num_nodes > 1 else "",
-                failures=[record for record in read_failures(self.part.run_dir) if record.rank in ranks],
+                failures=read_failures(self.part.run_dir, ranks, self.part.lease),
                 exits=list(self._exits),
                 killed=sorted(self._killed),
-                returned=read_exits(self.part.run_dir, ranks),
+                returned=read_exits(self.part.run_dir, ranks, self.part.lease),
             )
         ]
 
@@ -202,10 +202,10 @@ class NodeRanks:
 
     def _some_rank_failed(self) -> bool:
         """True once a rank left a record of a failure, or vanished without having returned."""
-        if any(record.rank in self.part.ranks for record in read_failures(self.part.run_dir)):
+        if read_failures(self.part.run_dir, self.part.ranks, self.part.lease):
             return True
         vanished = [rank for rank, pid in self._pids().items() if not _exists(pid)]
-        return any(not exit_path(self.part.run_dir, rank).exists() for rank in vanished)
+        return any(not exit_path(self.part.run_dir, rank, self.part.lease).exists() for rank in vanished)
 
     def _pids(self) -> dict[int, int]:
         """Pids of the ranks by rank; empty until they are started."""

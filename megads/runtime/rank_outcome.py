@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode
-from megads.runtime.run_dir import exit_path, rank_log_path
+from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory? look for oom-kill in the kernel's log)",
@@ -133,14 +133,15 @@ def clear_records(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_failures(run_dir: Path) -> list[FailureRecord]:
-    """Returns the failure records of this start."""
-    return [FailureRecord(**json.loads(path.read_text())) for path in sorted((run_dir / "logs").glob("failure_*.json"))]
+def read_failures(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> list[FailureRecord]:
+    """Returns the failure records that ranks of a start left, see run_dir.failure_path."""
+    paths = [failure_path(run_dir, rank, start) for rank in ranks]
+    return [FailureRecord(**json.loads(path.read_text())) for path in paths if path.exists()]
 
 
-def read_exits(run_dir: Path, ranks: Iterable[int]) -> dict[int, int]:
-    """Returns the codes that ranks returned, of those that left a record."""
-    paths = {rank: exit_path(run_dir, rank) for rank in ranks}
+def read_exits(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> dict[int, int]:
+    """Returns the codes that ranks of a start returned, of those that left a record."""
+    paths = {rank: exit_path(run_dir, rank, start) for rank in ranks}
     return {rank: json.loads(path.read_text())["exit_code"] for rank, path in paths.items() if path.exists()}
 
 

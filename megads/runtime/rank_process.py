@@ -69,13 +69,14 @@ def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
     An exception is recorded and the process ends at once: no further collectives, no interpreter shutdown, which could
     hang in a library's exit handler.
     """
-    rank = rank_environment().rank
+    environment = rank_environment()
+    rank = environment.rank
     try:
         code = body()
-        _write_json(exit_path(run_dir, rank), {"rank": rank, "exit_code": code})
+        _write_json(exit_path(run_dir, rank, environment.lease), {"rank": rank, "exit_code": code})
         _leave(0)
     except BaseException as error:
-        _fail(run_dir, rank, error)
+        _fail(run_dir, environment, error)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -94,11 +95,11 @@ def is_lost_peer(error: BaseException) -> bool:
     return False
 
 
-def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
+def _fail(run_dir: Path, environment: RankEnvironment, error: BaseException) -> NoReturn:
     """Records why this rank failed, then ends it."""
     code = error.exit_code if isinstance(error, MegadsError) else EXIT_BUG
     record = {
-        "rank": rank,
+        "rank": environment.rank,
         "exit_code": code,
         "kind": type(error).__name__,
         "user_error": isinstance(error, MegadsError),
@@ -108,7 +109,7 @@ def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
         "consequence": is_lost_peer(error),
     }
     try:
-        _write_json(failure_path(run_dir, rank), record)
+        _write_json(failure_path(run_dir, environment.rank, environment.lease), record)
         traceback.print_exception(error)
     finally:
         _leave(code)

@@ -39,14 +39,21 @@ def tracker_log_path(run_dir: Path) -> Path:
     return run_dir / "logs" / "tracker.log"
 
 
-def failure_path(run_dir: Path, rank: int) -> Path:
-    """Returns the file in which a rank says why it failed."""
-    return run_dir / "logs" / f"failure_{rank:05d}.json"
+def failure_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
+    """Returns the file in which a rank of a start (its lease's number) says why it failed.
+
+    An orphan of an earlier start may fail while a later one runs, and must not be taken for its namesake there.
+    """
+    return run_dir / "logs" / f"failure_{_start(start)}{rank:05d}.json"
 
 
-def exit_path(run_dir: Path, rank: int) -> Path:
-    """Returns the file in which a rank that ended by itself leaves its exit code."""
-    return run_dir / "logs" / f"exit_{rank:05d}.json"
+def exit_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
+    """Returns the file in which a rank of a start that ended by itself leaves its exit code."""
+    return run_dir / "logs" / f"exit_{_start(start)}{rank:05d}.json"
+
+
+def _start(number: int | None) -> str:
+    return "" if number is None else f"start_{number}_"
 
 
 def create(run_dir: Path) -> None:

@@ -38,7 +38,7 @@ def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, conseq
 
 def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
     """Judges a run of one machine."""
-    failures, returned = read_failures(run_dir), read_exits(run_dir, range(num_ranks))
+    failures, returned = read_failures(run_dir, range(num_ranks)), read_exits(run_dir, range(num_ranks))
     return judge(run_dir, num_ranks, [NodeReport("", failures, exits, sorted(killed), returned)])
 
 
@@ -131,3 +131,27 @@ def test_causes_are_not_lost_peers() -> None:
     assert not is_lost_peer(NumericalError("the dataset server said: connection reset"))
     assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost_peer(ValueError("connection reset"))
+
+
+def test_an_orphan_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
+    """Catches a rank of an earlier start, which outlived its launcher, whose failure ends the start that runs now."""
+    (tmp_path / "logs").mkdir()
+    orphan = failure_path(tmp_path, 0, start=1)
+    orphan.write_text(
+        json.dumps(
+            {
+                "rank": 0,
+                "exit_code": 1,
+                "kind": "RuntimeError",
+                "user_error": False,
+                "message": "Connection closed by peer",
+                "monotonic_s": 1.0,
+                "consequence": True,
+            }
+        )
+    )
+    exit_path(tmp_path, 1, start=1).write_text('{"rank": 1, "exit_code": 6}')
+    assert [record.rank for record in read_failures(tmp_path, range(2), start=1)] == [0]
+    assert (read_failures(tmp_path, range(2), start=2), read_exits(tmp_path, range(2), start=2)) == ([], {})
+    clear_records(tmp_path)
+    assert list((tmp_path / "logs").iterdir()) == []
