@@ -144,7 +144,7 @@ def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
     """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's.
 
     Groups that only their members make (use_local_synchronization) are named by how many groups each member is in so
-    far: where that differs, as after the pipes of a pipeline's messages, the members would wait for each other for ever.
+    far: where that differs, as after those of a pipeline's messages, the members would wait for each other for ever.
     """
     mine: Axis | None = None
     for line in lines:
