@@ -21,6 +21,7 @@ from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig,
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig, Position
+from megads.ops.config import OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
@@ -111,6 +112,8 @@ class RootConfig:
     """The model's shape."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The layout over processes."""
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    """Which implementation computes."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length and batches."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -312,7 +315,8 @@ def config_digest(config: RootConfig) -> str:
 def derive_run_id(config: RootConfig, name: str) -> str:
     """Names a run after what it computes, so that the same command again continues the run.
 
-    How long it trains and where and how it writes are left out: a longer training continues the shorter one.
+    How long it trains, where and how it writes and which kernels compute it are left out: a longer training continues
+    the shorter one.
 
     Args:
         config: the run's config.
@@ -322,7 +326,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         `<name>-<8 hex digits>`.
     """
     content = config_dict(config)
-    for room in ("run", "logging", "cluster", "checkpoint"):
+    for room in ("run", "logging", "cluster", "checkpoint", "ops"):
         del content[room]
     for length in _LENGTHS:
         del content["train"][length]

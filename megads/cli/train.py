@@ -22,7 +22,9 @@ from megads.config import (
     planned_steps,
 )
 from megads.errors import EXIT_OK, ConfigError
+from megads.ops.choice import Choice, choose, prepare
 from megads.plan.parameters import parameter_count
+from megads.runtime.console import Console
 from megads.runtime.console_choice import open_console
 from megads.runtime.environment import share_of_cores
 from megads.runtime.launcher import LaunchSpec, launch
@@ -65,11 +67,17 @@ def run(config: RootConfig, invocation: Invocation) -> int:
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         if choice:
             console.say(choice)
+        say_ops(prepare(config.ops, console.say, cuda=machine.per_gpu), console)
         config = prepare_data(config, preparation, run_dir, console)
         for change in _changes(run_dir, config):
             console.say(f"changed since the last start: {change}", "warning")
         freeze(config, run_dir / CONFIG_FILE)
         return launch(launch_spec(config), console)
+
+
+def say_ops(choice: Choice, console: Console) -> None:
+    """Says which kernels will compute; a missing compiler is worth a warning, as it costs speed."""
+    console.say(choice.text, "warning" if choice.reason else "info")
 
 
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
@@ -82,12 +90,14 @@ def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation
         machine: where the ranks would run.
 
     Raises:
-        ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
+        ConfigError: a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit this
+            machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.cli.memory_check import refuse_unfit
 
     wanted_trackers(config.logging)
+    choose(config.ops, cuda=machine.per_gpu)
     refuse_unfit(known, machine)
     if preparation is None:
         require_data(config)
@@ -155,6 +165,7 @@ def describe(config: RootConfig, data: str, choice: str, machine: Machine) -> st
         **({"chosen": choice} if choice else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
+        "kernels": choose(config.ops, cuda=machine.per_gpu).text,
         "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }

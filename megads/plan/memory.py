@@ -56,6 +56,7 @@ class Workload:
         steps_loaded: steps whose micro-batches are in memory, those read ahead included.
         cuda: ranks compute on GPUs.
         document_mask: packed documents are hidden from each other.
+        fused: megads' own kernels compute attention, GELU and the loss.
     """
 
     seq_len: int
@@ -65,6 +66,7 @@ class Workload:
     steps_loaded: int = 1
     cuda: bool = False
     document_mask: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,7 @@ def _stage_memory(
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         document_mask=workload.document_mask,
+        fused=workload.fused,
     )
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
@@ -218,7 +221,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         adam_moments=2 * FP32 * share,
-        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
+        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if blocks else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, stage),
         in_flight=in_flight(stage, parallel.pp, workload.micro_batches),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, stage), mask),
