@@ -20,8 +20,8 @@ from megads.data.batch_size import BatchSizeSchedule
 from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.config import ModelConfig, Position
-from megads.ops.config import OpsConfig
+from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
@@ -157,6 +157,7 @@ def check_config(config: RootConfig) -> None:
         config.cluster,
     ):
         part.check()
+    _check_attention(config)
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -177,6 +178,15 @@ def check_shape(config: RootConfig) -> None:
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
+
+
+def _check_attention(config: RootConfig) -> None:
+    """Who insists on the kernel for attention must insist on kernels, so that a run without them does not start."""
+    if config.model.attention is AttentionKind.fused and config.ops.impl is not Implementation.fused:
+        raise ConfigError(
+            f"model.attention = fused needs megads' own kernels, but ops.impl = {config.ops.impl} can do without: set "
+            "ops.impl=fused, or model.attention=auto"
+        )
 
 
 def _check_layout(config: RootConfig) -> None:
@@ -330,6 +340,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         del content[room]
     for length in _LENGTHS:
         del content["train"][length]
+    del content["model"]["attention"]
     return f"{name}-{_sha256(content)[:8]}"
 
 

@@ -19,7 +19,7 @@ from megads.config import (
 )
 from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError
-from megads.model.config import Position
+from megads.model.config import AttentionKind, Position
 from megads.ops.config import Implementation, OpsConfig
 
 
@@ -68,6 +68,11 @@ def test_good_config_passes() -> None:
         ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
         ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
         ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
+        ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
+        (
+            [change("model.attention", AttentionKind.fused), change("model.attention_dropout", 0.1)],
+            "model.attention_dropout = 0.1",
+        ),
         ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
         ([change("schedule.warmup_samples", 80)], "schedule.warmup_samples = 80"),
         ([change("run.id", "../elsewhere")], "run.id"),
@@ -124,6 +129,7 @@ def test_run_id_ignores_how_and_where_but_not_what() -> None:
         ("cluster.threads_per_rank", 1),
         ("run.dir", "elsewhere"),
         ("ops.impl", Implementation.torch),
+        ("model.attention", AttentionKind.sdpa),
     ]:
         config = good_config()
         change(path, value)(config)

@@ -6,8 +6,8 @@ namespace {
 constexpr float kTwiceRoot = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
 
-// Beyond it GELU is 0 or x in fp32, and its slope 0 or 1; nearer, no power below overflows.
-constexpr float kFar = 30.0f;
+// Beyond it GELU is 0 or x in fp32, and its slope 0 or 1; up to it the exponentials below are finite.
+constexpr float kFar = 10.0f;
 
 Floats value(Floats x) {
   const Floats away = exp(x * (-kTwiceRoot) * (1.0f + kCubic * x * x));

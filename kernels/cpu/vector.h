@@ -2,6 +2,10 @@
 // AVX-512, AVX2, SSE and NEON. Everything is computed in fp32; bf16 is a way to store.
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -45,6 +49,11 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
 // Rounds to nearest, ties to even, as torch does; a NaN stays one.
 inline void store(BFloat16* to, Floats x) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded_bits = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(to, &rounded_bits, sizeof rounded_bits);
+  return;
+#endif
   Words bits = (Words)x;
   Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   rounded = x == x ? rounded : Words{} + 0x7fc0u;
@@ -94,7 +103,14 @@ inline float sum_of(Floats x) {
   return sum;
 }
 
-inline Floats larger(Floats x, Floats y) { return x > y ? x : y; }
+// y where either is NaN.
+inline Floats larger(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+  return x > y ? x : y;
+#endif
+}
 
 inline float largest_of(Floats x) {
   float largest = x[0];
@@ -102,12 +118,14 @@ inline float largest_of(Floats x) {
   return largest;
 }
 
-// e^x for x <= 88, within two units in the last place; NaN stays NaN, and what is below the normal numbers is zero.
-// x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library (Moshier 1989).
+// e^x within two units in the last place; NaN stays NaN. Below the normal numbers it may be zero, above 88 it may stay
+// e^88. x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library (Moshier 1989).
 inline Floats exp(Floats x) {
-  const Floats lowest = broadcast(-87.33f), highest = broadcast(88.0f), magic = broadcast(12582912.0f);
-  Floats within = x > highest ? highest : x;
-  within = within < lowest ? lowest : within;
+  const Floats lowest = broadcast(-110.0f), highest = broadcast(88.0f), magic = broadcast(12582912.0f);
+  Floats within = larger(lowest, x);
+#if !defined(__AVX512F__)
+  within = within > highest ? highest : within;
+#endif
   Floats rounded = within * 1.44269504088896341f + magic;  // adding 1.5 * 2^23 rounds to an integer
   Floats n = rounded - magic;
   Floats r = within - n * 0.693359375f;
@@ -119,10 +137,13 @@ inline Floats exp(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#endif
   Ints exponent = ((Ints)rounded - (Ints)magic) << 23;
   Floats result = (Floats)((Ints)p + exponent);
   result = x == x ? result : x;
-  return x < lowest ? Floats{} : result;
+  return x < -87.33f ? Floats{} : result;
 }
 
 }  // namespace megads

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
@@ -39,6 +39,7 @@ class AttentionCore(nn.Module):
     rank holds.
 
     Attributes:
+        kernel_allowed: model.attention leaves the choice, or asks for the kernel.
         fused: take megads' own kernel where it can compute this; dropout on the probabilities it cannot.
     """
 
@@ -47,6 +48,7 @@ class AttentionCore(nn.Module):
         self.num_heads = config.num_heads
         self.alibi = config.position is Position.alibi
         self.heads = range(config.num_heads)
+        self.kernel_allowed = config.attention is not AttentionKind.sdpa
         self.fused = False
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
 
@@ -67,7 +69,7 @@ class AttentionCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         num_keys, device = k_bntd.shape[2], q_bnsd.device
-        if self.fused and not self.dropout.active and kernel_takes(q_bnsd):
+        if self.fused and self.kernel_allowed and not self.dropout.active and kernel_takes(q_bnsd):
             slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi else None
             return attention(q_bnsd, k_bntd, v_bntd, slopes_n, info.sequence_index, info.document_starts)
         if self.dropout.active:

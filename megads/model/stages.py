@@ -126,7 +126,7 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
 def use_kernels(stage: nn.Module) -> None:
-    """Makes a stage take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
+    """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
     for module in stage.modules():
         if isinstance(module, AttentionCore | MLP):
             module.fused = True

@@ -109,7 +109,7 @@ def _attention_op(p: Pass) -> Op:
     made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
     if not p.model.attention_dropout:
         # Our own kernel keeps two numbers of every row in its place.
-        logsumexp = (2 if p.fused else 1) * FP32 * p.tokens * p.heads
+        logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
             "attention",
             kept=inputs + p.attention + logsumexp,

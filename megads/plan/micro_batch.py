@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.parallel.tensor import padded_rows
 
 FP32, INT64 = 4, 8
@@ -146,7 +146,7 @@ class Pass:
     @property
     def fused_attention(self) -> bool:
         """Attention needs no mask; probabilities with dropout do."""
-        return self.fused and not self.model.attention_dropout
+        return self.fused and not self.model.attention_dropout and self.model.attention is not AttentionKind.sdpa
 
     @property
     def bias_table(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.attention import attention, attention_reference
 from tests.ops.accuracy import check_error
 
@@ -150,6 +151,10 @@ def test_the_core_computes_the_same(position: Position, shared: int) -> None:
     expected = core(*tensors[:3], info)
     core.fused = True
     torch.testing.assert_close(core(*tensors[:3], info), expected, rtol=1e-5, atol=1e-5)
+    chosen = AttentionCore(replace(config, attention=AttentionKind.sdpa), 0, "core")
+    chosen.narrow(shared - 1, shared)
+    chosen.fused = True
+    assert torch.equal(chosen(*tensors[:3], info), expected)
     core.dropout.p = 0.5
     assert not torch.allclose(core(*tensors[:3], info), expected, atol=1e-2)
 
