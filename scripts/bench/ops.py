@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times each operator: ours, torch eager, torch.compile, and what the machine could do at best, all in one run.
 
-    python -m scripts.bench.ops [--rounds 15] [--only attention] [--append bench.jsonl]
+    python -m scripts.bench.ops [--rounds 15] [--threads 2] [--only attention] [--append bench.jsonl]
 
 The sides take turns in one process with the allocator settings of a rank, so that other work on the machine hits all of
 them alike; fastest and median time count. `limit` is the time of reading and writing what the operator must read and
@@ -43,8 +43,14 @@ AXIS = single_rank_grid().tp
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of all cases: [rows, width] of GELU and LayerNorm, [tokens, vocabulary], [b, n, s, d] of attention,
-    and the model's layers and sequence length."""
+    """Shapes of all cases.
+
+    Attributes:
+        rows, width: of GELU and LayerNorm.
+        tokens, vocabulary: of cross entropy.
+        attention: batch, heads, sequence length and head dim, also the model's.
+        layers, model_vocabulary: of the model.
+    """
 
     rows: int = 4096
     width: int = 2048
@@ -52,10 +58,10 @@ class Sizes:
     vocabulary: int = 50304
     attention: tuple[int, int, int, int] = (4, 8, 512, 64)
     layers: int = 8
-    seq_len: int = 512
+    model_vocabulary: int = 32000
 
 
-SMALL = Sizes(64, 32, 16, 512, (1, 2, 48, 8), layers=1, seq_len=16)
+SMALL = Sizes(64, 32, 16, 512, (1, 2, 48, 8), layers=1, model_vocabulary=512)
 
 
 @dataclass(frozen=True)
@@ -176,9 +182,12 @@ def attention_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
 def model_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     """Forward and backward of a whole model with its loss: what the operators are worth together."""
-    config = ModelConfig(num_layers=sizes.layers, hidden_size=512, num_heads=8, vocab_size=32000)
-    tokens, labels = (torch.randint(0, 32000, (4, sizes.seq_len)) for _ in range(2))
-    info = BatchInfo(torch.arange(4))
+    layers, vocabulary = sizes.layers, sizes.model_vocabulary
+    batch, heads, seq_len, dim = sizes.attention
+    hidden = heads * dim
+    config = ModelConfig(num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=vocabulary)
+    tokens, labels = (torch.randint(0, vocabulary, (batch, seq_len)) for _ in range(2))
+    info = BatchInfo(torch.arange(batch))
 
     def step(fused: bool) -> Callable[[], object]:
         model = GPT(config, seed=0).to(dtype)
@@ -187,14 +196,14 @@ def model_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
         def call() -> None:
             model.zero_grad(set_to_none=True)
-            vocab_parallel_token_losses(model(tokens, info), labels, 32000, AXIS, fused).mean().backward()
+            vocab_parallel_token_losses(model(tokens, info), labels, vocabulary, AXIS, fused).mean().backward()
 
         return call
 
-    weights = 12 * sizes.layers * 512**2 + 32000 * 512
-    flops = 4.0 * sizes.seq_len * (6 * weights + 12 * sizes.layers * 512 * sizes.seq_len)
+    weights = 12 * layers * hidden**2 + vocabulary * hidden
+    flops = float(batch * seq_len * (6 * weights + 12 * layers * hidden * seq_len))
     sides = {"ours, ops.impl=fused": step(True), "ours, ops.impl=torch": step(False)}
-    return Case(f"model f+b {sizes.layers}x512 V32000 B4 S{sizes.seq_len}", sides, flops=flops)
+    return Case(f"model f+b {layers}x{hidden} V{vocabulary} B{batch} S{seq_len}", sides, flops=flops)
 
 
 CASES = {
@@ -267,9 +276,9 @@ def show(record: dict[str, object]) -> None:
         )
 
 
-def with_rank_settings() -> None:
+def with_rank_settings(threads: int) -> None:
     """Starts this process anew with the environment of a rank, as glibc reads it at its start only."""
-    variables = rank_variables(available_cores(), cuda=False)
+    variables = rank_variables(threads, cuda=False)
     if any(os.environ.get(name) != value for name, value in variables.items() if name.startswith(("MALLOC", "OMP"))):
         os.execve(sys.executable, [sys.executable, "-m", "scripts.bench.ops", *sys.argv[1:]], os.environ | variables)
 
@@ -278,11 +287,12 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--only", choices=CASES, action="append")
     parser.add_argument("--small", action="store_true", help="tiny shapes, nothing compiled: does it run?")
     parser.add_argument("--append", type=Path, help="file of results")
     arguments = parser.parse_args()
-    with_rank_settings()
+    with_rank_settings(arguments.threads)
     load(OpsConfig(Implementation.fused), print, cuda=False)
     print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
     records = []
