@@ -6,7 +6,7 @@ export VENV
 TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-slurm check docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-slurm check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,12 @@ check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/codespell
 	$(PYTHON_BIN)/yamllint --strict .
 	$(PYTHON_BIN)/python -m pytest -q --durations=0 tests/test_architecture.py
+
+bench: setup ## time operators, loader, blends and preprocessing against peers; results go to bench.jsonl
+	$(PYTHON_BIN)/python -m scripts.bench.ops --append bench.jsonl
+	$(PYTHON_BIN)/python -m scripts.bench.loader
+	$(PYTHON_BIN)/python -m scripts.bench.blend --append bench.jsonl
+	$(PYTHON_BIN)/python -m scripts.bench.preprocess
 
 docs: setup ## write docs/configuration.md from the config dataclasses and conf/
 	$(PYTHON_BIN)/python scripts/docs/configuration.py

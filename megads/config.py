@@ -12,7 +12,8 @@ from megads.data.batch_size import BatchSizeSchedule
 from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, Engine, TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
@@ -104,6 +105,8 @@ class RootConfig:
     """The model's shape."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The layout over processes."""
+    ops: OpsConfig = field(default_factory=OpsConfig)
+    """Which implementation computes."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length and batches."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -147,6 +150,7 @@ def check_config(config: RootConfig) -> None:
         config.cluster,
     ):
         part.check()
+    _check_attention(config)
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -167,6 +171,15 @@ def check_shape(config: RootConfig) -> None:
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
+
+
+def _check_attention(config: RootConfig) -> None:
+    """Who insists on the kernel for attention must insist on kernels, so that a run without them does not start."""
+    if config.model.attention is AttentionKind.fused and config.ops.impl is not Implementation.fused:
+        raise ConfigError(
+            f"model.attention = fused needs megads' own kernels, but ops.impl = {config.ops.impl} can do without: set "
+            "ops.impl=fused, or model.attention=auto"
+        )
 
 
 def _check_layout(config: RootConfig) -> None:

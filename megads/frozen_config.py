@@ -32,7 +32,8 @@ def config_digest(config: RootConfig) -> str:
 def derive_run_id(config: RootConfig, name: str) -> str:
     """Names a run after what it computes, so that the same command again continues the run.
 
-    How long it trains and where and how it writes are left out: a longer training continues the shorter one.
+    How long it trains, where and how it writes and which kernels compute it are left out: a longer training continues
+    the shorter one.
 
     Args:
         config: the run's config.
@@ -42,10 +43,11 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         `<name>-<8 hex digits>`.
     """
     content = config_dict(config)
-    for room in ("run", "logging", "cluster", "checkpoint"):
+    for room in ("run", "logging", "cluster", "checkpoint", "ops"):
         del content[room]
     for length in LENGTHS:
         del content["train"][length]
+    del content["model"]["attention"]
     return f"{name}-{_sha256(content)[:8]}"
 
 

@@ -29,6 +29,7 @@ from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest, config_of_start
+from megads.ops.choice import Choice, load
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
@@ -69,9 +70,10 @@ def train(config: RootConfig, run_dir: Path) -> int:
         grid = build_grid(config.parallel, environment.rank, environment.world_size)
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config)
+        ops = load_ops(config, device)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
-        engine = build_engine(config, grid, device)
+        engine = build_engine(config, grid, device, ops)
         state = TrainState()
         resume(config, run_dir, engine, state, events)
         metrics.drop_after(state.step)
@@ -82,7 +84,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         ]
         hooks += timeline_hooks(config, run_dir, engine)
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
-        announce(config, engine, device, state, events)
+        announce(config, engine, device, ops, state, events)
         announce_data(config, train_samples, state, events)
         switch = config.run.kill_switch
         stop = StopSignal(run_dir, grid.rank, device, fence, Path(switch) if switch else None)
@@ -157,7 +159,18 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device) -> TrainEngine:
+def load_ops(config: RootConfig, device: torch.device) -> Choice:
+    """Loads the kernels that this run takes; all ranks take the same, or replicas would drift apart.
+
+    Raises:
+        ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
+    """
+    choice = load(config.ops, print, cuda=device.type == "cuda")
+    require_equal("what ops.impl stands for", choice.text, "install a C++ compiler everywhere, or use ops.impl=torch")
+    return choice
+
+
+def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device, ops: Choice) -> TrainEngine:
     """The engine with its initial weights."""
     return build_train_engine(
         config.model,
@@ -168,6 +181,7 @@ def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device) -
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
         device=device,
+        fused=ops.fused,
     )
 
 
@@ -313,7 +327,12 @@ def validation_hook(
 
 
 def announce(
-    config: RootConfig, engine: TrainEngine, device: torch.device, state: TrainState, events: EventWriter
+    config: RootConfig,
+    engine: TrainEngine,
+    device: torch.device,
+    ops: Choice,
+    state: TrainState,
+    events: EventWriter,
 ) -> None:
     """Records what starts."""
     events.write(
@@ -326,6 +345,7 @@ def announce(
         zero_stage=config.parallel.zero_stage,
         stages=engine.bounds,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        ops=ops.text.removeprefix("ops.impl: "),
         threads_per_rank=torch.get_num_threads(),
         config_digest=config_digest(config),
     )

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv with the pinned dependencies and megads itself, editable. A second call does nothing unless
-# pyproject.toml or constraints.txt changed. Needs Python >= 3.11 and no C++ compiler.
+# pyproject.toml or constraints.txt changed. Needs Python >= 3.11. With a C++ compiler it also
+# builds megads' own kernels; without one torch's operators take their place.
 #   PYTHON=/path/to/python scripts/setup.sh     chooses the interpreter
 #   VENV=/path/to/venv scripts/setup.sh         puts the environment elsewhere
 set -euo pipefail
@@ -51,5 +52,7 @@ echo "setup: installing torch"
 install torch
 echo "setup: installing the other dependencies and megads"
 install --editable '.[dev]'
+echo "setup: the kernels"
+"$VENV/bin/python" -m megads.ops.build || fail "the kernels' build is broken (see above)"
 printf '%s' "$want" >"$STAMP"
 echo "setup: done, in $VENV"

@@ -36,6 +36,18 @@ def module_megads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCom
         yield start
 
 
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """megads' own kernels, compiled and loaded."""
+    from megads.ops.build import KernelsUnavailable, build
+    from megads.ops.library import load_library
+
+    try:
+        load_library(build(print))
+    except KernelsUnavailable as error:
+        pytest.skip(f"no kernels here: {error}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_wandb() -> Iterator[None]:
     """Runs are not recorded with wandb unless a test asks for it: its start takes a second of each."""

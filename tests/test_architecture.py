@@ -23,7 +23,8 @@ LAYERS = (
     ("evaluate", "resilience", "checkpoint", "plan", "verify"),
     ("engine",),
     ("model", "optim", "data"),
-    ("parallel", "ops"),
+    ("parallel",),
+    ("ops",),
     ("runtime",),
     ("batch", "errors"),
 )

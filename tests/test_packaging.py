@@ -32,11 +32,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_carries_its_configs(wheel: Path) -> None:
-    """Catches a YAML that only a checkout has, and files of ours that do not belong into a wheel."""
+    """Catches a YAML or a kernel that only a checkout has, and files of ours that do not belong into a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     configs = {f"megads/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}
     assert configs <= names
+    sources = {f"megads/kernels/{path.relative_to(ROOT / 'kernels')}" for path in (ROOT / "kernels").rglob("*.*")}
+    assert sources and sources <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "scripts/"))]
 
 

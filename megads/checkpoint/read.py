@@ -20,7 +20,7 @@ from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 
-_IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std")
+_IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
 
 

@@ -10,16 +10,18 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import torch
 
 import megads
+from megads.ops.library import loaded_kernels
 
 
 def software() -> dict[str, str]:
-    """Versions of Python, torch, megads and what it requires, the CPU's vector instructions, and threads a rank."""
+    """Versions of Python, torch, megads and what it requires, the CPU's vector instructions, threads, kernels."""
     versions = {
         "python": platform.python_version(),
         "megads": megads.__version__,
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
+        "kernels": loaded_kernels(),
     }
     if torch.cuda.is_available():
         versions |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}

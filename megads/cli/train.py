@@ -25,6 +25,7 @@ from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, batch_size_schedule, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
+from megads.ops.choice import Choice, choose, prepare
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
@@ -101,6 +102,7 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         for choice in choices:
             console.say(choice)
+        say_ops(prepare(config.ops, console.say, cuda=machine.per_gpu), console)
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
@@ -142,6 +144,11 @@ def _start(config: RootConfig, placement: Placement | None, lease: Lease, consol
     return Attempts(config, spec, placement, lease).run(console)
 
 
+def say_ops(choice: Choice, console: Console) -> None:
+    """Says which kernels will compute; a missing compiler is worth a warning, as it costs speed."""
+    console.say(choice.text, "warning" if choice.reason else "info")
+
+
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
     """Refuses what cannot run before text is prepared, a run directory made or a rank started.
 
@@ -153,13 +160,15 @@ def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation
 
     Raises:
         StopRequested: somebody stopped the run.
-        ConfigError: a tracker is not installed, or the run does not fit this machine's memory.
+        ConfigError: a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit this
+            machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.cli.memory_check import refuse_unfit
 
     refuse_while_stopped(config)
     wanted_trackers(config.logging)
+    choose(config.ops, cuda=machine.per_gpu)
     refuse_unfit(known, machine)
     if preparation is None:
         require_data(config)
@@ -232,6 +241,7 @@ def describe(config: RootConfig, data: str, choices: Sequence[str], machine: Mac
         **({"chosen": "; ".join(choices)} if choices else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
+        "kernels": choose(config.ops, cuda=machine.per_gpu).text,
         "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }

@@ -83,6 +83,7 @@ def wanted(config: RootConfig) -> Wanted:
         bf16=train.precision is Precision.bf16,
         document_mask=config.data.document_mask,
         reset_positions=config.data.reset_positions,
+        ops=config.ops,
     )
 
 

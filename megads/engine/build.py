@@ -25,6 +25,7 @@ def build_train_engine(
     seed: int,
     device: torch.device,
     value: InitialValue | None = None,
+    fused: bool = False,
 ) -> TrainEngine:
     """The engine of a layout, with its initial weights; collective over the world.
 
@@ -38,6 +39,7 @@ def build_train_engine(
         seed: of initial weights and dropout.
         device: where this rank computes.
         value: initial weights; None is `megads.model.initialise.initial_value`.
+        fused: take megads' own kernels, which `megads.ops.choice.load` has loaded; else torch's operators.
 
     Raises:
         ConfigError: the model cannot be cut this way, or DeepSpeed is too old.
@@ -53,4 +55,5 @@ def build_train_engine(
         seed=seed,
         device=device,
         value=value,
+        fused=fused,
     )

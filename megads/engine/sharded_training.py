@@ -45,10 +45,11 @@ class ShardedTrainEngine:
         seed: int,
         device: torch.device,
         value: InitialValue | None = None,
+        fused: bool = False,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocabulary, grid)
+        self._loss = TokenMeanLoss(model.vocabulary, grid, fused)
         self._watch: Callable[[list[Shard]], None] | None = None
         self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)
@@ -64,6 +65,7 @@ class ShardedTrainEngine:
             precision,
             self._loss,
             shard if parallel.zero_stage == 3 else None,
+            fused,
         )
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),

@@ -17,7 +17,16 @@ from megads.engine.optimizer import NamedParameter
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
-from megads.model.stages import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, StageSpec, is_block, stage_specs
+from megads.model.stages import (
+    EMBEDDING,
+    HEAD,
+    TIED_COPY,
+    TIED_PARAMETER,
+    StageSpec,
+    is_block,
+    stage_specs,
+    use_kernels,
+)
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
@@ -38,10 +47,11 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         *,
         tied: bool,
         sequence_parallel: bool,
+        fused: bool,
     ) -> None:
         super().__init__(nn.Module)
         self.spec, self.grid, self.value, self.device = spec, grid, value, device
-        self.tied, self.sequence_parallel = tied, sequence_parallel
+        self.tied, self.sequence_parallel, self.fused = tied, sequence_parallel, fused
 
     def __repr__(self) -> str:
         return self.spec.name
@@ -50,6 +60,8 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         """This rank's share of the stage, its parameters' `placement` attribute set."""
         with torch.device("meta"):
             stage = self.spec.build()
+        if self.fused:
+            use_kernels(stage)
         stage, placements = shard_stage(
             stage, self.spec.name, SHARDING, self.grid.tp, sequence_parallel=self.sequence_parallel
         )
@@ -142,6 +154,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         value: InitialValue,
         device: torch.device,
         loss: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor],
+        fused: bool = False,
     ) -> None:
         specs = stage_specs(model, seed)
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
@@ -150,7 +163,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = model.tie_embeddings, model.hidden_size
         self.grid, self.parallel = grid, parallel
-        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel}
+        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel, "fused": fused}
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, **options) for spec in specs],
             topology=GridTopology(parallel),

@@ -19,15 +19,20 @@ class TokenMeanLoss:
     Attributes:
         scale: fp64 scalar on the engine's device, so that setting it never waits for the device. 1 / (unmasked tokens
             of the global batch), times what the engine divides losses and gradients by on its own.
+
+    Args:
+        vocab_size: true size of the vocabulary.
+        grid: the ranks.
+        fused: take megads' own kernels.
     """
 
-    def __init__(self, vocab_size: int, grid: ParallelGrid) -> None:
-        self.vocab_size, self.grid = vocab_size, grid
+    def __init__(self, vocab_size: int, grid: ParallelGrid, fused: bool = False) -> None:
+        self.vocab_size, self.grid, self.fused = vocab_size, grid, fused
         self.scale = torch.ones((), dtype=torch.float64)
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels_bs, mask_bs = targets
-        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp, self.fused)
         return (losses_bs * mask_bs).sum() * self.scale
 
 

@@ -31,6 +31,7 @@ class WholeModel(nn.Module):
         loss: of a micro-batch.
         shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
             is drawn: no rank ever holds the whole model.
+        fused: take megads' own kernels.
     """
 
     def __init__(
@@ -44,19 +45,15 @@ class WholeModel(nn.Module):
         precision: torch.dtype,
         loss: TokenMeanLoss,
         shard: Callable[[nn.Module], None] | None = None,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.loss = loss
         self.tied_key = TIED_PARAMETER if model.tie_embeddings else None
         stages: dict[str, nn.Module] = {}
+        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel, "fused": fused}
         for spec in stage_specs(model, seed):
-            stage = (
-                StageLayerSpec(
-                    spec, grid, value, device, tied=model.tie_embeddings, sequence_parallel=parallel.sequence_parallel
-                )
-                .build()
-                .to(precision)
-            )
+            stage = StageLayerSpec(spec, grid, value, device, **options).build().to(precision)
             if model.tie_embeddings and spec.name == HEAD:
                 stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
             if shard is not None:

@@ -22,6 +22,12 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=4)
+def slopes_of(num_heads: int, first_head: int, last_head: int) -> Tensor:
+    """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
+    return alibi_slopes(num_heads)[first_head:last_head].clone()
+
+
+@functools.lru_cache(maxsize=4)
 def causal_bias(
     num_heads: int,
     first_head: int,

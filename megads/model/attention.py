@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.alibi import causal_bias, hide_other_documents
-from megads.model.config import ModelConfig, Position
+from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
+from megads.ops.attention import attention
+from megads.ops.gelu import kernel_takes
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 
@@ -35,6 +37,10 @@ class AttentionCore(nn.Module):
     The bias of a head depends on its GLOBAL index, so the core knows which heads it holds; `narrow` keeps a share.
     Keys and values are those of the whole sample in the order of their places, queries those of the tokens that this
     rank holds.
+
+    Attributes:
+        kernel_allowed: model.attention leaves the choice, or asks for the kernel.
+        fused: take megads' own kernel where it can compute this; dropout on the probabilities it cannot.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
@@ -42,6 +48,8 @@ class AttentionCore(nn.Module):
         self.num_heads = config.num_heads
         self.alibi = config.position is Position.alibi
         self.heads = range(config.num_heads)
+        self.kernel_allowed = config.attention is not AttentionKind.sdpa
+        self.fused = False
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
 
     def narrow(self, rank: int, size: int) -> None:
@@ -61,6 +69,9 @@ class AttentionCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         num_keys, device = k_bntd.shape[2], q_bnsd.device
+        if self.fused and self.kernel_allowed and not self.dropout.active and kernel_takes(q_bnsd):
+            slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi else None
+            return attention(q_bnsd, k_bntd, v_bntd, slopes_n, info.sequence_index, info.document_starts)
         if self.dropout.active:
             scores_bnst = (q_bnsd @ k_bntd.transpose(-1, -2)).float() * q_bnsd.shape[-1] ** -0.5
             scores_bnst = scores_bnst + self.bias(info, num_keys, device, torch.float32)

@@ -17,6 +17,21 @@ class Position(StrEnum):
     rope = "rope"
 
 
+class AttentionKind(StrEnum):
+    """How attention is computed; all compute the same."""
+
+    auto = "auto"
+    fused = "fused"
+    sdpa = "sdpa"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        in_it = "fused is a flash kernel with ALiBi, document borders and context parallelism inside; use auto"
+        flex = "FlexAttention has no backward pass on a CPU; use auto"
+        return {"flash": in_it, "fused_softmax": in_it, "flex": flex, "reference": "use sdpa, which is plain torch"}
+
+
 @dataclass
 class ModelConfig:
     """A GPT/BLOOM-like decoder: pre-LayerNorm blocks, tanh GELU, causal attention."""
@@ -47,6 +62,9 @@ class ModelConfig:
     """Dropout on the embedding and on the output of attention and MLP."""
     attention_dropout: float = 0.0
     """Dropout on the attention probabilities."""
+    attention: AttentionKind = AttentionKind.auto
+    """How attention is computed, not what: fused is megads' own kernel (with ops.impl=fused), sdpa is torch's with a
+    mask in memory; auto takes fused where ops.impl has it, and sdpa elsewhere."""
     norm_eps: float = 1e-5
     """Added to the variance in every LayerNorm."""
     init_std: float | None = None
@@ -86,6 +104,11 @@ class ModelConfig:
             raise ConfigError(
                 f"model.hidden_size / model.num_heads = {self.head_dim} is odd, but model.position=rope turns pairs of "
                 "a head's features: choose an even head size, or model.position=alibi"
+            )
+        if self.attention is AttentionKind.fused and self.attention_dropout:
+            raise ConfigError(
+                f"model.attention = fused cannot drop probabilities, but model.attention_dropout = "
+                f"{self.attention_dropout}: set that to 0, or model.attention=auto"
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")

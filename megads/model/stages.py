@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.attention import Attention
+from megads.model.attention import Attention, AttentionCore
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
+from megads.ops.gelu import gelu
 
 
 class Embedding(nn.Module):
@@ -47,15 +48,20 @@ def _table(rows: int, width: int) -> nn.Embedding:
 
 
 class MLP(nn.Module):
-    """Two projections around a tanh-approximated GELU."""
+    """Two projections around a tanh-approximated GELU.
+
+    Attributes:
+        fused: take megads' own kernel for it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.fused = False
         self.up = nn.Linear(config.hidden_size, config.ffn_width)
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
-        out_bsh: Tensor = self.down(F.gelu(self.up(hidden_bsh), approximate="tanh"))
+        out_bsh: Tensor = self.down(gelu(self.up(hidden_bsh), self.fused))
         return out_bsh
 
 
@@ -122,6 +128,13 @@ class StageSpec:
 
 EMBEDDING, HEAD = "embedding", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
+
+
+def use_kernels(stage: nn.Module) -> None:
+    """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
+    for module in stage.modules():
+        if isinstance(module, AttentionCore | MLP):
+            module.fused = True
 
 
 def is_block(name: str) -> bool:

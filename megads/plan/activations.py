@@ -49,7 +49,7 @@ def embedding_ops(p: Pass) -> list[Op]:
 
 def document_mask_ops(p: Pass) -> list[Op]:
     """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
-    if not p.document_mask:
+    if not p.document_mask or p.fused_attention:
         return []
     hidden_keys = p.tokens * p.seq_len
     mask = p.micro_batch_size * p.bias_table * p.mask_bytes
@@ -108,7 +108,8 @@ def _attention_op(p: Pass) -> Op:
     inputs = p.attention if p.cp > 1 else 3 * p.attention
     made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
     if not p.model.attention_dropout:
-        logsumexp = FP32 * p.tokens * p.heads
+        # Our own kernel keeps two numbers of every row in its place.
+        logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
             "attention",
             kept=inputs + p.attention + logsumexp,
@@ -218,11 +219,28 @@ def head_ops(p: Pass) -> list[Op]:
     """Output projection and vocabulary-parallel cross entropy.
 
     The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
-    into a second such tensor and, under bf16, casts that.
+    into a second such tensor and, under bf16, casts that. Our own kernels keep the logits and nothing else of that
+    size; backward writes their gradient.
     """
     tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
+    if p.fused:
+        loss = Op(
+            "loss",
+            kept=p.logits + (INT64 + 2 * FP32) * tokens,
+            forward=8 * FP32 * tokens,
+            backward=p.logits,
+            is_loss=True,
+        )
+    else:
+        loss = Op(
+            "loss",
+            kept=probabilities + 2 * INT64 * tokens,
+            forward=p.logits + 6 * FP32 * tokens,
+            backward=probabilities + cast + 6 * FP32 * tokens,
+            is_loss=True,
+        )
     return [
         Op(
             "head",
@@ -232,13 +250,7 @@ def head_ops(p: Pass) -> list[Op]:
             gradient=matrix,
             deferred=p.hidden + p.logits,
         ),
-        Op(
-            "loss",
-            kept=probabilities + 2 * INT64 * tokens,
-            forward=p.logits + 6 * FP32 * tokens,
-            backward=probabilities + cast + 6 * FP32 * tokens,
-            is_loss=True,
-        ),
+        loss,
     ]
 
 

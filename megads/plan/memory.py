@@ -50,6 +50,7 @@ class Workload:
         steps_loaded: steps whose micro-batches are in memory, those read ahead included.
         cuda: ranks compute on GPUs.
         document_mask: packed documents are hidden from each other.
+        fused: megads' own kernels compute attention, GELU and the loss.
     """
 
     seq_len: int
@@ -59,6 +60,7 @@ class Workload:
     steps_loaded: int = 1
     cuda: bool = False
     document_mask: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         adam_moments=2 * FP32 * share,
-        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if bias else 0),
+        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if blocks else 0),
         pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, layers_of),
         in_flight=most_waiting(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
@@ -219,6 +221,7 @@ def _one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) 
         sequence_parallel=parallel.sequence_parallel,
         cp=parallel.cp,
         document_mask=workload.document_mask,
+        fused=workload.fused,
     )
 
 

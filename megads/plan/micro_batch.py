@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.parallel.tensor import padded_rows
 
 FP32, INT64 = 4, 8
@@ -30,6 +30,7 @@ class Pass:
         cuda: on a GPU; else on a CPU.
         sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
         document_mask: packed documents are hidden from each other.
+        fused: megads' own kernels compute attention, GELU and the loss.
     """
 
     model: ModelConfig
@@ -41,6 +42,7 @@ class Pass:
     sequence_parallel: bool = False
     cp: int = 1
     document_mask: bool = False
+    fused: bool = False
 
     @property
     def tokens(self) -> int:
@@ -142,8 +144,15 @@ class Pass:
         return 2 * self.tokens // self.shards * (FP32 if self.cuda else self.weight_bytes)
 
     @property
+    def fused_attention(self) -> bool:
+        """Attention needs no mask; probabilities with dropout do."""
+        return self.fused and not self.model.attention_dropout and self.model.attention is not AttentionKind.sdpa
+
+    @property
     def bias_table(self) -> int:
         """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
+        if self.fused_attention:
+            return 0
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 
     @property

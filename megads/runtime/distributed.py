@@ -28,13 +28,19 @@ def world(device: torch.device, timeout_s: float) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def require_equal(what: str, value: str) -> None:
-    """Raises ConfigError on every rank unless all ranks hold the same value."""
+def require_equal(what: str, value: str, remedy: str = "every node must see the same run directory") -> None:
+    """Raises ConfigError on every rank unless all ranks hold the same value.
+
+    Args:
+        what: is compared.
+        value: this rank's.
+        remedy: what the user should do.
+    """
     values: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     if len(set(values)) > 1:
         by_value = {v: [r for r, other in enumerate(values) if other == v] for v in set(values)}
-        raise ConfigError(f"{what} differs between ranks: {by_value}; every node must see the same run directory")
+        raise ConfigError(f"{what} differs between ranks: {by_value}; {remedy}")
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

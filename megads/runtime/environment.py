@@ -86,6 +86,11 @@ def user_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "megads"
 
 
+def cpp_compiler() -> str | None:
+    """Returns the C++ compiler that the user names in CXX, or None."""
+    return os.environ.get("CXX") or None
+
+
 def show_full_hydra_errors() -> None:
     """Makes Hydra raise its errors instead of printing them and exiting 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"

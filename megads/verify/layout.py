@@ -11,6 +11,7 @@ from megads.batch import MicroBatch
 from megads.engine.build import build_train_engine
 from megads.engine.interface import Shard, TrainEngine
 from megads.model.initialise import InitialValue
+from megads.ops.choice import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.verify.reductions import RecordedReductions
@@ -37,6 +38,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         seed=scenario.seed,
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
+        fused=load(scenario.ops, print, cuda=False).fused,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
+from megads.ops.config import OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
 from megads.verify.scenario import Scenario
@@ -37,6 +38,7 @@ class Wanted:
         global_batch_size, micro_batch_size, seq_len: train.*.
         bf16: whether it trains in bf16.
         document_mask, reset_positions: data.*.
+        ops: its config.
     """
 
     model: ModelConfig
@@ -48,6 +50,7 @@ class Wanted:
     bf16: bool
     document_mask: bool = False
     reset_positions: bool = False
+    ops: OpsConfig = field(default_factory=OpsConfig)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         reset_positions=wanted.reset_positions,
         clip_grad=_CLIP if wanted.optim.clip_grad > 0 else 0.0,
         optimizer=wanted.optim,
+        ops=wanted.ops,
     )
     micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
     exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.num_stages + 2), _SEQ_LEN, _SAMPLES)

@@ -17,6 +17,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampler import micro_batch_ids
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, parameter_generator
+from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 
 # Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
@@ -48,6 +49,7 @@ class Scenario:
         document_mask: with documents: attention stays in them.
         reset_positions: with documents: positions restart in them.
         optimizer: every other setting of the optimizer.
+        ops: how the layout's operators are computed; the reference takes torch's.
     """
 
     model: ModelConfig = field(default_factory=lambda: MODEL)
@@ -66,6 +68,7 @@ class Scenario:
     document_mask: bool = True
     reset_positions: bool = True
     optimizer: OptimConfig = field(default_factory=OptimConfig)
+    ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,6 +22,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from megads.model.alibi import causal_bias
+from megads.ops.choice import choose
 from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches
@@ -163,5 +164,6 @@ def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
             micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
             weight_bytes=scenario.dtype.itemsize,
             document_mask=scenario.documents,
+            fused=choose(scenario.ops, cuda=False).fused,
         ),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import ModelConfig, Position
+from megads.ops.config import OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import place_of
 from megads.parallel.schedule import ScheduleName
@@ -27,6 +28,7 @@ MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=25
 DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq_len=256, global_batch_size=16)
 DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
 ROPE = replace(MODEL, position=Position.rope)
+FUSED = OpsConfig()  # where there is a compiler; the plan follows
 FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
 
 CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
@@ -97,6 +99,9 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "single, dropout, recompute=selective": (DEEP_DROPOUT, ParallelConfig(recompute=Recompute.selective)),
     "pp2, every second block in full": (DEEP, ParallelConfig(pp=2, recompute=Recompute.full, recompute_interval=2)),
     "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
+    "single bf16, fused": (replace(SCENARIO, ops=FUSED), ParallelConfig()),
+    "single, many tokens, fused": (replace(MANY_TOKENS, ops=FUSED), ParallelConfig()),
+    "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 CASES_A_START = 8

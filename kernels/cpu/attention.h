@@ -1,0 +1,45 @@
+// Causal attention that never holds the scores of more than one block of queries and keys (Dao et al. 2022).
+#pragma once
+
+#include "vector.h"
+
+namespace megads {
+
+// A [batch, heads, rows, dim] tensor whose last dim is contiguous; strides in elements.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t batch, head, row;
+
+  T* at(int64_t b, int64_t h, int64_t r) const { return data + b * batch + h * head + r * row; }
+};
+
+// What every call needs beside the tensors.
+//   slopes: ALiBi slope of every head, or null.
+//   places: place of every query among the keys, [queries]; null: its own number.
+//   starts: first key that a query sees, [batch, queries]; null: 0.
+// A query sees the keys from its start to its place. One that sees none has output and gradients zero.
+struct Attention {
+  int64_t batch, heads, queries, keys, dim;
+  float scale;
+  const float* slopes;
+  const int64_t* places;
+  const int64_t* starts;
+};
+
+// Tasks of the forward pass: one for each block of queries. Each is independent of the others.
+int64_t attention_tasks(const Attention& shape);
+
+// Runs tasks first..last-1. statistics, [batch, heads, queries, 2]: each row's largest biased score, and 1 / sum of
+// exp(score - largest).
+template <typename T>
+void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
+                       float* statistics, int64_t first, int64_t last);
+
+// Runs heads first..last-1 of the batch * heads there are. Scores are computed again from the statistics.
+template <typename T>
+void attention_backward(const Attention& shape, Rows<const T> grad, Rows<const T> q, Rows<const T> k, Rows<const T> v,
+                        Rows<const T> out, const float* statistics, Rows<T> grad_q, Rows<T> grad_k, Rows<T> grad_v,
+                        int64_t first, int64_t last);
+
+}  // namespace megads

@@ -1,0 +1,149 @@
+// Vectors of fp32 as wide as the machine's registers, by the compiler's vector extension (GCC, Clang): one source for
+// AVX-512, AVX2, SSE and NEON. Everything is computed in fp32; bf16 is a way to store.
+#pragma once
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace megads {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+// The upper half of an fp32 number.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Floats broadcast(float x) { return x - Floats{}; }
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline Floats load(const BFloat16* from) {
+  Halves bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+// Rounds to nearest, ties to even, as torch does; a NaN stays one.
+inline void store(BFloat16* to, Floats x) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded_bits = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(to, &rounded_bits, sizeof rounded_bits);
+  return;
+#endif
+  Words bits = (Words)x;
+  Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  rounded = x == x ? rounded : Words{} + 0x7fc0u;
+  Halves halves = __builtin_convertvector(rounded, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+inline float widen(float x) { return x; }
+
+inline float widen(BFloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+inline void narrow(float* to, float x) { *to = x; }
+
+inline void narrow(BFloat16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to->bits = x == x ? uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
+}
+
+// The first `count` lanes; the others are `rest`.
+template <typename T>
+inline Floats load_some(const T* from, int64_t count, float rest) {
+  Floats x = broadcast(rest);
+  for (int64_t lane = 0; lane < count; ++lane) x[lane] = widen(from[lane]);
+  return x;
+}
+
+template <typename T>
+inline void store_some(T* to, Floats x, int64_t count) {
+  for (int64_t lane = 0; lane < count; ++lane) narrow(to + lane, x[lane]);
+}
+
+inline Ints lane_numbers() {
+  Ints numbers;
+  for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+  return numbers;
+}
+
+inline float sum_of(Floats x) {
+  float sum = 0.0f;
+  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
+  return sum;
+}
+
+// y where either is NaN.
+inline Floats larger(Floats x, Floats y) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
+inline float largest_of(Floats x) {
+  float largest = x[0];
+  for (int lane = 1; lane < kLanes; ++lane) largest = x[lane] > largest ? x[lane] : largest;
+  return largest;
+}
+
+// e^x within two units in the last place; NaN stays NaN. Below the normal numbers it may be zero, above 88 it may stay
+// e^88. x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library (Moshier 1989).
+inline Floats exp(Floats x) {
+  const Floats lowest = broadcast(-110.0f), highest = broadcast(88.0f), magic = broadcast(12582912.0f);
+  Floats within = larger(lowest, x);
+#if !defined(__AVX512F__)
+  within = within > highest ? highest : within;
+#endif
+  Floats rounded = within * 1.44269504088896341f + magic;  // adding 1.5 * 2^23 rounds to an integer
+  Floats n = rounded - magic;
+  Floats r = within - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = broadcast(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#endif
+  Ints exponent = ((Ints)rounded - (Ints)magic) << 23;
+  Floats result = (Floats)((Ints)p + exponent);
+  result = x == x ? result : x;
+  return x < -87.33f ? Floats{} : result;
+}
+
+}  // namespace megads

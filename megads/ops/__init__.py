@@ -1,0 +1,1 @@
+"""Fused operators: the Python face of kernels/, each beside its reference in plain torch."""

@@ -1,0 +1,62 @@
+"""Causal attention with ALiBi and document borders, block by block (Dao et al. 2022, FlashAttention).
+
+Neither scores nor mask are ever in memory as a whole; blocks of keys that no query of a block sees are left out.
+
+Shape suffixes: b = batch, n = heads, s = query, t = key, d = head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q_bnsd: Tensor,
+    k_bntd: Tensor,
+    v_bntd: Tensor,
+    slopes_n: Tensor | None = None,
+    places_s: Tensor | None = None,
+    starts_bs: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(d) + slope * (t - place)) v over the keys from a query's start to its place, [b, n, s, d].
+
+    In memory the result is [b, s, n, d]. A query that sees no key gets zeros. Needs
+    `megads.ops.library.load_library`; `attention_reference` is the same in plain torch.
+
+    Args:
+        q_bnsd: queries, fp32 or bf16 on a CPU; computed in fp32 inside.
+        k_bntd: keys.
+        v_bntd: values.
+        slopes_n: fp32 ALiBi slope of every head; None: no bias.
+        places_s: int64 place of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key that a query sees; None: 0.
+    """
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_bnsd, k_bntd, v_bntd)]
+    starts_bs = None if starts_bs is None else starts_bs.contiguous()
+    out: Tensor
+    out, _ = torch.ops.megads.attention_forward(*rows, slopes_n, places_s, starts_bs, q_bnsd.shape[-1] ** -0.5)
+    return out
+
+
+def attention_reference(
+    q_bnsd: Tensor,
+    k_bntd: Tensor,
+    v_bntd: Tensor,
+    slopes_n: Tensor | None = None,
+    places_s: Tensor | None = None,
+    starts_bs: Tensor | None = None,
+) -> Tensor:
+    """The same by the formula, in the dtype of the queries; see `attention`."""
+    queries, keys = q_bnsd.shape[2], k_bntd.shape[2]
+    places_s = torch.arange(queries) if places_s is None else places_s
+    distance_st = torch.arange(keys) - places_s[:, None]
+    hidden_bst = (distance_st > 0)[None]
+    if starts_bs is not None:
+        hidden_bst = hidden_bst | (torch.arange(keys) < starts_bs[:, :, None])
+    scores_bnst = q_bnsd @ k_bntd.transpose(-1, -2) * q_bnsd.shape[-1] ** -0.5
+    if slopes_n is not None:
+        scores_bnst = scores_bnst + (slopes_n[:, None, None] * distance_st).to(q_bnsd.dtype)
+    scores_bnst = scores_bnst.masked_fill(hidden_bst[:, None], float("-inf"))
+    weights_bnst = scores_bnst.softmax(-1).masked_fill(hidden_bst[:, None], 0.0)
+    return weights_bnst @ v_bntd

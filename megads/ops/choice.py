@@ -1,0 +1,88 @@
+"""Decides which implementation runs, before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megads.errors import ConfigError
+from megads.ops.build import KernelsUnavailable, build, library_path
+from megads.ops.config import Implementation, OpsConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that a run uses.
+
+    Attributes:
+        fused: megads' own kernels; else torch's operators.
+        reason: why not the others; empty where nothing had to be decided.
+    """
+
+    fused: bool
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """For the console and the event."""
+        return f"ops.impl: {'fused' if self.fused else 'torch'}{f' ({self.reason})' if self.reason else ''}"
+
+
+def choose(config: OpsConfig, *, cuda: bool) -> Choice:
+    """What would run here; compiles and loads nothing.
+
+    Args:
+        config: what the user asked for.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: fused was asked for and cannot be had.
+    """
+    return _choose(config, cuda, library_path)
+
+
+def prepare(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice:
+    """The same, and compiles the kernels where they are needed and missing.
+
+    Args:
+        config: what the user asked for.
+        say: told what is being waited for.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: fused was asked for and cannot be had.
+    """
+    return _choose(config, cuda, lambda: build(say))
+
+
+def load(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice:
+    """The same, and loads the kernels into this process: a rank's.
+
+    Args:
+        config: what the user asked for.
+        say: told what is being waited for.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: fused was asked for and cannot be had.
+    """
+    # It imports torch, for which a launcher must not wait.
+    from megads.ops.library import load_library
+
+    return _choose(config, cuda, lambda: load_library(build(say)))
+
+
+def _choose(config: OpsConfig, cuda: bool, get: Callable[[], object]) -> Choice:
+    if config.impl is Implementation.torch:
+        return Choice(fused=False)
+    try:
+        if cuda:
+            raise KernelsUnavailable("the kernels are for CPUs only so far")
+        get()
+    except KernelsUnavailable as error:
+        if config.impl is Implementation.fused:
+            raise ConfigError(
+                f"ops.impl = fused cannot run: {error}; or use ops.impl=auto, which does without"
+            ) from None
+        return Choice(fused=False, reason=str(error))
+    return Choice(fused=True)

@@ -1,0 +1,28 @@
+"""Which implementation of the operators a run uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Implementation(StrEnum):
+    """Where attention, GELU and cross entropy are computed."""
+
+    auto = "auto"
+    fused = "fused"
+    torch = "torch"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        return {"apex": "apex has kernels for CUDA only, and megads calls none of them yet; use auto"}
+
+
+@dataclass
+class OpsConfig:
+    """How operators are computed; what they compute is the same."""
+
+    impl: Implementation = Implementation.auto
+    """fused: megads' own kernels, compiled once for this machine and kept in the user's cache. torch: torch's
+    operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so."""

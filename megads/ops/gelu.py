@@ -1,0 +1,28 @@
+"""The tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+"""What the kernels compute in fp32 inside."""
+
+
+def kernel_takes(x: Tensor) -> bool:
+    """Whether the kernels can compute on this tensor: fp32 or bf16 on a CPU."""
+    return x.device.type == "cpu" and x.dtype in KERNEL_DTYPES
+
+
+def gelu(x: Tensor, fused: bool) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of the shape and dtype of x.
+
+    Args:
+        x: any shape; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
+        fused: take the kernel; `megads.ops.library.load_library` was called.
+    """
+    if fused and kernel_takes(x):
+        out: Tensor = torch.ops.megads.gelu_forward(x.contiguous())
+        return out
+    return F.gelu(x, approximate="tanh")

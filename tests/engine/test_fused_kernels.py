@@ -1,0 +1,41 @@
+"""The fused kernels train the model that plain torch trains, in layouts: N3, N4, N8 and N10."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.model.config import Position
+from megads.ops.config import Implementation, OpsConfig
+from tests import parity
+from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, first_loss
+from tests.engine.test_parity import DOCUMENTS, SCENARIO, documents_reference, reference
+from tests.parity import LAYOUTS, train_layout
+
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
+FUSED = OpsConfig(Implementation.fused)
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2pp2", "cp2", "zero2dp2"])
+def test_fp32(layout: str) -> None:
+    """Catches slopes of the wrong heads, a part of the vocabulary that is lost, places of a context rank, and drift."""
+    run = train_layout(replace(SCENARIO, ops=FUSED), LAYOUTS[layout])
+    for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
+        assert check(run, reference()) == []
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+@pytest.mark.parametrize("position", [Position.alibi, Position.rope])
+def test_packed_documents(position: Position, layout: str) -> None:
+    """Catches a document's border that the kernel does not see."""
+    scenario = replace(DOCUMENTS[position.value], ops=FUSED)
+    expected = documents_reference(position.value)
+    assert parity.check_first_step(train_layout(scenario, LAYOUTS[layout]), expected) == []
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2cp2"])
+def test_first_loss_in_bf16(layout: str) -> None:
+    """Catches a softmax or a sum in bf16."""
+    found = train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]).losses[0]
+    assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND

@@ -1,0 +1,22 @@
+"""How exact a kernel must be: what it may be off by follows from what torch itself is off by."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """2-norm of the difference over that of the exact value."""
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def check_error(found: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """At most twice the error of torch's eager operators in the same dtype.
+
+    Args:
+        found: the kernel's.
+        eager: torch's, from the same inputs.
+        exact: in fp64, from the same inputs.
+    """
+    assert found.dtype == eager.dtype and found.shape == eager.shape
+    assert relative_error(found, exact) <= 2 * relative_error(eager, exact)

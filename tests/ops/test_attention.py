@@ -1,0 +1,167 @@
+"""The attention kernel against the formula in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megads.batch import BatchInfo
+from megads.model.attention import AttentionCore
+from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.ops.attention import attention, attention_reference
+from tests.ops.accuracy import check_error
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def inputs(queries: int, keys: int, dim: int, dtype: torch.dtype, heads: int = 3, scale: float = 1.0) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the output; views whose rows are not next to each other."""
+    generator = torch.Generator().manual_seed(queries + keys)
+    sizes = (queries, keys, keys, queries)
+    found = (torch.randn(2, size, heads, dim + 2, dtype=torch.float64, generator=generator) for size in sizes)
+    return [(scale * x).to(dtype)[..., :dim].transpose(1, 2) for x in found]
+
+
+def both(compute: Any, tensors: list[Tensor], *rest: Tensor | None) -> list[Tensor]:
+    """The output and the gradients of queries, keys and values."""
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    out = compute(*leaves, *rest)
+    out.backward(tensors[3])
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> Tensor:
+    """The formula in the dtype of the inputs, softmax in fp32 as everywhere."""
+    slopes, places, starts = rest
+    places = torch.arange(q.shape[2]) if places is None else places
+    distance = torch.arange(k.shape[2]) - places[:, None]
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * distance
+    scores = scores.masked_fill(distance > 0, float("-inf"))
+    if starts is not None:
+        scores = scores.masked_fill((torch.arange(k.shape[2]) < starts[:, :, None])[:, None], float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v
+
+
+PLACES = torch.cat([torch.arange(0, 70), torch.arange(210, 280)])
+STARTS = torch.stack([torch.arange(200) // 37 * 37, torch.arange(200) // 90 * 90])
+SLOPES = torch.tensor([0.5, 0.01, 0.002])
+CASES: dict[str, tuple[int, int, int, Tensor | None, Tensor | None, Tensor | None]] = {
+    "one token": (1, 1, 8, SLOPES, None, None),
+    "odd sizes": (131, 131, 9, SLOPES, None, None),
+    "whole blocks": (192, 192, 64, SLOPES, None, None),
+    "wide heads, no bias": (100, 100, 80, None, None, None),
+    "context rank": (140, 280, 16, SLOPES, PLACES, None),
+    "documents": (200, 200, 24, SLOPES, None, STARTS),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+    """Catches wrong masks at the borders of blocks, slopes, places, documents, and bf16 where fp32 belongs."""
+    queries, keys, dim, slopes, places, starts = CASES[name]
+    tensors = inputs(queries, keys, dim, dtype)
+    doubles = [x.double() for x in tensors]
+    exact = both(attention_reference, doubles, None if slopes is None else slopes.double(), places, starts)
+    found = both(attention, tensors, slopes, places, starts)
+    for ours, theirs, right in zip(found, both(eager, tensors, slopes, places, starts), exact, strict=True):
+        if right.norm() == 0:  # one token: nothing to choose from
+            assert ours.norm() < 1e-6
+        else:
+            check_error(ours, theirs, right)
+
+
+def test_rows_that_see_nothing() -> None:
+    """Catches NaN from an empty softmax: such a row, like padding, is zero and changes no gradient."""
+    tensors = inputs(70, 70, 16, torch.float32)
+    starts = torch.zeros(2, 70, dtype=torch.int64)
+    starts[1, 3:69] = 70
+    found = both(attention, tensors, None, None, starts)
+    for ours, right in zip(found, both(attention_reference, tensors, None, None, starts), strict=True):
+        torch.testing.assert_close(ours, right.nan_to_num(), rtol=1e-5, atol=1e-5)
+    assert (found[0][1, :, 3:69] == 0).all() and (found[1][1, :, 3:69] == 0).all()
+
+
+def test_large_scores_and_infinities() -> None:
+    """Catches exp without the largest score taken off, and a non-finite value that is lost on its way to the loss."""
+    tensors = inputs(90, 90, 16, torch.float32, scale=60.0)
+    exact = both(attention_reference, [x.double() for x in tensors])
+    for ours, right in zip(both(attention, tensors), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-3, atol=2e-3 * float(right.abs().max()))
+    for value in (float("nan"), float("inf")):
+        broken = [x.clone() for x in inputs(90, 90, 16, torch.float32)]
+        broken[1][0, 1, 40, 3] = value
+        out = attention(*broken[:3])
+        assert not out[0, 1, 40:].isfinite().all() and out[0, 1, :40].isfinite().all() and out[1].isfinite().all()
+
+
+def test_the_same_bits_at_any_number_of_threads() -> None:
+    """Catches sums whose order depends on how rows were shared out: ranks and resumes would drift apart."""
+    tensors = inputs(150, 150, 16, torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 2):
+            torch.set_num_threads(count)
+            found.append(both(attention, tensors, SLOPES))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+def test_what_torch_must_know() -> None:
+    """Catches schema, fake and gradient registrations under which torch.compile or autograd goes wrong."""
+    q, k, v, grad = inputs(20, 20, 8, torch.float32)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(
+        torch.ops.megads.attention_forward.default, (*leaves, SLOPES, None, STARTS[:, :20].contiguous(), 0.3)
+    )
+    out, statistics = torch.ops.megads.attention_forward(q, k, v, SLOPES, None, None, 0.3)
+    backward = (grad, q, k, v, out, statistics, SLOPES, None, None, 0.3)
+    torch.library.opcheck(torch.ops.megads.attention_backward.default, backward)
+    compiled = both(torch.compile(lambda *tensors: attention(*tensors, SLOPES)), [q, k, v, grad])
+    for ours, right in zip(compiled, both(attention, [q, k, v, grad], SLOPES), strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+def test_empty_input() -> None:
+    """Catches a division by the number of blocks: a batch of no samples has none."""
+    q = torch.empty(0, 3, 5, 8, requires_grad=True)
+    out = attention(q, q, q)
+    out.sum().backward()
+    assert out.shape == (0, 3, 5, 8) and q.grad is not None
+
+
+@pytest.mark.parametrize("position", [Position.alibi, Position.learned])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_the_core_computes_the_same(position: Position, shared: int) -> None:
+    """Catches slopes of the wrong heads, a forgotten mask, and a core whose dropout the kernel leaves out."""
+    config = ModelConfig(hidden_size=24, num_heads=6, position=position)
+    tensors = inputs(40, 40, 4, torch.float32, heads=6 // shared)
+    info = BatchInfo(torch.arange(2), document_starts=STARTS[:, :40] // 37 * 10)
+    core = AttentionCore(config, 0, "core")
+    core.narrow(shared - 1, shared)
+    expected = core(*tensors[:3], info)
+    core.fused = True
+    torch.testing.assert_close(core(*tensors[:3], info), expected, rtol=1e-5, atol=1e-5)
+    chosen = AttentionCore(replace(config, attention=AttentionKind.sdpa), 0, "core")
+    chosen.narrow(shared - 1, shared)
+    chosen.fused = True
+    assert torch.equal(chosen(*tensors[:3], info), expected)
+    core.dropout.p = 0.5
+    assert not torch.allclose(core(*tensors[:3], info), expected, atol=1e-2)
+
+
+def test_hidden_blocks_are_left_out() -> None:
+    """Catches blocks of keys computed though no query sees them: NaN there would reach the output as 0 * NaN."""
+    q, k, v, _ = inputs(64, 256, 16, torch.float32)
+    k[:, :, 64:] = v[:, :, 64:] = float("nan")
+    expected = F.scaled_dot_product_attention(q, k[:, :, :64], v[:, :, :64], is_causal=True)
+    torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,83 @@
+"""Compiling the kernels: once, by one process, and said in words where it cannot be done."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megads.errors import ConfigError
+from megads.ops import build as building
+from megads.ops.build import KernelsUnavailable, build, library_path
+from megads.ops.choice import Choice, choose, load, prepare
+from megads.ops.config import Implementation, OpsConfig
+
+FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing remembered of the machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library_path.cache_clear()
+    yield tmp_path
+    library_path.cache_clear()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.distributed
+def test_processes_that_start_together_compile_once(fresh: Path) -> None:
+    """Catches two ranks that compile at once, and one that loads a half-written file."""
+    command = [sys.executable, "-m", "megads.ops.build"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate(timeout=300)[0].splitlines() for process in started]
+    assert sum("compiling" in " ".join(lines) for lines in said) == 1
+    assert {lines[-1] for lines in said} == {str(library_path())} and library_path().is_file()
+    assert {path.name for path in library_path().parent.iterdir()} == {building.LIBRARY, "libmegads_ops.lock"}
+    assert build(lambda text: pytest.fail(f"built again: {text}")) == library_path()
+
+
+def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an explicit choice that is silently dropped, and an automatic one that fails where torch would do."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for decide in (choose, lambda config, cuda: prepare(config, print, cuda=cuda)):
+        with pytest.raises(ConfigError, match=r"ops\.impl = fused .*CXX = no-such-compiler.*ops\.impl=auto"):
+            decide(FUSED, cuda=False)
+        assert decide(AUTO, cuda=False) == Choice(
+            False, "there is no compiler CXX = no-such-compiler: correct or unset CXX"
+        )
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(fresh))
+    with pytest.raises(ConfigError, match=r"apt install g\+\+"):
+        choose(FUSED, cuda=False)
+
+
+def test_sources_that_do_not_compile(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a compiler's failure that is taken for success, or told without its cause."""
+    (fresh / "broken.cpp").write_text("int main( {}\n")
+    monkeypatch.setattr(building, "sources_dir", lambda: fresh)
+    with pytest.raises(KernelsUnavailable, match=r"do not compile \(.*broken\.cpp:1"):
+        build(lambda text: None)
+    assert not library_path().exists()
+
+
+def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a kernel that was changed while the cached library goes on computing the old one."""
+    monkeypatch.setattr(building, "sources_dir", lambda: fresh)
+    found = set()
+    for text in ("int one;", "int two;"):
+        (fresh / "kernel.h").write_text(text)
+        library_path.cache_clear()
+        found.add(library_path())
+    assert len(found) == 2
+
+
+def test_on_gpus_torch_computes(fresh: Path) -> None:
+    """Catches CPU kernels chosen for tensors on a GPU."""
+    assert not choose(AUTO, cuda=True).fused
+    with pytest.raises(ConfigError, match="CPUs only"):
+        choose(FUSED, cuda=True)
+    assert load(OpsConfig(Implementation.torch), print, cuda=False) == Choice(fused=False)
