@@ -7,6 +7,8 @@ Shape suffixes: b = batch, n = heads, s = query, t = key, d = head dim.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,51 @@ def attention_reference(
     scores_bnst = scores_bnst.masked_fill(hidden_bst[:, None], float("-inf"))
     weights_bnst = scores_bnst.softmax(-1).masked_fill(hidden_bst[:, None], 0.0)
     return weights_bnst @ v_bntd
+
+
+def register() -> None:
+    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+
+    def like(x_bnsd: Tensor) -> Tensor:
+        return x_bnsd.new_empty(x_bnsd.transpose(1, 2).shape).transpose(1, 2)
+
+    @torch.library.register_fake("megads::attention_forward")
+    def _(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: Tensor | None,
+        places: Tensor | None,
+        starts: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        return like(q), q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
+
+    @torch.library.register_fake("megads::attention_backward")
+    def _(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        slopes: Tensor | None,
+        places: Tensor | None,
+        starts: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return like(q), like(k), like(v)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, slopes, places, starts, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, *output, slopes, places, starts)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, grad: Tensor | None, _grad_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grads = torch.ops.megads.attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+        return (*grads, None, None, None, None)
+
+    torch.library.register_autograd("megads::attention_forward", backward, setup_context=keep)

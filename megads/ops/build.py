@@ -13,20 +13,21 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megads.runtime.environment import cpp_compiler, user_cache_dir
+from megads.runtime.environment import available_cores, cpp_compiler, user_cache_dir
 
 LIBRARY = "libmegads_ops.so"
 OLDEST_TORCH = (2, 10)
 """The first whose stable interface runs loops on torch's own threads."""
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 TIMEOUT_S = 300.0
 
 
@@ -51,7 +52,7 @@ def library_path() -> Path:
     parts = [_torch_version(), " ".join(FLAGS), _compiler_version(find_compiler()), _processor()]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in _sources(".cpp", ".h"):
-        digest.update(source.name.encode() + source.read_bytes())
+        digest.update(str(source.relative_to(sources_dir())).encode() + source.read_bytes())
     return user_cache_dir() / "ops" / digest.hexdigest()[:16] / LIBRARY
 
 
@@ -96,19 +97,30 @@ def find_compiler() -> str:
 
 
 def _compile(library: Path) -> None:
-    torch_dir = _torch_dir()
-    partial = library.with_suffix(f".{os.getpid()}.partial")
-    command = [find_compiler(), *FLAGS, *map(str, _sources(".cpp")), f"-I{torch_dir / 'include'}"]
-    command += [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-o", str(partial)]
+    """Compiles the sources beside each other, links them, and puts the library in place when it is whole."""
+    torch_dir, compiler = _torch_dir(), find_compiler()
+    include = [f"-I{torch_dir / 'include'}"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        objects = {Path(scratch) / f"{number}.o": source for number, source in enumerate(_sources(".cpp"))}
+        with ThreadPoolExecutor(available_cores()) as threads:
+            for _ in threads.map(
+                lambda pair: _call([compiler, *FLAGS, *include, "-c", str(pair[1]), "-o", str(pair[0])]),
+                objects.items(),
+            ):
+                pass
+        whole = Path(scratch) / LIBRARY
+        _call([compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-o", str(whole)])
+        whole.replace(library)
+
+
+def _call(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise KernelsUnavailable(f"'{' '.join(command)}' took more than {TIMEOUT_S:.0f} s") from None
     if done.returncode:
-        partial.unlink(missing_ok=True)
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
         raise KernelsUnavailable(f"the kernels do not compile ({errors[0]}); '{' '.join(command)}' shows all of it")
-    partial.replace(library)
 
 
 def _sources(*suffixes: str) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,3 +28,25 @@ def gelu(x: Tensor, fused: bool) -> Tensor:
         out: Tensor = torch.ops.megads.gelu_forward(x.contiguous())
         return out
     return F.gelu(x, approximate="tanh")
+
+
+def register() -> None:
+    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+
+    @torch.library.register_fake("megads::gelu_forward")
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @torch.library.register_fake("megads::gelu_backward")
+    def _(grad: Tensor, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        found: Tensor = torch.ops.megads.gelu_backward(grad.contiguous(), x)
+        return found
+
+    torch.library.register_autograd("megads::gelu_forward", backward, setup_context=keep)

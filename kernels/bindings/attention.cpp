@@ -1,0 +1,101 @@
+// Attention: schema, checks and threads.
+#include "../cpu/attention.h"
+
+#include "tensors.h"
+
+namespace megads::bindings {
+namespace {
+
+template <typename T>
+Rows<T> rows_of(const Tensor& x) {
+  return {data_of<std::remove_const_t<T>>(x), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+void require_rows(const Tensor& x, const Tensor& other) {
+  require(x.dim() == 4 && x.scalar_type() == other.scalar_type() && x.size(0) == other.size(0) &&
+              x.size(1) == other.size(1) && x.size(3) == other.size(3) && (x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0),
+          "queries, keys and values must be [batch, heads, rows, dim] of one dtype, the last dim contiguous");
+}
+
+Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes,
+                               const std::optional<Tensor>& places, const std::optional<Tensor>& starts,
+                               double scale) {
+  for (const Tensor* x : {&q, &k, &v}) require_rows(*x, q);
+  require(k.size(2) == v.size(2), "keys and values must be of one length");
+  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2);
+  if (slopes)
+    require(slopes->scalar_type() == ScalarType::Float && slopes->dim() == 1 && slopes->size(0) == heads &&
+                slopes->is_contiguous(), "slopes must be a contiguous fp32 [heads]");
+  if (places)
+    require(places->scalar_type() == ScalarType::Long && places->dim() == 1 && places->size(0) == queries &&
+                places->is_contiguous(), "places must be a contiguous int64 [queries]");
+  if (starts)
+    require(starts->scalar_type() == ScalarType::Long && starts->dim() == 2 && starts->size(0) == batch &&
+                starts->size(1) == queries && starts->is_contiguous(),
+            "starts must be a contiguous int64 [batch, queries]");
+  return {batch, heads, queries, k.size(2), q.size(3), float(scale), optional_data<float>(slopes),
+          optional_data<int64_t>(places), optional_data<int64_t>(starts)};
+}
+
+// Shaped [batch, heads, rows, dim] as x, in memory [batch, rows, heads, dim]: what a projection reads.
+Tensor rows_like(const Tensor& x) {
+  Tensor flat = torch::stable::new_empty(x, std::vector<int64_t>{x.size(0), x.size(2), x.size(1), x.size(3)});
+  return torch::stable::transpose(flat, 1, 2);
+}
+
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const std::optional<Tensor>& slopes, const std::optional<Tensor>& places,
+                                             const std::optional<Tensor>& starts, double scale) {
+  const Attention shape = attention_of(q, k, v, slopes, places, starts, scale);
+  Tensor out = rows_like(q);
+  Tensor statistics = fp32_like(q, {shape.batch, shape.heads, shape.queries, 2});
+  with_type_of(q, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    torch::stable::parallel_for(0, attention_tasks(shape), 1, [&](int64_t first, int64_t last) {
+      megads::attention_forward<T>(shape, rows_of<const T>(q), rows_of<const T>(k), rows_of<const T>(v),
+                                   rows_of<T>(out), data_of<float>(statistics), first, last);
+    });
+  });
+  return {out, statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                      const Tensor& v, const Tensor& out, const Tensor& statistics,
+                                                      const std::optional<Tensor>& slopes,
+                                                      const std::optional<Tensor>& places,
+                                                      const std::optional<Tensor>& starts, double scale) {
+  const Attention shape = attention_of(q, k, v, slopes, places, starts, scale);
+  require_rows(grad, q);
+  require_rows(out, q);
+  require(grad.size(2) == shape.queries && out.size(2) == shape.queries, "grad and out must have the shape of q");
+  require(statistics.scalar_type() == ScalarType::Float && statistics.is_contiguous() &&
+              statistics.numel() == shape.batch * shape.heads * shape.queries * 2,
+          "statistics must be the forward pass's");
+  Tensor grad_q = rows_like(q), grad_k = rows_like(k), grad_v = rows_like(v);
+  with_type_of(q, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    torch::stable::parallel_for(0, shape.batch * shape.heads, 1, [&](int64_t first, int64_t last) {
+      megads::attention_backward<T>(shape, rows_of<const T>(grad), rows_of<const T>(q), rows_of<const T>(k),
+                                    rows_of<const T>(v), rows_of<const T>(out), data_of<const float>(statistics),
+                                    rows_of<T>(grad_q), rows_of<T>(grad_k), rows_of<T>(grad_v), first, last);
+    });
+  });
+  return {grad_q, grad_k, grad_v};
+}
+
+}  // namespace
+}  // namespace megads::bindings
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megads, library) {
+  library.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? places, Tensor? starts, float scale) "
+      "-> (Tensor, Tensor)");
+  library.def(
+      "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? slopes, "
+      "Tensor? places, Tensor? starts, float scale) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megads, CPU, library) {
+  library.impl("attention_forward", TORCH_BOX(&megads::bindings::attention_forward));
+  library.impl("attention_backward", TORCH_BOX(&megads::bindings::attention_backward));
+}
