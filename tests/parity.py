@@ -40,6 +40,7 @@ from megads.verify.scenario import MODEL, Scenario, hot_value, initial_weights, 
 from tests.distributed import run_ranks
 
 __all__ = [
+    "EVERY_CHECK",
     "LAYOUTS",
     "LAYOUT_CASES",
     "MODEL",
@@ -249,3 +250,14 @@ def check_dropout_streams(run: Run, reference: Run) -> list[str]:
         if len(set(by_rank.values())) != wanted:
             faults.append(f"{site}: {len(set(by_rank.values()))} masks on {len(by_rank)} ranks, want {wanted}")
     return faults
+
+
+EVERY_CHECK = (
+    check_initial_weights,
+    check_first_step,
+    check_curve,
+    check_replicas,
+    check_reduction_dtype,
+    check_validation,
+)
+"""What every layout has to pass, dropout streams aside."""

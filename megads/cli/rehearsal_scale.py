@@ -71,11 +71,14 @@ def scaled_run(
     )
     # A path names a checkpoint of the full model; what a restart loads is the run's own.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
+    # Both nodes compute where there are ranks for both; a job of one rank keeps its spare.
+    spare_nodes = max(0, nodes - parallel.world_size)
     # Afresh: containers and further options of srun are the site's.
     cluster = ClusterConfig(
         kind=config.cluster.kind,
         threads_per_rank=1,
-        ranks_per_node=parallel.world_size // nodes,
+        ranks_per_node=parallel.world_size // (nodes - spare_nodes),
+        spare_nodes=spare_nodes,
         # Measuring the CPU takes seconds.
         peak_tflops=1.0,
         max_requeues=config.cluster.max_requeues,
