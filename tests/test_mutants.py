@@ -23,6 +23,7 @@ import megads.engine.stage_pipeline
 import megads.engine.token_mean
 import megads.engine.training
 import megads.parallel.recompute
+import megads.parallel.tensor
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine import instructions
 from megads.engine.bucket import Bucket
@@ -41,10 +42,11 @@ from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
 from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
-from megads.parallel.weight_gradients import PutOff
+from megads.parallel.weight_gradients import PutOff, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
@@ -207,12 +209,15 @@ def tied_gradient_of_one_stage_added_in_its_own_dtype() -> None:
 
 
 def no_backward_all_reduce_of_column_layers() -> None:
-    collectives._EnterRegion.backward = staticmethod(lambda ctx, grad: (grad, None))
+    def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
+        return linear(x, weight, bias, gradients)
+
+    megads.parallel.tensor.opening_linear = opening_linear
 
 
 def row_bias_on_every_rank() -> None:
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        return leave_region(F.linear(x, self.weight, self.bias), self.axis)
+        return leave_region(F.linear(x, self.weight, self.bias), self.region.axis)
 
     RowParallelLinear.forward = forward
 
@@ -271,6 +276,11 @@ def no_sum_of_sequence_partial_gradients() -> None:
         return stage
 
     megads.engine.stage_pipeline.materialise = materialise
+
+
+def parts_of_tokens_out_of_order() -> None:
+    inner = Region.parts
+    Region.parts = lambda self, tokens: inner(self, tokens)[:1] + inner(self, tokens)[:0:-1]
 
 
 def own_slice_for_a_reduce_scatter() -> None:
@@ -517,6 +527,7 @@ CASES = [
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
     Case(no_sum_of_sequence_partial_gradients, "tp2sp", parity.check_first_step),
+    Case(parts_of_tokens_out_of_order, "tp2dp2sp", parity.check_first_step),
     Case(own_slice_for_a_reduce_scatter, "tp2sp", parity.check_first_step),
     Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(positions_from_zero_on_every_shard, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),

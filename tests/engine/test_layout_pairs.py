@@ -23,6 +23,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2": ({"tp": 2}, {}),
     "tp3": ({"tp": 3}, {}),
     "sp": ({"sequence_parallel": True}, {"tp": 2}),
+    "chunks": ({"tp_chunks": 3}, {"tp": 2}),
     "pp2": ({"pp": 2}, {}),
     "pp4": ({"pp": 4}, {}),
     "interleaved": ({"pp": 2, "schedule": ScheduleName.interleaved}, {}),

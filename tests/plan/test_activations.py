@@ -18,6 +18,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.recompute import recompute_module
+from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
 from megads.plan.micro_batch import FP32, Pass
@@ -66,8 +67,8 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
-        if hasattr(module, "axis"):
-            module.axis = Axis(0, (0,), None)
+        if hasattr(module, "region"):
+            module.region = Region(Axis(0, (0,), None))
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
     one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize)
     explicit = attention > 0
