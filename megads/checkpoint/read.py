@@ -195,7 +195,7 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
 
 def _comparable(model_config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that say what the weights mean, defaults filled in: an older run knew fewer keys."""
-    config = asdict(ModelConfig()) | model_config
+    config = {**asdict(ModelConfig()), **model_config}
     config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
     if config["ffn_size"] is None:
         config["ffn_size"] = 4 * config["hidden_size"]

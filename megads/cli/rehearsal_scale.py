@@ -51,8 +51,9 @@ def scaled_run(
 ) -> RootConfig:
     """Returns what is really trained in place of a run.
 
-    Kept are the kinds of position, attention, norms, MLP and blocks, dropout, optimizer, precision, ZeRO, schedule and recomputation, how the run
-    saves and loads, and its name; everything that has a size is small, and nobody outside is told.
+    Kept are the kinds of position, attention, norms, MLP and blocks, dropout, optimizer, precision, ZeRO, schedule and
+    recomputation, how the run saves and loads, and its name; everything that has a size is small, and nobody outside is
+    told.
 
     Args:
         config: the run, checked, with run.id.

@@ -41,8 +41,9 @@ def causal_bias(
 ) -> Tensor:
     """Additive attention mask of a contiguous range of heads, [1, heads, s, seq_len] ([1, 1, ...] without ALiBi).
 
-    Holds slope * (key - query) up to the query's own place and -inf beyond it and before its window. The relative form is used, not
-    slope * key, because its values near the query, where most of the probability lies, stay exact in low precision.
+    Holds slope * (key - query) up to the query's own place, and -inf beyond it and before its window. The relative form
+    is used, not slope * key, because its values near the query, where most of the probability lies, stay exact in low
+    precision.
 
     The result is cached, by the identity of `places_s`: give the same tensor every time.
 

@@ -147,8 +147,8 @@ class ModelConfig:
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}: every head "
-                "of keys and values serves equally many heads of queries; choose a divisor, or null for num_heads"
+                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}: every "
+                "head of keys and values serves equally many of queries; choose a divisor, or null for num_heads"
             )
         if self.position is Position.rope and self.head_dim % 2:
             raise ConfigError(

@@ -62,7 +62,8 @@ def head_flops(config: ModelConfig) -> LayerFlops:
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*h*S.
 
-    A window takes the place of S where it is smaller. The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B).
+    The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
+    window takes the place of S where it is smaller.
 
     Args:
         config: the model; L = num_layers, h = hidden_size.

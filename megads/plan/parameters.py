@@ -12,8 +12,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, ffn = config.hidden_size, config.ffn_width
 
     def norm(name: str) -> dict[str, tuple[int, ...]]:
-        bias = {f"{name}.bias": (hidden,)} if config.norm is NormKind.layernorm else {}
-        return {f"{name}.weight": (hidden,)} | bias
+        parts = ("weight", "bias") if config.norm is NormKind.layernorm else ("weight",)
+        return {f"{name}.{part}": (hidden,) for part in parts}
 
     def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}

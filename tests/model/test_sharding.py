@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
@@ -16,9 +17,8 @@ from megads.model.stages import stage_specs
 from megads.parallel.table import Cut, Stream
 
 # Every option that adds a module; a block's MLP is one of two kinds.
-CONFIGS = [
-    ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, mlp=mlp, num_kv_heads=2) for mlp in MLPKind
-]
+EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2)
+CONFIGS = [replace(EVERYTHING, mlp=mlp) for mlp in MLPKind]
 REPLICATED = {"embedding.norm", "final_norm"}
 
 
