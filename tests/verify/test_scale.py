@@ -114,7 +114,7 @@ def test_what_the_config_says_otherwise_stays_otherwise() -> None:
     ("heads", "kv_heads", "tp", "expected"),
     [
         (32, 8, 1, (4, 2)),
-        (32, 8, 8, (4, 2)),
+        (32, 8, 8, (16, 8)),
         (32, 2, 2, (4, 2)),
         (12, 1, 1, (6, 1)),
         (6, 3, 3, (6, 3)),
