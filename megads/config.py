@@ -185,7 +185,11 @@ def _check_attention(config: RootConfig) -> None:
 def _check_layout(config: RootConfig) -> None:
     """The model must divide over tensor parallel ranks and pipeline stages, samples over context parallel ranks."""
     model, tp = config.model, config.parallel.tp
-    for name, value in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
+    for name, value in (
+        ("num_heads", model.num_heads),
+        ("num_kv_heads", model.kv_heads),
+        ("ffn_width", model.ffn_width),
+    ):
         if value % tp:
             shown = "model.ffn_size (4 * hidden_size unless set)" if name == "ffn_width" else f"model.{name}"
             raise ConfigError(
