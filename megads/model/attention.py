@@ -146,12 +146,14 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden_bsh)
         batch, seq_len, width = qkv.shape
         parts = self.queries_per_kv + 2
-        qkv_bsmpd = qkv.view(batch, seq_len, width // (parts * self.head_dim), parts, self.head_dim)
+        groups = width // (parts * self.head_dim)
+        qkv_bsmpd = qkv.view(batch, seq_len, groups, parts, self.head_dim)
         q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in qkv_bsmpd.split((parts - 2, 1, 1), dim=3))
+        apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
         if self.rotary is not None:
             q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info)
-        elif parts > 3:  # the queries are copied already
+        elif apart:
             k_bsmd = k_bsmd.contiguous()
-        if self.rotary is not None or parts > 3:
+        if self.rotary is not None or apart:
             v_bsmd = v_bsmd.contiguous()
         return q_bsnd, k_bsmd, v_bsmd

@@ -130,6 +130,11 @@ class ModelConfig:
         return self.ffn_size if self.ffn_size is not None else 4 * self.hidden_size
 
     @property
+    def mlp_rows(self) -> int:
+        """Features of the projection into the MLP: gates too, where there are some."""
+        return 2 * self.ffn_width if self.mlp is MLPKind.swiglu else self.ffn_width
+
+    @property
     def weight_std(self) -> float:
         return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * self.hidden_size))
 

@@ -103,7 +103,7 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.fused = False
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.ffn_width)
+        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows)
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:

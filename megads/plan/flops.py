@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megads.model.config import MLPKind, ModelConfig
+from megads.model.config import ModelConfig
 from megads.parallel.config import Recompute
 
 
@@ -42,10 +42,8 @@ def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
 
 def _matrices(config: ModelConfig) -> tuple[int, int, int]:
     """Operations a token of a block's projections: attention's, those into the MLP, and the one out of it."""
-    hidden = config.hidden_size
-    out_of = 2 * hidden * config.ffn_width
-    into = 2 * out_of if config.mlp is MLPKind.swiglu else out_of
-    return 2 * hidden * (config.qkv_width + hidden), into, out_of
+    twice = 2 * config.hidden_size
+    return twice * (config.qkv_width + config.hidden_size), twice * config.mlp_rows, twice * config.ffn_width
 
 
 def _product(config: ModelConfig, seq_len: int) -> int:
