@@ -104,8 +104,7 @@ class Block(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
-        dropped_bsh = self.attention_dropout(attended_bsh, info)
-        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(dropped_bsh, hidden_bsh)
+        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
         transformed_bsh = self.mlp(normed_bsh)
         transformed_bsh = self.mlp_dropout(transformed_bsh, info)
         return hidden_bsh + transformed_bsh
