@@ -137,11 +137,12 @@ class Block(nn.Module):
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         normed_bsh = self.input_norm(hidden_bsh)
         attended_bsh = self.attention(normed_bsh, info)
-        attended_bsh = self.attention_dropout(attended_bsh, info)
         if self.post_attention_norm is None:
-            hidden_bsh = hidden_bsh + attended_bsh
+            hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
         else:
-            normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(attended_bsh, hidden_bsh)
+            normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(
+                self.attention_dropout(attended_bsh, info), hidden_bsh
+            )
         transformed_bsh = self.mlp(normed_bsh)
         transformed_bsh = self.mlp_dropout(transformed_bsh, info)
         return hidden_bsh + transformed_bsh

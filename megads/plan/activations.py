@@ -13,19 +13,9 @@ from dataclasses import replace
 
 from megads.model.config import MLPKind, Position
 from megads.parallel.config import Recompute
+from megads.plan.dropout import explicit_attention, hidden_dropout
 from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.tape import Op, recomputed
-
-
-def _hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made.
-
-    A part of a sample takes its rows of the draw for the whole.
-    """
-    if not p.model.hidden_dropout:
-        return 0, 0
-    whole = FP32 * p.seq_len * p.model.hidden_size if p.cp * p.shards > 1 else 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size // p.shards + whole
 
 
 def _norm_op(p: Pass, name: str, *, beside: int = 0, backward: int) -> Op:
@@ -39,13 +29,14 @@ def _norm_op(p: Pass, name: str, *, beside: int = 0, backward: int) -> Op:
     """
     # The square, or the product, beside the output.
     working = p.norm_working
-    return Op(name, kept=p.norm_kept, forward=beside + p.hidden + working, backward=backward + 3 * working)
+    forward = beside + p.hidden + working
+    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_sums)
 
 
 def embedding_ops(p: Pass) -> list[Op]:
     """Word embedding, learned positions, embedding norm, dropout."""
     model, hidden = p.model, p.hidden
-    mask, drawing = _hidden_dropout(p)
+    mask, drawing = hidden_dropout(p)
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
     # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
@@ -63,7 +54,7 @@ def embedding_ops(p: Pass) -> list[Op]:
 
 def document_mask_ops(p: Pass) -> list[Op]:
     """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
-    if not p.document_mask or p.fused_attention:
+    if not p.document_mask or p.masked_by_kernel:
         return []
     hidden_keys = p.tokens * p.seq_len
     mask = p.micro_batch_size * p.bias_table * p.mask_bytes
@@ -79,17 +70,19 @@ def _copied_ops(p: Pass) -> list[Op]:
     grouped = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
     if p.model.position is not Position.rope:
         return [Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)] if grouped else []
+    there = p.projection + grouped
+    if p.fused:  # the kernel has no temporaries
+        return [Op("rotary", forward=there + p.projection, backward=p.hidden + grouped + 2 * p.projection)]
 
     def turning(size: int) -> int:
         fp32 = FP32 * size // p.weight_bytes
         return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
 
-    there = p.projection + grouped
     return [
         Op(
             "rotary",
             forward=there + max(turning(p.attention), p.attention + turning(p.keys)),
-            backward=p.hidden + p.projection + grouped + turning(p.attention),
+            backward=p.hidden + there + turning(p.attention),
         )
     ]
 
@@ -119,20 +112,18 @@ def _gather_op(p: Pass) -> list[Op]:
 
 
 def _attention_op(p: Pass) -> Op:
-    """The kernel of scaled_dot_product_attention, or with attention dropout the explicit product.
+    """The kernel of scaled_dot_product_attention or our own, or the explicit product of attention dropout.
 
     The kernel saves queries, keys and values (views of the QKV projection, or copies where they were turned or
     gathered), its output and an fp32 logsumexp of every row; backward makes the gradients of the three from that of the
     output. Gathered keys and values are counted where they are gathered.
 
-    The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
-    probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
-    rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
-    kept, and where samples are cut the draw for a whole one; and so is the QKV projection, which nobody saves.
+    The explicit product saves contiguous copies of queries, keys and values beside its probabilities; the QKV
+    projection, which nobody saves, is alive beside it.
     """
     inputs = p.attention if p.cp > 1 else p.projection
     made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
-    if not p.model.attention_dropout:
+    if not p.explicit_attention:
         # Our own kernel keeps two numbers of every row in its place.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
@@ -144,12 +135,12 @@ def _attention_op(p: Pass) -> Op:
     one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
     if one_group and p.cp == 1 and p.model.position is not Position.rope:
         inputs += p.attention  # the queries are copied, keys and values are views of the projection
-    whole_draw = FP32 * p.heads * p.seq_len**2 if p.cp > 1 else 0
+    kept, forward, backward = explicit_attention(p)
     return Op(
         "attention",
-        kept=inputs + (FP32 + 2 * p.weight_bytes) * p.scores,
-        forward=p.projection + (12 if p.weight_bytes < FP32 else 8) * p.scores + whole_draw,
-        backward=p.hidden + max(2 * p.attention, made) + 4 * p.scores,
+        kept=inputs + kept,
+        forward=p.projection + forward,
+        backward=p.hidden + max(2 * p.attention, made) + backward,
     )
 
 
@@ -159,7 +150,7 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
     if not recompute:
         return ops
     projection = p.projection
-    if p.cp > 1 or p.model.attention_dropout:  # what is kept otherwise are copies
+    if p.cp > 1 or p.explicit_attention:  # what is kept otherwise are copies
         ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
     # The gradients of the core's output and of the residual beside it.
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
@@ -168,12 +159,13 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
 def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
-    mask, drawing = _hidden_dropout(p)
+    mask, drawing = hidden_dropout(p)
+    dropped = hidden if mask else 0
     qkv = p.matrix(p.model.qkv_width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
-    copied, still_there = (attention, attention + projection) if p.model.attention_dropout else (0, 0)
+    copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
     if recompute_core:
-        copied, still_there = attention, attention if p.model.attention_dropout else 0
+        copied, still_there = attention, attention if p.explicit_attention else 0
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
         Op(
@@ -190,11 +182,11 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
             "attention output",
             kept=copied + mask,
             forward=max(p.closed() + still_there, hidden + drawing),
-            backward=hidden + mask + p.closed_backward(attention),
+            backward=hidden + dropped + p.closed_backward(attention),
             gradient=p.matrix(width, width // p.tp),
             deferred=attention + p.region_hidden,
         ),
-        Op("attention residual", forward=2 * hidden + mask, backward=hidden),
+        Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
 
@@ -219,10 +211,11 @@ def mlp_ops(p: Pass) -> list[Op]:
     """
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     attended, normed = hidden, 0 if p.model.parallel_block else hidden
-    mask, drawing = _hidden_dropout(p)
+    mask, drawing = hidden_dropout(p)
+    dropped = hidden if mask else 0
     inner, opened = _inner_op(p, attended)
     into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
-    norm = _norm_op(p, "post-attention norm", beside=attended, backward=3 * hidden)
+    norm = _norm_op(p, "post-attention norm", beside=attended + dropped, backward=3 * hidden)
     return [
         *([] if p.model.parallel_block else [norm]),
         Op(
@@ -238,11 +231,11 @@ def mlp_ops(p: Pass) -> list[Op]:
             "mlp down",
             kept=ffn + mask,
             forward=attended + max(p.closed(), hidden + drawing),
-            backward=hidden + mask + p.closed_backward(ffn),
+            backward=hidden + dropped + p.closed_backward(ffn),
             gradient=out_of,
             deferred=ffn + p.region_hidden,
         ),
-        Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
+        Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
 
 

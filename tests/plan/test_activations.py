@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
 from megads.model.stages import Block, Embedding, FinalNorm, use_kernels
@@ -106,6 +106,31 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
     if one_pass.fused_attention and model.position is Position.alibi:
         mask += 4 * model.num_heads // tp
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "position", "attention"),
+    [
+        (torch.bfloat16, 0.0, Position.alibi, AttentionKind.auto),
+        (torch.bfloat16, 0.1, Position.alibi, AttentionKind.auto),
+        (torch.float32, 0.1, Position.rope, AttentionKind.auto),
+        (torch.bfloat16, 0.0, Position.alibi, AttentionKind.fused_softmax),
+    ],
+)
+def test_block_of_kernels(dtype: torch.dtype, dropout: float, position: Position, attention: AttentionKind) -> None:
+    """Catches a mask, statistics or fp32 probabilities that a kernel keeps, or keeps no more; to the byte."""
+    model = replace(
+        MODEL, hidden_dropout=dropout, attention_dropout=dropout, position=position, attention=attention, init_std=0.1
+    )
+    block = Block(model, 0, 0).to(dtype)
+    use_kernels(block)
+    inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
+    one_pass = Pass(model, 1, BATCH, SEQ_LEN, dtype.itemsize, fused=True)
+    shared = one_pass.rotary_tables + one_pass.heads * FP32 * (
+        position is Position.alibi and not one_pass.explicit_attention
+    )
+    assert saved_bytes(block, inputs) - shared == kept_bytes(block_ops(one_pass))
 
 
 def _saved_on_a_shard(model: ModelConfig) -> int:
