@@ -225,7 +225,7 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
     scenario = fitted(scenario, parallel)
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
     ranks: list[RankRun] = [result["run"] for result in results]
-    joined = verified.join(ranks, scenario.model.num_heads)
+    joined = verified.join(ranks, scenario.model)
     run = Run(**{item.name: getattr(joined, item.name) for item in fields(joined)})
     for result in results:
         for name, value in result["working"].items():

@@ -42,6 +42,10 @@ def test_good_config_passes() -> None:
         ([change("train.steps", 0)], "train.steps = 0"),
         ([change("train.seed", -1)], "train.seed = -1"),
         ([change("parallel.tp", 3)], "model.num_heads = 4"),
+        (
+            [change("parallel.tp", 4), change("model.num_kv_heads", 2)],
+            "model.num_kv_heads = 2 is not divisible by parallel.tp = 4",
+        ),
         ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
         (
             [change("parallel.tp", 4), change("parallel.sequence_parallel", True), change("train.seq_len", 126)],
