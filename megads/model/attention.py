@@ -6,6 +6,8 @@ queries that share one of them (n / m), d = head dim, h = hidden size.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,10 +16,12 @@ from megads.batch import BatchInfo
 from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
 from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.model.dropout import Dropout
+from megads.model.explicit_attention import explicit_attention
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
 from megads.ops.gelu import kernel_takes
+from megads.ops.softmax import masked_softmax
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 _WINDOW_STARTS: PerBatch[Tensor] = PerBatch()
@@ -51,8 +55,8 @@ class AttentionCore(nn.Module):
     rank holds. Query head i sees key-value head i // g.
 
     Attributes:
-        kernel_allowed: model.attention leaves the choice, or asks for the kernel.
-        fused: take megads' own kernel where it can compute this; dropout on the probabilities it cannot.
+        kind: how it is to be computed.
+        fused: take megads' own kernels: the one of the whole, or with dropout on the probabilities that of softmax.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
@@ -61,7 +65,7 @@ class AttentionCore(nn.Module):
         self.alibi = config.position is Position.alibi
         self.window = config.window
         self.heads = range(config.num_heads)
-        self.kernel_allowed = config.attention is not AttentionKind.sdpa
+        self.kind = config.attention
         self.fused = False
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
 
@@ -97,21 +101,23 @@ class AttentionCore(nn.Module):
 
     def forward(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
-        (batch, heads, queries, dim), (kv_heads, num_keys) = q_bnsd.shape, k_bmtd.shape[1:3]
-        device = q_bnsd.device
-        if self.fused and self.kernel_allowed and not self.dropout.active and kernel_takes(q_bnsd):
-            slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi else None
-            starts_bs = self.starts(info, queries, device)
+        (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
+        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd)
+        slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi and fused else None
+        starts_bs = self.starts(info, queries, device) if fused else None
+
+        def soften(scores_bnst: Tensor) -> Tensor:
+            scale = dim**-0.5
+            if fused:
+                return masked_softmax(scores_bnst, scale, slopes_n, info.sequence_index, starts_bs, fused=True)
+            biased_bnst = scores_bnst.float() * scale + self.bias(info, num_keys, device, torch.float32)
+            return torch.softmax(biased_bnst, dim=-1).to(v_bmtd.dtype)
+
+        if self.dropout.active or (fused and self.kind is AttentionKind.fused_softmax):
+            drop = functools.partial(self.dropout, info=info, sequence_dim=2)
+            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, soften, drop)
+        if fused:
             return attention(q_bnsd, k_bmtd, v_bmtd, slopes_n, info.sequence_index, starts_bs)
-        if self.dropout.active:
-            # The queries of all heads that share keys are rows of one product.
-            rows = heads // kv_heads * queries
-            scores = q_bnsd.reshape(batch, kv_heads, rows, dim) @ k_bmtd.transpose(-1, -2)
-            scores_bnst = scores.view(batch, heads, queries, num_keys).float() * dim**-0.5
-            scores_bnst = scores_bnst + self.bias(info, num_keys, device, torch.float32)
-            probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bmtd.dtype)
-            dropped_bnst: Tensor = self.dropout(probabilities_bnst, info, sequence_dim=2)
-            return (dropped_bnst.view(batch, kv_heads, rows, num_keys) @ v_bmtd).view(q_bnsd.shape)
         return masked_attention(q_bnsd, k_bmtd, v_bmtd, self.bias(info, num_keys, device, bias_dtype(q_bnsd)))
 
 
@@ -121,10 +127,14 @@ class Attention(nn.Module):
     Rows of the QKV weight are ordered [key-value head, (its g queries, k, v), head dim]: a contiguous share of the rows
     is a contiguous share of the heads, of queries, keys and values alike. Where every head has its own keys this is
     BLOOM's order.
+
+    Attributes:
+        fused: take megads' own kernel for rotary positions.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()
+        self.fused = False
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta) if rotates else None
@@ -146,12 +156,14 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden_bsh)
         batch, seq_len, width = qkv.shape
         parts = self.queries_per_kv + 2
-        qkv_bsmpd = qkv.view(batch, seq_len, width // (parts * self.head_dim), parts, self.head_dim)
+        groups = width // (parts * self.head_dim)
+        qkv_bsmpd = qkv.view(batch, seq_len, groups, parts, self.head_dim)
         q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in qkv_bsmpd.split((parts - 2, 1, 1), dim=3))
+        apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
         if self.rotary is not None:
-            q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info)
-        elif parts > 3:  # the queries are copied already
+            q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info, self.fused)
+        elif apart:
             k_bsmd = k_bsmd.contiguous()
-        if self.rotary is not None or parts > 3:
+        if self.rotary is not None or apart:
             v_bsmd = v_bsmd.contiguous()
         return q_bsnd, k_bsmd, v_bsmd

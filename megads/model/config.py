@@ -36,6 +36,7 @@ class AttentionKind(StrEnum):
 
     auto = "auto"
     fused = "fused"
+    fused_softmax = "fused_softmax"
     sdpa = "sdpa"
 
     @classmethod
@@ -43,7 +44,7 @@ class AttentionKind(StrEnum):
         """Values that people ask for, and why they are not offered."""
         in_it = "fused is a flash kernel with ALiBi, document borders and context parallelism inside; use auto"
         flex = "FlexAttention has no backward pass on a CPU; use auto"
-        return {"flash": in_it, "fused_softmax": in_it, "flex": flex, "reference": "use sdpa, which is plain torch"}
+        return {"flash": in_it, "flex": flex, "reference": "use sdpa, which is plain torch"}
 
 
 @dataclass
@@ -92,8 +93,9 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Dropout on the attention probabilities."""
     attention: AttentionKind = AttentionKind.auto
-    """How attention is computed, not what: fused is megads' own kernel (with ops.impl=fused), sdpa is torch's with a
-    mask in memory; auto takes fused where ops.impl has it, and sdpa elsewhere."""
+    """How attention is computed, not what: fused is megads' own kernel, and fused_softmax megads' own softmax of scores
+    that are in memory, between two matrix products (both with ops.impl=fused); sdpa is torch's, with a mask in memory.
+    auto takes fused where ops.impl has it (fused_softmax with model.attention_dropout), and sdpa elsewhere."""
     norm_eps: float = 1e-5
     """Added to the variance (the mean square with rmsnorm) in every norm."""
     init_std: float | None = None
@@ -130,6 +132,11 @@ class ModelConfig:
         return self.ffn_size if self.ffn_size is not None else 4 * self.hidden_size
 
     @property
+    def mlp_rows(self) -> int:
+        """Features of the projection into the MLP: gates too, where there are some."""
+        return 2 * self.ffn_width if self.mlp is MLPKind.swiglu else self.ffn_width
+
+    @property
     def weight_std(self) -> float:
         return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * self.hidden_size))
 
@@ -158,7 +165,7 @@ class ModelConfig:
         if self.attention is AttentionKind.fused and self.attention_dropout:
             raise ConfigError(
                 f"model.attention = fused cannot drop probabilities, but model.attention_dropout = "
-                f"{self.attention_dropout}: set that to 0, or model.attention=auto"
+                f"{self.attention_dropout}: set that to 0, or model.attention=fused_softmax or auto"
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")

@@ -18,7 +18,7 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.ops.gelu import gelu
-from megads.ops.norm import layer_norm, rms_norm
+from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.swiglu import swiglu
 
 
@@ -42,6 +42,12 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(hidden_bsh, self.weight, self.eps, self.fused)
         return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused)
+
+    def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; the kernel makes both in one pass."""
+        if self.bias is None:
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused)
+        return add_layer_norm(hidden_bsh, residual_bsh, self.weight, self.bias, self.eps, self.fused)
 
 
 class Embedding(nn.Module):
@@ -103,7 +109,7 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.fused = False
-        self.gate_up = nn.Linear(config.hidden_size, 2 * config.ffn_width)
+        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows)
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
@@ -131,12 +137,15 @@ class Block(nn.Module):
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         normed_bsh = self.input_norm(hidden_bsh)
         attended_bsh = self.attention(normed_bsh, info)
-        hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
-        if self.post_attention_norm is not None:
-            normed_bsh = self.post_attention_norm(hidden_bsh)
+        if self.post_attention_norm is None:
+            hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
+        else:
+            normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(
+                self.attention_dropout(attended_bsh, info), hidden_bsh
+            )
         transformed_bsh = self.mlp(normed_bsh)
-        dropped_bsh: Tensor = self.mlp_dropout(transformed_bsh, info)
-        return hidden_bsh + dropped_bsh
+        transformed_bsh = self.mlp_dropout(transformed_bsh, info)
+        return hidden_bsh + transformed_bsh
 
 
 class FinalNorm(Norm):
@@ -186,7 +195,7 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 def use_kernels(stage: nn.Module) -> None:
     """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
     for module in stage.modules():
-        if isinstance(module, AttentionCore | MLP | GatedMLP | Norm):
+        if isinstance(module, Attention | AttentionCore | MLP | GatedMLP | Norm):
             module.fused = True
 
 

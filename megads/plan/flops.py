@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megads.model.config import MLPKind, ModelConfig
+from megads.model.config import AttentionKind, ModelConfig
 from megads.parallel.config import Recompute
 
 
@@ -42,10 +42,8 @@ def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
 
 def _matrices(config: ModelConfig) -> tuple[int, int, int]:
     """Operations a token of a block's projections: attention's, those into the MLP, and the one out of it."""
-    hidden = config.hidden_size
-    out_of = 2 * hidden * config.ffn_width
-    into = 2 * out_of if config.mlp is MLPKind.swiglu else out_of
-    return 2 * hidden * (config.qkv_width + hidden), into, out_of
+    twice = 2 * config.hidden_size
+    return twice * (config.qkv_width + config.hidden_size), twice * config.mlp_rows, twice * config.ffn_width
 
 
 def _product(config: ModelConfig, seq_len: int) -> int:
@@ -77,7 +75,8 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
 
     Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
     product is therefore made again only where a dropout follows; of attention by an explicit product (with attention
-    dropout) it is the probabilities, which are not multiplied by the values again; the fused kernel needs its output.
+    dropout or fused_softmax) it is the probabilities, which are not multiplied by the values again; the fused kernel
+    needs its output.
 
     Args:
         config: the model.
@@ -92,7 +91,8 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     """Operations a token that a block's backward pass does again, by what is recomputed of it."""
     attention, into, out_of = _matrices(config)
     product = _product(config, seq_len)
-    core = product if config.attention_dropout else 2 * product
+    explicit = config.attention_dropout or config.attention is AttentionKind.fused_softmax
+    core = product if explicit else 2 * product
     full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}
 

@@ -29,10 +29,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
         if not config.parallel_block:
             shapes |= norm(f"blocks.{block}.post_attention_norm")
-        if config.mlp is MLPKind.swiglu:
-            shapes |= linear(f"blocks.{block}.mlp.gate_up", 2 * ffn, hidden)
-        else:
-            shapes |= linear(f"blocks.{block}.mlp.up", ffn, hidden)
+        into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
+        shapes |= linear(f"blocks.{block}.mlp.{into}", config.mlp_rows, hidden)
         shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
     shapes |= norm("final_norm")
     if not config.tie_embeddings:

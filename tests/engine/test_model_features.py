@@ -12,6 +12,7 @@ from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from tests import parity
+from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, reference_losses
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
@@ -72,6 +73,24 @@ def test_fused_kernels(model: str, layout: str) -> None:
     """Catches kernels that read another group's keys, or see a window of another length."""
     run = train_layout(scenario(model, ops=FUSED), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
+
+
+@functools.cache
+def first_loss_in_bf16(model: str) -> float:
+    return reference_losses(bf16(model))[0]
+
+
+def bf16(model: str, **changes: Any) -> Scenario:
+    return replace(FIRST, model=replace(MODEL, **MODELS[model]), **changes)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
+def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
+    """N4. Catches a mean square, a gate or a sum over shared heads in bf16."""
+    found = train_layout(bf16(model, ops=ops), parity.LAYOUTS[layout]).losses[0]
+    assert abs(found / first_loss_in_bf16(model) - 1) <= FIRST_LOSS_BOUND
 
 
 @pytest.mark.parametrize("model", ["windowed", "all"])

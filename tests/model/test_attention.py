@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from tests.model import naive
 
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
@@ -50,12 +50,13 @@ def test_shared_keys_and_a_window_equal_the_naive_implementation(position: Posit
 @pytest.mark.parametrize("info", [INFO, PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize("places", [None, [0, 1, 7, 8]], ids=["all", "a share"])
 @pytest.mark.parametrize("window", [1, 4, 20])
-def test_the_kernel_computes_the_same_with_shared_keys_and_a_window(
-    window: int, places: list[int] | None, info: BatchInfo
+@pytest.mark.parametrize("kind", [AttentionKind.fused, AttentionKind.fused_softmax])
+def test_the_kernels_compute_the_same_with_shared_keys_and_a_window(
+    kind: AttentionKind, window: int, places: list[int] | None, info: BatchInfo
 ) -> None:
     """Catches a start that is off by one, counted in this rank's tokens, or that forgets the document's; and gradients
     of keys that miss some of the heads that share them."""
-    config = ModelConfig(hidden_size=48, num_heads=6, num_kv_heads=2, window=window)
+    config = ModelConfig(hidden_size=48, num_heads=6, num_kv_heads=2, window=window, attention=kind)
     index = None if places is None else torch.tensor(places)
     starts = info.document_starts
     held = starts if index is None or starts is None else starts[:, index]
