@@ -20,6 +20,7 @@ from megads.model.explicit_attention import explicit_attention
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
+from megads.ops.augmented_attention import augmented_attention
 from megads.ops.gelu import kernel_takes
 from megads.ops.softmax import masked_softmax
 
@@ -102,6 +103,9 @@ class AttentionCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
+        if self.kind is AttentionKind.augmented and q_bnsd.dtype is torch.bfloat16:
+            own_slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop)
+            return augmented_attention(q_bnsd, k_bmtd, v_bmtd, own_slopes_n)
         fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd)
         slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi and fused else None
         starts_bs = self.starts(info, queries, device) if fused else None

@@ -38,6 +38,7 @@ class AttentionKind(StrEnum):
     fused = "fused"
     fused_softmax = "fused_softmax"
     sdpa = "sdpa"
+    augmented = "augmented"
 
     @classmethod
     def refused(cls) -> dict[str, str]:
@@ -94,7 +95,8 @@ class ModelConfig:
     """Dropout on the attention probabilities."""
     attention: AttentionKind = AttentionKind.auto
     """How attention is computed, not what: fused is megads' own kernel, and fused_softmax megads' own softmax of scores
-    that are in memory, between two matrix products (both with ops.impl=fused); sdpa is torch's, with a mask in memory.
+    that are in memory, between two matrix products (both with ops.impl=fused); sdpa is torch's, with a mask in memory;
+    augmented is torch's causal flash kernel, without a mask, ALiBi being eight more features of a head, in bf16.
     auto takes fused where ops.impl has it (fused_softmax with model.attention_dropout), and sdpa elsewhere."""
     norm_eps: float = 1e-5
     """Added to the variance (the mean square with rmsnorm) in every norm."""
@@ -167,8 +169,24 @@ class ModelConfig:
                 f"model.attention = fused cannot drop probabilities, but model.attention_dropout = "
                 f"{self.attention_dropout}: set that to 0, or model.attention=fused_softmax or auto"
             )
+        self._check_augmented()
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")
+
+    def _check_augmented(self) -> None:
+        """Raises ConfigError where a plain causal kernel computes something else."""
+        if self.attention is not AttentionKind.augmented:
+            return
+        for wrong, found, wanted in (
+            (self.position is not Position.alibi, f"model.position = {self.position}", "model.position=alibi"),
+            (self.window is not None, f"model.window = {self.window}", "model.window=null"),
+            (self.attention_dropout > 0, f"model.attention_dropout = {self.attention_dropout}", "0"),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"model.attention = augmented is ALiBi through a kernel that can do nothing else, but {found}: set "
+                    f"{wanted}, or model.attention=auto"
+                )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megads.model.config import MLPKind, Position
+from megads.ops.config import AUGMENTED_FEATURES
 from megads.parallel.config import Recompute
 from megads.plan.dropout import explicit_attention, hidden_dropout
 from megads.plan.micro_batch import FP32, INT64, Pass
@@ -123,6 +124,8 @@ def _attention_op(p: Pass) -> Op:
     """
     inputs = p.attention if p.cp > 1 else p.projection
     made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
+    if p.augmented_attention:
+        return _augmented_attention_op(p)
     if not p.explicit_attention:
         # Our own kernel keeps two numbers of every row in its place.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
@@ -141,6 +144,18 @@ def _attention_op(p: Pass) -> Op:
         kept=inputs + kept,
         forward=p.projection + forward,
         backward=p.hidden + max(2 * p.attention, made) + backward,
+    )
+
+
+def _augmented_attention_op(p: Pass) -> Op:
+    """Longer copies of queries, keys, values and the output, and of the output what the next product reads."""
+    length = p.model.head_dim + AUGMENTED_FEATURES
+    wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
+    return Op(
+        "attention",
+        kept=wide + p.attention + FP32 * p.tokens * p.heads,
+        forward=p.projection,
+        backward=p.hidden + p.attention + wide,
     )
 
 

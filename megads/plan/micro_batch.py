@@ -194,12 +194,17 @@ class Pass:
     @property
     def fused_attention(self) -> bool:
         """Megads' own kernel computes the whole of attention."""
-        return self.masked_by_kernel and not self.explicit_attention
+        return self.masked_by_kernel and not self.explicit_attention and not self.augmented_attention
+
+    @property
+    def augmented_attention(self) -> bool:
+        """Torch's causal kernel computes attention on longer queries, keys and values."""
+        return self.model.attention is AttentionKind.augmented and self.weight_bytes < FP32
 
     @property
     def bias_table(self) -> int:
         """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
-        if self.masked_by_kernel:
+        if self.masked_by_kernel or self.augmented_attention:
             return 0
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,14 @@ def test_block_with_features(features: str, dtype: torch.dtype, fused: bool) -> 
     counted once where they are kept twice; with torch's operators and with our own."""
     for tp in (1, 3):
         check_block(replace(MODEL, **FEATURES[features]), dtype, tp, fused)
+
+
+@pytest.mark.parametrize("features", [{}, {"num_kv_heads": 3}])
+def test_block_with_augmented_attention(features: dict[str, Any]) -> None:
+    """Catches features of heads that are not counted, and a mask that is."""
+    model = replace(MODEL, attention=AttentionKind.augmented, **features)
+    for tp in (1, 3):
+        check_block(model, torch.bfloat16, tp)
 
 
 def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = False) -> None:
