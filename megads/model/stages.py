@@ -138,14 +138,12 @@ class Block(nn.Module):
         normed_bsh = self.input_norm(hidden_bsh)
         attended_bsh = self.attention(normed_bsh, info)
         if self.post_attention_norm is None:
-            hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
+            hidden_bsh = self.attention_dropout.add(attended_bsh, hidden_bsh, info)
         else:
             normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(
                 self.attention_dropout(attended_bsh, info), hidden_bsh
             )
-        transformed_bsh = self.mlp(normed_bsh)
-        transformed_bsh = self.mlp_dropout(transformed_bsh, info)
-        return hidden_bsh + transformed_bsh
+        return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
 
 
 class FinalNorm(Norm):
@@ -195,7 +193,7 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 def use_kernels(stage: nn.Module) -> None:
     """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
     for module in stage.modules():
-        if isinstance(module, Attention | AttentionCore | MLP | GatedMLP | Norm):
+        if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
             module.fused = True
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megads.model.config import MLPKind, NormKind, Position
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from tests import parity
@@ -38,7 +39,14 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "selective": ({"recompute": "selective"}, {}),
     "full": ({"recompute": "full"}, {}),
     "documents": ({"documents": True}, {}),
+    "model": ({"model": True}, {}),
 }
+# Every feature of the model that is not BLOOM's; six heads of keys divide by two and by three.
+MODEL_FEATURES: dict[str, Any] = {
+    "num_kv_heads": 6, "window": 5, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+    "position": Position.rope, "num_heads": 12, "hidden_size": 96,
+}  # fmt: skip
+OF_SCENARIO = ("documents", "model")
 # 24 tokens divide by 2 * cp and by cp * tp, 12 samples by every dp.
 SCENARIO = scenario_with(steps=5, masked=True, seq_len=24, micro_batch_size=1)
 SCENARIO = replace(SCENARIO, model=replace(SCENARIO.model, num_layers=4))
@@ -81,20 +89,28 @@ def covering() -> list[tuple[str, ...]]:
 
 
 @functools.cache
-def reference(documents: bool) -> Run:
-    return train_reference(scenario(documents))
+def reference(documents: bool, model: bool) -> Run:
+    return train_reference(scenario(documents, model))
 
 
-def scenario(documents: bool) -> Scenario:
-    return replace(SCENARIO, documents=documents)
+def scenario(documents: bool, model: bool) -> Scenario:
+    shape = replace(SCENARIO.model, **MODEL_FEATURES) if model else SCENARIO.model
+    return replace(SCENARIO, documents=documents, model=shape)
 
 
 @pytest.mark.parametrize("features", covering(), ids="-".join)
 def test_pairs_of_features(features: tuple[str, ...]) -> None:
     """Catches features that are right alone and wrong together (N1, N3, N7, N8, N9, N10)."""
+<<<<<<< HEAD
     settings = joined(features)
     assert settings is not None
     documents = settings.get("documents", False)
     layout = ParallelConfig(**{key: value for key, value in settings.items() if key != "documents"})
     run = train_layout(scenario(documents), layout)
     assert [fault for check in parity.EVERY_CHECK for fault in check(run, reference(documents))] == []
+=======
+    kind = settings.get("documents", False), settings.get("model", False)
+    layout = ParallelConfig(**{key: value for key, value in settings.items() if key not in OF_SCENARIO})
+    run = train_layout(scenario(*kind), layout)
+    assert [fault for check in CHECKS for fault in check(run, reference(*kind))] == []
+>>>>>>> arch
