@@ -101,16 +101,9 @@ def scenario(documents: bool, model: bool) -> Scenario:
 @pytest.mark.parametrize("features", covering(), ids="-".join)
 def test_pairs_of_features(features: tuple[str, ...]) -> None:
     """Catches features that are right alone and wrong together (N1, N3, N7, N8, N9, N10)."""
-<<<<<<< HEAD
     settings = joined(features)
     assert settings is not None
-    documents = settings.get("documents", False)
-    layout = ParallelConfig(**{key: value for key, value in settings.items() if key != "documents"})
-    run = train_layout(scenario(documents), layout)
-    assert [fault for check in parity.EVERY_CHECK for fault in check(run, reference(documents))] == []
-=======
     kind = settings.get("documents", False), settings.get("model", False)
     layout = ParallelConfig(**{key: value for key, value in settings.items() if key not in OF_SCENARIO})
     run = train_layout(scenario(*kind), layout)
-    assert [fault for check in CHECKS for fault in check(run, reference(*kind))] == []
->>>>>>> arch
+    assert [fault for check in parity.EVERY_CHECK for fault in check(run, reference(*kind))] == []
