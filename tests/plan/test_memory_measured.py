@@ -101,6 +101,12 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
     "single bf16, fused": (replace(SCENARIO, ops=FUSED), ParallelConfig()),
     "single, many tokens, fused": (replace(MANY_TOKENS, ops=FUSED), ParallelConfig()),
+    "single, logits outweigh blocks, fused": (
+        replace(
+            SCENARIO, model=replace(MODEL, num_layers=1, vocab_size=8192), micro_batch_size=8, seq_len=256, ops=FUSED
+        ),
+        ParallelConfig(),
+    ),
     "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
