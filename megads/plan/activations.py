@@ -306,6 +306,7 @@ def head_ops(p: Pass) -> list[Op]:
             kept=p.hidden,
             forward=p.opened(p.logits),
             backward=p.opened_backward(p.logits, matrix),
+            arriving=p.logits,
             gradient=matrix,
             deferred=p.hidden + p.logits,
         ),
