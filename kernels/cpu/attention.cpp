@@ -159,7 +159,7 @@ void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k,
   float* scores = blocks.take(kQueryBlock * kKeyBlock);
   for (int64_t task = first; task < last; ++task) {
     const int64_t head = task / per_head, b = head / shape.heads, h = head % shape.heads;
-    const int64_t query = task % per_head * kQueryBlock;
+    const int64_t key_head = h / shape.group(), query = task % per_head * kQueryBlock;
     const int64_t rows = std::min(kQueryBlock, shape.queries - query);
     pack(q.at(b, h, query), q.row, rows, shape.dim, shape.scale, queries, width);
     std::fill(sums, sums + rows * width, 0.0f);
@@ -167,9 +167,9 @@ void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k,
     const Visible all = visible_to_block(shape, b, query, rows);
     for (int64_t key = all.first; key <= all.last; key += kKeyBlock) {
       const int64_t count = std::min(kKeyBlock, shape.keys - key);
-      pack(k.at(b, h, key), k.row, count, shape.dim, 1.0f, keys, width);
+      pack(k.at(b, key_head, key), k.row, count, shape.dim, 1.0f, keys, width);
       transpose(keys, width, count, shape.dim, keys_by_dim);
-      pack(v.at(b, h, key), v.row, count, shape.dim, 1.0f, values, width);
+      pack(v.at(b, key_head, key), v.row, count, shape.dim, 1.0f, values, width);
       matrix_product(rows, kKeyBlock, shape.dim, queries, width, 1, keys_by_dim, kKeyBlock, scores, kKeyBlock, false);
       for (int64_t r = 0; r < rows; ++r) {
         const float shrink = soften(ScoreRow(shape, b, h, query + r, key), scores + r * kKeyBlock, running[r]);
@@ -189,7 +189,7 @@ void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k,
 
 namespace {
 
-// The backward pass of one head: queries and gradients of all of it, keys a block at a time.
+// The backward pass of one head of keys: queries of one of its heads at a time, keys a block at a time.
 template <typename T>
 class HeadBackward {
  public:
@@ -204,32 +204,33 @@ class HeadBackward {
         values_(blocks_.take(kKeyBlock * width_)),
         keys_by_dim_(blocks_.take(shape.dim * kKeyBlock)),
         values_by_dim_(blocks_.take(shape.dim * kKeyBlock)),
-        grad_keys_(blocks_.take(kKeyBlock * width_)),
-        grad_values_(blocks_.take(kKeyBlock * width_)),
+        grad_keys_(blocks_.take(shape.keys * width_)),
+        grad_values_(blocks_.take(shape.keys * width_)),
         weights_(blocks_.take(kQueryBlock * kKeyBlock)),
         grad_scores_(blocks_.take(kQueryBlock * kKeyBlock)) {}
 
-  void run(int64_t head, Rows<const T> grad, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<const T> out,
-           const float* statistics, Rows<T> grad_q, Rows<T> grad_k, Rows<T> grad_v) {
-    const int64_t b = head / shape_.heads, h = head % shape_.heads;
-    pack(q.at(b, h, 0), q.row, shape_.queries, shape_.dim, shape_.scale, queries_, width_);
-    pack(grad.at(b, h, 0), grad.row, shape_.queries, shape_.dim, 1.0f, grads_, width_);
-    multiply_rows(out.at(b, h, 0), out.row);
-    std::fill(grad_queries_, grad_queries_ + shape_.queries * width_, 0.0f);
-    for (int64_t key = 0; key < shape_.keys; key += kKeyBlock) {
-      const int64_t count = std::min(kKeyBlock, shape_.keys - key);
-      pack(k.at(b, h, key), k.row, count, shape_.dim, 1.0f, keys_, width_);
-      pack(v.at(b, h, key), v.row, count, shape_.dim, 1.0f, values_, width_);
-      transpose(keys_, width_, count, shape_.dim, keys_by_dim_);
-      transpose(values_, width_, count, shape_.dim, values_by_dim_);
-      std::fill(grad_keys_, grad_keys_ + kKeyBlock * width_, 0.0f);
-      std::fill(grad_values_, grad_values_ + kKeyBlock * width_, 0.0f);
-      for (int64_t query = 0; query < shape_.queries; query += kQueryBlock)
-        add_block(b, h, query, key, count, statistics + head * shape_.queries * 2);
-      unpack(grad_keys_, width_, count, shape_.dim, 1.0f, grad_k.at(b, h, key), grad_k.row);
-      unpack(grad_values_, width_, count, shape_.dim, 1.0f, grad_v.at(b, h, key), grad_v.row);
+  void run(int64_t b, int64_t key_head, Rows<const T> grad, Rows<const T> q, Rows<const T> k, Rows<const T> v,
+           Rows<const T> out, const float* statistics, Rows<T> grad_q, Rows<T> grad_k, Rows<T> grad_v) {
+    std::fill(grad_keys_, grad_keys_ + shape_.keys * width_, 0.0f);
+    std::fill(grad_values_, grad_values_ + shape_.keys * width_, 0.0f);
+    for (int64_t h = key_head * shape_.group(); h < (key_head + 1) * shape_.group(); ++h) {
+      pack(q.at(b, h, 0), q.row, shape_.queries, shape_.dim, shape_.scale, queries_, width_);
+      pack(grad.at(b, h, 0), grad.row, shape_.queries, shape_.dim, 1.0f, grads_, width_);
+      multiply_rows(out.at(b, h, 0), out.row);
+      std::fill(grad_queries_, grad_queries_ + shape_.queries * width_, 0.0f);
+      for (int64_t key = 0; key < shape_.keys; key += kKeyBlock) {
+        const int64_t count = std::min(kKeyBlock, shape_.keys - key);
+        pack(k.at(b, key_head, key), k.row, count, shape_.dim, 1.0f, keys_, width_);
+        pack(v.at(b, key_head, key), v.row, count, shape_.dim, 1.0f, values_, width_);
+        transpose(keys_, width_, count, shape_.dim, keys_by_dim_);
+        transpose(values_, width_, count, shape_.dim, values_by_dim_);
+        for (int64_t query = 0; query < shape_.queries; query += kQueryBlock)
+          add_block(b, h, query, key, count, statistics + (b * shape_.heads + h) * shape_.queries * 2);
+      }
+      unpack(grad_queries_, width_, shape_.queries, shape_.dim, shape_.scale, grad_q.at(b, h, 0), grad_q.row);
     }
-    unpack(grad_queries_, width_, shape_.queries, shape_.dim, shape_.scale, grad_q.at(b, h, 0), grad_q.row);
+    unpack(grad_keys_, width_, shape_.keys, shape_.dim, 1.0f, grad_k.at(b, key_head, 0), grad_k.row);
+    unpack(grad_values_, width_, shape_.keys, shape_.dim, 1.0f, grad_v.at(b, key_head, 0), grad_v.row);
   }
 
  private:
@@ -256,8 +257,10 @@ class HeadBackward {
     for (int64_t r = 0; r < rows; ++r)
       soften_again(ScoreRow(shape_, b, h, query + r, key), statistics + (query + r) * 2, products_[query + r],
                    weights_ + r * kKeyBlock, grad_scores_ + r * kKeyBlock);
-    matrix_product(count, width_, rows, weights_, 1, kKeyBlock, grads, width_, grad_values_, width_, true);
-    matrix_product(count, width_, rows, grad_scores_, 1, kKeyBlock, queries, width_, grad_keys_, width_, true);
+    matrix_product(count, width_, rows, weights_, 1, kKeyBlock, grads, width_, grad_values_ + key * width_,
+                   width_, true);
+    matrix_product(count, width_, rows, grad_scores_, 1, kKeyBlock, queries, width_, grad_keys_ + key * width_,
+                   width_, true);
     matrix_product(rows, width_, count, grad_scores_, kKeyBlock, 1, keys_, width_, grad_queries_ + query * width_,
                    width_, true);
   }
@@ -295,7 +298,8 @@ void attention_backward(const Attention& shape, Rows<const T> grad, Rows<const T
                         int64_t first, int64_t last) {
   HeadBackward<T> backward(shape);
   for (int64_t head = first; head < last; ++head)
-    backward.run(head, grad, q, k, v, out, statistics, grad_q, grad_k, grad_v);
+    backward.run(head / shape.key_heads, head % shape.key_heads, grad, q, k, v, out, statistics, grad_q, grad_k,
+                 grad_v);
 }
 
 #define MEGADS_INSTANTIATE(T)                                                                                         \

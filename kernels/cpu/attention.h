@@ -18,13 +18,17 @@ struct Rows {
 //   slopes: ALiBi slope of every head, or null.
 //   places: place of every query among the keys, [queries]; null: its own number.
 //   starts: first key that a query sees, [batch, queries]; null: 0.
+// Keys and values have key_heads heads, each shared by heads / key_heads query heads beside each other (Ainslie et al.
+// 2023, grouped-query attention).
 // A query sees the keys from its start to its place. One that sees none has output and gradients zero.
 struct Attention {
-  int64_t batch, heads, queries, keys, dim;
+  int64_t batch, heads, key_heads, queries, keys, dim;
   float scale;
   const float* slopes;
   const int64_t* places;
   const int64_t* starts;
+
+  int64_t group() const { return heads / key_heads; }
 };
 
 // Tasks of the forward pass: one for each block of queries. Each is independent of the others.
@@ -36,7 +40,7 @@ template <typename T>
 void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
                        float* statistics, int64_t first, int64_t last);
 
-// Runs heads first..last-1 of the batch * heads there are. Scores are computed again from the statistics.
+// Runs heads first..last-1 of the batch * key_heads of keys there are. Scores are computed again from the statistics.
 template <typename T>
 void attention_backward(const Attention& shape, Rows<const T> grad, Rows<const T> q, Rows<const T> k, Rows<const T> v,
                         Rows<const T> out, const float* statistics, Rows<T> grad_q, Rows<T> grad_k, Rows<T> grad_v,

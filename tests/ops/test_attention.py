@@ -19,11 +19,20 @@ from tests.ops.accuracy import check_error
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def inputs(queries: int, keys: int, dim: int, dtype: torch.dtype, heads: int = 3, scale: float = 1.0) -> list[Tensor]:
+def inputs(
+    queries: int,
+    keys: int,
+    dim: int,
+    dtype: torch.dtype,
+    heads: int = 3,
+    scale: float = 1.0,
+    key_heads: int | None = None,
+) -> list[Tensor]:
     """Queries, keys, values and the gradient of the output; views whose rows are not next to each other."""
     generator = torch.Generator().manual_seed(queries + keys)
-    sizes = (queries, keys, keys, queries)
-    found = (torch.randn(2, size, heads, dim + 2, dtype=torch.float64, generator=generator) for size in sizes)
+    shared = key_heads or heads
+    sizes = ((queries, heads), (keys, shared), (keys, shared), (queries, heads))
+    found = (torch.randn(2, *size, dim + 2, dtype=torch.float64, generator=generator) for size in sizes)
     return [(scale * x).to(dtype)[..., :dim].transpose(1, 2) for x in found]
 
 
@@ -38,6 +47,7 @@ def both(compute: Any, tensors: list[Tensor], *rest: Tensor | None) -> list[Tens
 def eager(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> Tensor:
     """The formula in the dtype of the inputs, softmax in fp32 as everywhere."""
     slopes, places, starts = rest
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     places = torch.arange(q.shape[2]) if places is None else places
     distance = torch.arange(k.shape[2]) - places[:, None]
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
@@ -76,6 +86,21 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
             assert ours.norm() < 1e-6
         else:
             check_error(ours, theirs, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
+    """Catches keys of the wrong head, and gradients of keys and values that miss a query head of their group."""
+    tensors = inputs(200, 200, 20, dtype, heads=6, key_heads=key_heads)
+    slopes = torch.linspace(0.5, 0.001, 6)
+    exact = both(attention_reference, [x.double() for x in tensors], slopes.double(), None, STARTS)
+    found = both(attention, tensors, slopes, None, STARTS)
+    for ours, theirs, right in zip(found, both(eager, tensors, slopes, None, STARTS), exact, strict=True):
+        check_error(ours, theirs, right)
+    q, k, v, _ = tensors
+    with pytest.raises(RuntimeError, match="heads of keys and values must divide"):
+        attention(q[:, :5], torch.cat([k, k], 1), torch.cat([v, v], 1))
 
 
 def test_rows_that_see_nothing() -> None:
