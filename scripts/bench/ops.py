@@ -31,10 +31,9 @@ from scripts.bench.operators.norm import add_layer_norm_case, layer_norm_case, r
 from scripts.bench.operators.rotary import rotary_case
 from scripts.bench.operators.softmax import softmax_case
 from scripts.bench.results import Verdict, add_results_option, against_time, record
-from scripts.bench.turns import take_turns, with_rank_settings
+from scripts.bench.turns import COLUMNS, add_judge_option, take_turns, with_rank_settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-COLUMNS = {"fastest_ms": "fastest", "median_ms": "median", "processor_ms": "processor"}
 CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
     "attention": attention_case,
     "softmax": softmax_case,
@@ -113,7 +112,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--only", choices=CASES, action="append")
-    parser.add_argument("--by", choices=COLUMNS, default="fastest_ms", help="what targets are judged by")
+    add_judge_option(parser)
     parser.add_argument("--small", action="store_true", help="tiny shapes, nothing compiled: does it run?")
     parser.add_argument("--eager-only", action="store_true", help="without torch.compile, which takes long to compile")
     add_results_option(parser)

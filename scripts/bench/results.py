@@ -54,6 +54,13 @@ def against_time(
     return Verdict(row, work, next(shown), against, next(shown), theirs_ms / ours_ms, target, limit)
 
 
+def against_rate(
+    row: int, work: str, ours: float, against: str, theirs: float, unit: str, target: float | None, limit: bool = False
+) -> Verdict:
+    """A verdict on two figures of which the larger is better."""
+    return Verdict(row, work, f"{ours:,.3g} {unit}", against, f"{theirs:,.3g} {unit}", ours / theirs, target, limit)
+
+
 def add_results_option(parser: argparse.ArgumentParser) -> None:
     """Adds --append."""
     parser.add_argument("--append", type=Path, help="file of results, JSON lines")
@@ -97,4 +104,4 @@ def latest_verdicts(path: Path) -> list[Verdict]:
         for fields in line.get("verdicts", ()):
             verdict = Verdict(**fields)
             found[verdict.row, verdict.work, verdict.against] = verdict
-    return sorted(found.values(), key=lambda verdict: verdict.row)
+    return sorted(found.values(), key=lambda verdict: (verdict.row == 0, verdict.row, verdict.work))

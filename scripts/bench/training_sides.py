@@ -14,7 +14,7 @@ from itertools import cycle
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
@@ -88,13 +88,12 @@ class TrainingWork:
         return list(torch.from_numpy(np.searchsorted(cumulated, drawn)).clamp_(max=self.vocabulary - 1))
 
 
-def megads_side(work: TrainingWork, implementation: str, value: InitialValue | None = None) -> Turn:
+def megads_side(work: TrainingWork, implementation: str) -> Turn:
     """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
 
     Args:
         work: what is trained.
         implementation: ops.impl.
-        value: initial weights; None is the model's own initialisation.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -116,7 +115,7 @@ def megads_side(work: TrainingWork, implementation: str, value: InitialValue | N
     layout = ParallelConfig()
     engine = build_train_engine(
         work.model, layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype, micro_batch_size=work.batch,
-        seed=SEED, device=torch.device("cpu"), value=value, fused=fused,
+        seed=SEED, device=torch.device("cpu"), fused=fused,
     )  # fmt: skip
     mask_bs = torch.ones(work.batch, work.seq_len)
     mask_bs[:, -1] = 0.0
@@ -131,12 +130,11 @@ def megads_side(work: TrainingWork, implementation: str, value: InitialValue | N
     return turn
 
 
-def hugging_face_side(work: TrainingWork, compiled: bool, value: InitialValue | None = None) -> Turn:
-    """BloomForCausalLM and AdamW(fused) as their users train them; in bf16 weights and optimizer are bf16.
+def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) -> nn.Module:
+    """BloomForCausalLM with our weights in the precision of the work.
 
     Args:
         work: what is trained.
-        compiled: through torch.compile.
         value: initial weights; None is the model's own initialisation.
 
     Raises:
@@ -156,7 +154,20 @@ def hugging_face_side(work: TrainingWork, compiled: bool, value: InitialValue | 
     names = [name for name, _ in model.named_parameters()]
     ours = {name: weight.detach() for name, weight in GPT(work.model, SEED, value).parameters_by_name().items()}
     model.load_state_dict(bloom_state(ours, names), strict=False)
-    model = model.to(work.dtype).train()
+    return model.to(work.dtype).train()
+
+
+def hugging_face_side(work: TrainingWork, compiled: bool) -> Turn:
+    """BloomForCausalLM and AdamW(fused) as their users train them; in bf16 weights and optimizer are bf16.
+
+    Args:
+        work: what is trained.
+        compiled: through torch.compile.
+
+    Raises:
+        UnavailableError: transformers is not installed.
+    """
+    model = hugging_face_model(work)
     parameters = list(model.parameters())
     matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
     optimizer = torch.optim.AdamW(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megads.runtime.environment import rank_variables
+
+COLUMNS = {"fastest_ms": "fastest", "median_ms": "median", "processor_ms": "processor"}
+"""What targets may be judged by."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,11 @@ class Times:
             "median_ms": statistics.median(self.clock),
             "processor_ms": min(self.processor),
         }
+
+
+def add_judge_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --by."""
+    parser.add_argument("--by", choices=COLUMNS, default="fastest_ms", help="what targets are judged by")
 
 
 def take_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
