@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "tensors.h"
+#include "sums.h"
 
 namespace megads::bindings {
 namespace {
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
   }
   require(statistics.scalar_type() == ScalarType::Float && statistics.is_contiguous() &&
               statistics.numel() == 2 * shape.rows, "statistics must be the forward pass's");
-  const int64_t blocks = norm_blocks(shape);
+  const int64_t blocks = row_blocks(shape.rows);
   Tensor grad_x = torch::stable::empty_like(x), grad_weight = torch::stable::empty_like(weight);
   Tensor grad_bias = torch::stable::new_empty(weight, std::vector<int64_t>{has_bias ? shape.width : 0});
   Tensor partial = fp32_like(x, {blocks, 2, shape.width});
@@ -80,14 +80,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_backward(const Tensor& grad, const std::
                                data_of<T>(weight), data_of<float>(statistics), data_of<T>(grad_x),
                                data_of<float>(partial), first, last);
     });
-    // Whole vectors to every thread: what a vector sums up must not depend on where its columns are cut.
-    const int64_t vectors = (shape.width + kLanes - 1) / kLanes;
-    const int64_t least = std::max<int64_t>(1, kElementsOfOneThread / (2 * kLanes * std::max<int64_t>(1, blocks)));
-    torch::stable::parallel_for(0, vectors, least, [&](int64_t first, int64_t last) {
-      megads::norm_gather<T>(shape, data_of<float>(partial), data_of<T>(grad_weight),
-                             has_bias ? data_of<T>(grad_bias) : nullptr, first * kLanes,
-                             std::min(last * kLanes, shape.width));
-    });
+    add_blocks_of<T>(partial, 0, grad_weight);
+    if (has_bias) add_blocks_of<T>(partial, 1, grad_bias);
   });
   return {grad_x, grad_weight, grad_bias};
 }

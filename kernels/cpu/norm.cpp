@@ -1,20 +1,12 @@
 #include "norm.h"
 
-#include <algorithm>
 #include <cmath>
 #include <type_traits>
 
-#include "lanes.h"
+#include "row_blocks.h"
 
 namespace megads {
 namespace {
-
-constexpr int64_t kMostBlocks = 64;
-constexpr int64_t kLeastRows = 16;
-
-int64_t rows_of_block(const Norm& shape) {
-  return std::max(kLeastRows, (shape.rows + kMostBlocks - 1) / kMostBlocks);
-}
 
 // The sum of x, in four strands.
 template <typename T>
@@ -22,7 +14,10 @@ float sum_of_row(const T* x, int64_t width) {
   Floats sums[4] = {};
   int64_t c = 0;
   for (; c + 4 * kLanes <= width; c += 4 * kLanes)
-    for (int i = 0; i < 4; ++i) sums[i] += load(x + c + i * kLanes);
+    for (int i = 0; i < 4; ++i) {
+      __builtin_prefetch(x + width + c + i * kLanes);  // the next row
+      sums[i] += load(x + c + i * kLanes);
+    }
   for (; c + kLanes <= width; c += kLanes) sums[0] += load(x + c);
   if (c < width) sums[1] += load_some(x + c, width - c, 0.0f);
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
@@ -65,6 +60,9 @@ void backward_rows(const Norm& shape, const T* grad, const T* grad_added, const 
     Floats share_of_weight = load_lanes(of_weight + c, count), share_of_bias = load_lanes(of_bias + c, count);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
+      // Of so many rows at once the processor follows some only.
+      __builtin_prefetch(grad + (r + kRows) * width + c);
+      __builtin_prefetch(x + (r + kRows) * width + c);
       const Floats g = load_lanes(grad + r * width + c, count);
       const Floats normed = (load_lanes(x + r * width + c, count) - means[r]) * factors[r];
       const Floats of_normed = g * gain;
@@ -112,19 +110,16 @@ void norm_forward(const Norm& shape, const T* x, const T* residual, const T* wei
     for_vectors(0, width, [&](int64_t c, int count) {
       Floats normed = (load_lanes(row + c, count) - mean) * factor * load_lanes(weight + c, count);
       if (bias) normed += load_lanes(bias + c, count);
+      __builtin_prefetch(to + width + c, 1);
       store_lanes(to + c, normed, count);
     });
   }
 }
 
-int64_t norm_blocks(const Norm& shape) {
-  return (shape.rows + rows_of_block(shape) - 1) / rows_of_block(shape);
-}
-
 template <typename T>
 void norm_backward(const Norm& shape, const T* grad, const T* grad_added, const T* x, const T* weight,
                    const float* statistics, T* grad_x, float* partial, int64_t first, int64_t last) {
-  const int64_t width = shape.width, block_rows = rows_of_block(shape);
+  const int64_t width = shape.width, block_rows = rows_of_block(shape.rows);
   for (int64_t block = first; block < last; ++block) {
     float *of_weight = partial + 2 * block * width, *of_bias = of_weight + width;
     std::fill(of_weight, of_weight + 2 * width, 0.0f);
@@ -140,27 +135,11 @@ void norm_backward(const Norm& shape, const T* grad, const T* grad_added, const 
   }
 }
 
-template <typename T>
-void norm_gather(const Norm& shape, const float* partial, T* grad_weight, T* grad_bias, int64_t first, int64_t last) {
-  const int64_t width = shape.width, blocks = norm_blocks(shape);
-  for (int64_t c = first; c < last; c += kLanes) {
-    const int count = int(std::min<int64_t>(kLanes, last - c));
-    Floats of_weight{}, of_bias{};
-    for (int64_t block = 0; block < blocks; ++block) {
-      of_weight += load_lanes(partial + 2 * block * width + c, count);
-      if (grad_bias) of_bias += load_lanes(partial + (2 * block + 1) * width + c, count);
-    }
-    store_lanes(grad_weight + c, of_weight, count);
-    if (grad_bias) store_lanes(grad_bias + c, of_bias, count);
-  }
-}
-
 #define MEGADS_INSTANTIATE(T)                                                                                         \
   template void norm_forward<T>(const Norm&, const T*, const T*, const T*, const T*, T*, T*, float*, int64_t,         \
                                 int64_t);                                                                             \
   template void norm_backward<T>(const Norm&, const T*, const T*, const T*, const T*, const float*, T*, float*,       \
-                                 int64_t, int64_t);                                                                   \
-  template void norm_gather<T>(const Norm&, const float*, T*, T*, int64_t, int64_t);
+                                 int64_t, int64_t);
 MEGADS_INSTANTIATE(float)
 MEGADS_INSTANTIATE(BFloat16)
 

@@ -19,18 +19,10 @@ template <typename T>
 void norm_forward(const Norm& shape, const T* x, const T* residual, const T* weight, const T* bias, T* added, T* out,
                   float* statistics, int64_t first, int64_t last);
 
-// Blocks of rows whose shares of the gradients of weight and bias are summed up by themselves. They depend on the
-// number of rows alone, so that threads change no bit.
-int64_t norm_blocks(const Norm& shape);
-
-// Blocks first..last-1. x is what was normed; grad_added, or null, is what else arrives at it.
+// Blocks first..last-1 of those of row_blocks.h. x is what was normed; grad_added, or null, is what else arrives at it.
 //   partial: [blocks, 2, width], each block's share of the gradients of weight and bias.
 template <typename T>
 void norm_backward(const Norm& shape, const T* grad, const T* grad_added, const T* x, const T* weight,
                    const float* statistics, T* grad_x, float* partial, int64_t first, int64_t last);
-
-// Sums the shares of columns first..last-1; grad_bias may be null.
-template <typename T>
-void norm_gather(const Norm& shape, const float* partial, T* grad_weight, T* grad_bias, int64_t first, int64_t last);
 
 }  // namespace megads

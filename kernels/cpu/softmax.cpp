@@ -24,6 +24,10 @@ struct Row {
   }
 };
 
+// Rows ahead of the one at work whose numbers are asked for: a row ends before its neighbour begins, so the processor's
+// own guess of what is read next is wrong at every row.
+constexpr int64_t kRowsAhead = 2;
+
 template <typename T>
 void clear_hidden(const Row& row, int64_t keys, T* to) {
   std::memset(to, 0, row.first * sizeof(T));
@@ -43,12 +47,12 @@ void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, int64_
     float* weights = kept.data();
     Floats peaks = broadcast(-kInfinity);
     for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(from + kRowsAhead * shape.keys + k);
       const Floats distance = lanes + (float(k) + row.distance);
-      // Where nothing was loaded -inf stays -inf, whatever the bias; a negative scale must not turn it round.
-      const Floats score = load_lanes(from + k, count) * shape.scale + row.slope * distance;
+      Floats score = load_lanes(from + k, count) * shape.scale + row.slope * distance;
+      if (count < kLanes) score = lane_numbers() < count ? score : broadcast(-kInfinity);
       store(weights + k, score);
-      for (int lane = count; lane < kLanes; ++lane) weights[k + lane] = -kInfinity;
-      peaks = larger(load(weights + k), peaks);
+      peaks = larger(score, peaks);
     });
     const float peak = largest_of(peaks);
     Floats sums{};
@@ -58,7 +62,10 @@ void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, int64_
       sums += weight;
     });
     const float factor = 1.0f / sum_of(sums);
-    for_vectors(row.first, row.last, [&](int64_t k, int count) { store_lanes(to + k, load(weights + k) * factor, count); });
+    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(to + shape.keys + k, 1);
+      store_lanes(to + k, load(weights + k) * factor, count);
+    });
     clear_hidden(row, shape.keys, to);
   }
 }
@@ -71,10 +78,13 @@ void softmax_backward(const MaskedSoftmax& shape, const T* grad, const T* out, T
     const int64_t at = r * shape.keys;
     Floats products{};
     for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(grad + at + kRowsAhead * shape.keys + k);
+      __builtin_prefetch(out + at + kRowsAhead * shape.keys + k);
       products += load_lanes(grad + at + k, count) * load_lanes(out + at + k, count);
     });
     const float product = sum_of(products);
     for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(grad_scores + at + shape.keys + k, 1);
       const Floats away = load_lanes(grad + at + k, count) - product;
       store_lanes(grad_scores + at + k, load_lanes(out + at + k, count) * away * shape.scale, count);
     });

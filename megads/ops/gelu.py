@@ -30,17 +30,6 @@ def gelu(x: Tensor, fused: bool) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def bias_gelu(x: Tensor, bias: Tensor, fused: bool) -> Tensor:
-    """`gelu` of x + bias, whose sum is not rounded by the kernel.
-
-    Args:
-        x: [..., h].
-        bias: [h], of x's dtype.
-        fused: as in `gelu`.
-    """
-    return gelu(x + bias, fused)
-
-
 def register() -> None:
     """Tells torch the shapes of the results and the gradients; the library is loaded."""
 
