@@ -78,11 +78,22 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
   Tensor grad_q = rows_like(q), grad_k = rows_like(k), grad_v = rows_like(v);
   with_type_of(q, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    torch::stable::parallel_for(0, shape.batch * shape.key_heads, 1, [&](int64_t first, int64_t last) {
-      megads::attention_backward<T>(shape, rows_of<const T>(grad), rows_of<const T>(q), rows_of<const T>(k),
-                                    rows_of<const T>(v), rows_of<const T>(out), data_of<const float>(statistics),
-                                    rows_of<T>(grad_q), rows_of<T>(grad_k), rows_of<T>(grad_v), first, last);
-    });
+    const AttentionBackward<T> tensors{rows_of<const T>(grad),   rows_of<const T>(q),
+                                       rows_of<const T>(k),      rows_of<const T>(v),
+                                       rows_of<const T>(out),    data_of<const float>(statistics),
+                                       rows_of<T>(grad_q),       rows_of<T>(grad_k),
+                                       rows_of<T>(grad_v)};
+    const auto run = [&](BackwardPart part) {
+      torch::stable::parallel_for(0, attention_backward_tasks(shape, part), 1, [&](int64_t first, int64_t last) {
+        megads::attention_backward<T>(shape, part, tensors, first, last);
+      });
+    };
+    if (backward_by_heads(shape, torch::stable::get_num_threads())) {
+      run(BackwardPart::heads);
+    } else {
+      run(BackwardPart::queries);
+      run(BackwardPart::keys);
+    }
   });
   return {grad_q, grad_k, grad_v};
 }

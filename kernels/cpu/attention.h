@@ -34,16 +34,32 @@ struct Attention {
 // Tasks of the forward pass: one for each block of queries. Each is independent of the others.
 int64_t attention_tasks(const Attention& shape);
 
-// Runs tasks first..last-1. statistics, [batch, heads, queries, 2]: each row's largest biased score, and 1 / sum of
-// exp(score - largest).
+// Runs tasks first..last-1. statistics, [batch, heads, queries, 2]: each row's largest biased score times log2(e), and
+// 1 / sum of exp(score - largest).
 template <typename T>
 void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
                        float* statistics, int64_t first, int64_t last);
 
-// Runs heads first..last-1 of the batch * key_heads of keys there are. Scores are computed again from the statistics.
+// What the backward pass reads, and what it writes.
 template <typename T>
-void attention_backward(const Attention& shape, Rows<const T> grad, Rows<const T> q, Rows<const T> k, Rows<const T> v,
-                        Rows<const T> out, const float* statistics, Rows<T> grad_q, Rows<T> grad_k, Rows<T> grad_v,
-                        int64_t first, int64_t last);
+struct AttentionBackward {
+  Rows<const T> grad, q, k, v, out;
+  const float* statistics;
+  Rows<T> grad_q, grad_k, grad_v;
+};
+
+// The backward pass in tasks independent of each other. Either by heads of keys, each with all its gradients, or, where
+// heads are too few for all threads, first of blocks of queries and then of blocks of keys, for which scores and weights
+// are computed twice. Every sum has the same order either way: the bits do not depend on the number of threads.
+enum class BackwardPart { heads, queries, keys };
+
+bool backward_by_heads(const Attention& shape, int64_t threads);
+
+int64_t attention_backward_tasks(const Attention& shape, BackwardPart part);
+
+// Runs tasks first..last-1 of a part. Scores are computed again from the statistics.
+template <typename T>
+void attention_backward(const Attention& shape, BackwardPart part, const AttentionBackward<T>& tensors, int64_t first,
+                        int64_t last);
 
 }  // namespace megads

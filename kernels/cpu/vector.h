@@ -135,6 +135,7 @@ inline Floats larger(Floats x, Floats y) {
 #endif
 }
 
+// Without those that are NaN, or NaN.
 inline float largest_of(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
@@ -170,6 +171,31 @@ inline Floats exp(Floats x) {
   Floats result = (Floats)((Ints)p + exponent);
   result = x == x ? result : x;
   return x < -87.33f ? Floats{} : result;
+}
+
+// 2^x likewise, for x up to 127. x = n + r with |r| <= 1/2; the polynomial of 2^r is that of the Cephes library.
+inline Floats exp2(Floats x) {
+  const Floats within = larger(broadcast(-150.0f), x);
+#if defined(__AVX512F__)
+  const Floats n = (Floats)_mm512_roundscale_ps((__m512)within, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const Floats magic = broadcast(12582912.0f), rounded = within + magic, n = rounded - magic;
+#endif
+  const Floats r = within - n;
+  Floats p = broadcast(1.535336188319500e-4f);
+  p = p * r + 1.339887440266574e-3f;
+  p = p * r + 9.618437357674640e-3f;
+  p = p * r + 5.550332471162809e-2f;
+  p = p * r + 2.402264791363012e-1f;
+  p = p * r + 6.931472028550421e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const Ints exponent = ((Ints)rounded - (Ints)magic) << 23;
+  const Floats result = x == x ? (Floats)((Ints)p + exponent) : x;
+  return x < -126.0f ? Floats{} : result;
+#endif
 }
 
 }  // namespace megads

@@ -127,15 +127,17 @@ def test_large_scores_and_infinities() -> None:
         assert not out[0, 1, 40:].isfinite().all() and out[0, 1, :40].isfinite().all() and out[1].isfinite().all()
 
 
-def test_the_same_bits_at_any_number_of_threads() -> None:
-    """Catches sums whose order depends on how rows were shared out: ranks and resumes would drift apart."""
-    tensors = inputs(150, 150, 16, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dtype) -> None:
+    """Catches sums whose order depends on how rows were shared out, or on whether heads or blocks of them were."""
+    tensors = inputs(200, 200, 16, dtype, key_heads=key_heads)
     threads = torch.get_num_threads()
     try:
         found = []
-        for count in (1, 2, 3, 2):
+        for count in (1, 2, 3, 5):  # from 3 threads on for one head of keys, from 5 for three, blocks are shared out
             torch.set_num_threads(count)
-            found.append(both(attention, tensors, SLOPES))
+            found.append(both(attention, tensors, SLOPES, None, STARTS))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
