@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megads.runtime.environment import available_cores
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.results import add_results_option, record
@@ -32,6 +34,9 @@ SEEDS = (1, 2, 3)
 IMPLEMENTATIONS = ("torch", "fused")
 COMPARED = 200
 BOUND = 1e-4
+SMOOTHED = 20
+SMALLEST = 1e-9
+"""Drawn, of a difference."""
 SHAPE = {
     "model.num_layers": 2,
     "model.hidden_size": 128,
@@ -176,6 +181,7 @@ def draw(curves: Curves) -> Figure:
     """Left the losses, right how far the implementations are apart."""
     from matplotlib.figure import Figure
 
+    from megads.report.series import smooth
     from megads.report.style import BLUE, CYCLE, INK, MUTED, ORANGE, WIDE_INCHES
 
     steps = range(1, len(curves["torch", SEEDS[0]].losses) + 1)
@@ -187,11 +193,18 @@ def draw(curves: Curves) -> Figure:
     for seed in SEEDS:
         for name, colour, width in (("torch", ORANGE, 2.2), ("fused", BLUE, 0.7)):
             label = f"ops.impl={name}" if seed == SEEDS[0] else None
-            left.plot(steps, curves[name, seed].losses, color=colour, linewidth=width, label=label)
-        right.plot(steps, drift(curves, seed), linewidth=0.8, color=CYCLE[seed - 1], label=f"seed {seed}")
+            losses = smooth(np.array(curves[name, seed].losses), SMOOTHED)
+            left.plot(steps, losses, color=colour, linewidth=width, label=label)
+        # Where the losses are equal there is no difference to draw on a log scale.
+        apart = np.maximum(drift(curves, seed), SMALLEST)
+        right.plot(steps, apart, linewidth=0.8, color=CYCLE[seed - 1], label=f"seed {seed}")
     right.plot([1, min(COMPARED, len(steps))], [BOUND, BOUND], color=MUTED, linestyle=(0, (5, 3)), label="bound")
     right.set_yscale("log")
-    for axes, label in ((left, "nats per token"), (right, "relative difference of the losses")):
+    right.yaxis.set_major_formatter(lambda value, _place: f"{value:.0e}")
+    for axes, label in (
+        (left, f"nats per token, mean of {SMOOTHED} steps"),
+        (right, "relative difference of the losses"),
+    ):
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.legend()

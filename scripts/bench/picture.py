@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """What bench.jsonl says: the table of the last verdicts, and one picture of ratios to peers and shares of limits.
 
-python -m scripts.bench.picture bench.jsonl --picture bench.png
+    python -m scripts.bench.picture bench.jsonl --picture bench.png
+    python -m scripts.bench.picture bench.jsonl --page docs/benchmarks.md
+
+The second writes the page of the docs and its picture.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.bench.results import Verdict, latest_verdicts
+from scripts.bench.results import Verdict, conditions, latest_verdicts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +44,7 @@ def summary(verdicts: list[Verdict]) -> str:
     judged = [verdict for verdict in verdicts if verdict.reached is not None]
     missed = [f"{verdict.work} ({verdict.against})" for verdict in judged if not verdict.reached]
     text = f"{len(judged) - len(missed)} of {len(judged)} targets reached"
-    return text + (f"; not: {'; '.join(missed)}" if missed else "")
+    return text + (f"; not: {'; '.join(missed)}" if missed else "") + "."
 
 
 def draw(verdicts: list[Verdict]) -> Figure:
@@ -128,11 +131,35 @@ def save(verdicts: list[Verdict], path: Path, say: Callable[[str], None]) -> Non
     say(f"picture: {path}")
 
 
+def page(results: Path, verdicts: list[Verdict], path: Path) -> None:
+    """Writes the page of the docs, and its picture beside it in pictures/."""
+    picture = path.parent / "pictures" / f"{path.stem}.png"
+    save(verdicts, picture, print)
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `python -m scripts.bench.picture bench.jsonl --page docs/benchmarks.md` from the last figures of",
+        "`make bench`; [performance.md](performance.md) says what is compared and how. A target of 1: no worse than",
+        "the peer. Taken:",
+        "",
+        *(f"- {condition}" for condition in conditions(results)),
+        "",
+        f"![Every benchmark against its peers and limits](pictures/{picture.name})",
+        "",
+        summary(verdicts),
+        "",
+        table(verdicts),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    print(f"page: {path}")
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="bench.jsonl")
     parser.add_argument("--picture", type=Path, help="PNG to write")
+    parser.add_argument("--page", type=Path, help="page of the docs to write")
     parser.add_argument("--row", type=int, action="append", help="only these benchmarks")
     arguments = parser.parse_args()
     verdicts = [v for v in latest_verdicts(arguments.results) if arguments.row is None or v.row in arguments.row]
@@ -142,6 +169,8 @@ def main() -> int:
     print(f"{table(verdicts)}\n\n{summary(verdicts)}")
     if arguments.picture:
         save(verdicts, arguments.picture, print)
+    if arguments.page:
+        page(arguments.results, verdicts, arguments.page)
     return 0
 
 

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megads.runtime.environment import available_cores
 from megads.runtime.metrics import JsonLinesWriter, read_json_lines
+from scripts.bench.turns import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,17 @@ def one_line(verdict: Verdict) -> str:
         f"[{verdict.row}] {verdict.work}: {verdict.ours}, {verdict.times:.2f} {kind} {verdict.against} "
         f"({verdict.theirs}){wanted}{end}"
     )
+
+
+def conditions(path: Path) -> list[str]:
+    """When, how busy and by what measure each benchmark was taken last."""
+    last = {line["bench"]: line for line in read_json_lines(path) if line.get("verdicts")}
+    return [
+        f"{bench}: {datetime.fromtimestamp(line['time'], UTC):%Y-%m-%d %H:%M} UTC, load {line['load']:.1f} on "
+        f"{line['cores']} cores, torch {line['torch']}"
+        + (f", {line['threads']} threads, judged by {COLUMNS[line['by']]} time" if "by" in line else "")
+        for bench, line in last.items()
+    ]
 
 
 def latest_verdicts(path: Path) -> list[Verdict]:

@@ -4,6 +4,7 @@
     python -m scripts.bench.suite [--quick] [--only train_step] [--append bench.jsonl] [--megatron FOLDER]
 
 --quick ends within five minutes on two idle cores: fewer rounds, less data, nothing compiled. Its figures are rough.
+On a busy machine use --by processor_ms --threads 1 for what computes: the clock then tells more of the others.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megads.runtime.environment import available_cores
 from scripts.bench import picture
 from scripts.bench.results import latest_verdicts
+from scripts.bench.turns import add_judge_option
 
 QUICK_OPERATORS = (
     *("attention", "softmax", "bias_gelu", "gelu", "swiglu", "layer_norm"),
@@ -32,16 +35,18 @@ class Part:
         module: of scripts.bench.
         full: its arguments.
         quick: its arguments where it has to be short.
+        judged: takes --threads and --by.
     """
 
     module: str
     full: str = ""
     quick: str = ""
+    judged: bool = False
 
 
 PARTS = (
-    Part("train_step", quick="--rounds 2 --warm-up 1 --eager-only"),
-    Part("ops", quick="--rounds 3 --eager-only " + " ".join(f"--only {name}" for name in QUICK_OPERATORS)),
+    Part("train_step", quick="--rounds 2 --warm-up 1 --eager-only", judged=True),
+    Part("ops", quick="--rounds 3 --eager-only " + " ".join(f"--only {name}" for name in QUICK_OPERATORS), judged=True),
     Part("startup", quick="--rounds 1 --start-ranks 1 --no-groups"),
     Part("optimizer_memory", quick="--dp 1 2"),
     Part("pipeline", full="--wait-ms 5 --rounds 3", quick="--wait-ms 2 --rounds 1 --micro-batches 4 8"),
@@ -73,12 +78,17 @@ def main() -> int:
     parser.add_argument("--append", type=Path, default=Path("bench.jsonl"), help="file of results")
     parser.add_argument("--picture", type=Path, default=Path("bench.png"), help="PNG to write")
     parser.add_argument("--megatron", type=Path, help="folder of an unpacked megatron-core, the peer of blends")
+    parser.add_argument("--threads", type=int, default=available_cores(), help="of training steps and operators")
+    add_judge_option(parser)
     arguments = parser.parse_args()
+    judged = ["--threads", str(arguments.threads), "--by", arguments.by]
     ended = {}
     for part in PARTS:
         if arguments.only is None or part.module in arguments.only:
-            peer = ["--peer", str(arguments.megatron)] if part.module == "blend" and arguments.megatron else []
-            ended[part.module] = run(part, arguments.quick, [*peer, "--append", str(arguments.append)])
+            more = ["--append", str(arguments.append), *(judged if part.judged else [])]
+            if part.module == "blend" and arguments.megatron:
+                more += ["--peer", str(arguments.megatron)]
+            ended[part.module] = run(part, arguments.quick, more)
     verdicts = latest_verdicts(arguments.append)
     print(f"\n=== the last figures of every benchmark in {arguments.append}\n\n{picture.table(verdicts)}\n")
     print(picture.summary(verdicts))

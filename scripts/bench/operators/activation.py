@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.gelu import bias_gelu, gelu
+from megads.ops.bias_gelu import bias_gelu
+from megads.ops.gelu import gelu
 from megads.ops.swiglu import swiglu
 from scripts.bench.operators.case import LIMIT, OURS, Case, Sizes, Target, compiled, drawn, forward, forward_backward
 

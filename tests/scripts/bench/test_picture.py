@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from scripts.bench.picture import draw, save, summary, table
+from scripts.bench.picture import draw, page, save, summary, table
 from scripts.bench.results import Verdict, against_rate, against_time, latest_verdicts, record
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +53,18 @@ def test_the_picture_shows_every_verdict(tmp_path: Path) -> None:
     said: list[str] = []
     save([STEP, SHARE, LOADER, EXTRA], tmp_path / "pictures/bench.png", said.append)
     assert (tmp_path / "pictures/bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_says_how_it_was_taken(tmp_path: Path) -> None:
+    """Catches figures without their conditions, and a picture that the page does not find."""
+    results = tmp_path / "bench.jsonl"
+    record(results, "train_step", {"threads": 1, "by": "processor_ms"}, [STEP])
+    record(results, "loader", {}, [LOADER])
+    page(results, latest_verdicts(results), tmp_path / "benchmarks.md")
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "1 threads, judged by processor time" in text and text.count("UTC, load") == 2
+    assert "](pictures/benchmarks.png)" in text and (tmp_path / "pictures/benchmarks.png").exists()
+    assert "| 6 | samples |" in text
 
 
 def test_no_results_are_said_plainly(tmp_path: Path) -> None:
