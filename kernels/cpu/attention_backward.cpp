@@ -199,7 +199,7 @@ class Backward {
     bool all;
 
     void at(int64_t c, Floats& weight, Floats& grad) const {
-      weight = exp2(row.biased(load(scores + c), c) - largest) * inverse;
+      weight = exp2<T>(row.biased(load(scores + c), c) - largest) * inverse;
       grad = weight * (load(grad_weights + c) - product);
       if (all) return;
       const Ints seen = row.seen(c);
@@ -260,9 +260,9 @@ class Backward {
 }  // namespace
 
 bool backward_by_heads(const Attention& shape, int64_t threads) {
-  // Five products of each pair of blocks against seven, of which two are computed twice.
+  // Blocks apart take half as long again: two of seven products, and the weights, are computed twice.
   const int64_t heads = shape.batch * shape.key_heads;
-  return 5 * blocks_of(heads, threads) * threads <= 7 * heads;
+  return 2 * blocks_of(heads, threads) * threads <= 3 * heads;
 }
 
 namespace {

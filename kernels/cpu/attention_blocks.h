@@ -140,14 +140,39 @@ inline Floats load_within(const T* row, int64_t d, int64_t dim) {
   return d < dim ? load_some(row + d, dim - d, 0.0f) : Floats{};
 }
 
+// A vector of units that start at `from`, each with the numbers below it; zeros where `count` ends.
+template <typename T, typename Unit>
+inline void interleave(Unit* to, const T* from, int64_t stride, int64_t count) {
+#if defined(__AVX512BF16__)
+  if constexpr (Operand<T>::kValues == 2) {
+    if (count >= kLanes) {
+      Halves even, odd;
+      std::memcpy(&even, from, sizeof even);
+      std::memcpy(&odd, from + stride, sizeof odd);
+      store(to, __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16);
+      return;
+    }
+  }
+#endif
+  Floats together[Operand<T>::kValues];
+  for (int v = 0; v < Operand<T>::kValues; ++v) together[v] = load_within(from + v * stride, 0, count);
+  store_interleaved(to, together);
+}
+
 // Rows as left operand, units along dim: [padded_rows, width.row]; those from `rows` on are zero.
 template <typename T, typename Unit>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t dim, Unit* to) {
   constexpr int kValues = Operand<T>::kValues;
-  const Width<T> width(dim);
-  for (int64_t r = 0; r < padded_rows; ++r)
-    for (int64_t d = 0; d < width.row * kValues; d += kLanes)
-      store_beside(to + r * width.row + d / kValues, r < rows ? load_within(from + r * stride, d, dim) : Floats{});
+  const int64_t row = Width<T>(dim).row;
+  std::fill(to + rows * row, to + padded_rows * row, Unit{});
+  for (int64_t r = 0; r < rows; ++r, from += stride, to += row) {
+    if constexpr (sizeof(Unit) == kValues * sizeof(T)) {
+      std::memcpy(to, from, size_t(dim) * sizeof(T));
+      std::memset(reinterpret_cast<char*>(to) + size_t(dim) * sizeof(T), 0, size_t(row * kValues - dim) * sizeof(T));
+    } else {
+      for (int64_t d = 0; d < row; d += kLanes) store_beside(to + d, load_within(from, d, dim));
+    }
+  }
 }
 
 // Rows as right operand, units along rows: [padded_rows / kValues, width.numbers].
@@ -155,13 +180,18 @@ template <typename T, typename Unit>
 void pack_interleaved(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t dim, Unit* to) {
   constexpr int kValues = Operand<T>::kValues;
   const int64_t numbers = Width<T>(dim).numbers;
-  for (int64_t r = 0; r < padded_rows; r += kValues)
-    for (int64_t d = 0; d < numbers; d += kLanes) {
-      Floats together[kValues];
-      for (int v = 0; v < kValues; ++v)
-        together[v] = r + v < rows ? load_within(from + (r + v) * stride, d, dim) : Floats{};
-      store_interleaved(to + r / kValues * numbers + d, together);
+  for (int64_t r = 0; r < padded_rows; r += kValues, to += numbers, from += kValues * stride) {
+    if (r + kValues <= rows) {
+      for (int64_t d = 0; d < dim; d += kLanes) interleave(to + d, from + d, stride, dim - d);
+    } else {
+      std::fill(to, to + numbers, Unit{});
+      if (r < rows)  // one row of two
+        for (int64_t d = 0; d < dim; d += kLanes) {
+          const Floats together[] = {load_within(from, d, dim), Floats{}};
+          store_interleaved(to + d, together);
+        }
     }
+  }
 }
 
 // One step of a transposition: swaps the lanes of `low` whose number has the bit kStep with those of `high` that have not.

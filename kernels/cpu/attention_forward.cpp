@@ -114,7 +114,7 @@ class Forward {
     for (int r = 0; r < kQueryRows; ++r) {
       Floats sum{};
       for (int64_t c = columns.first; c < columns.last; c += kLanes) {
-        const Floats weight = exp2(load(scores_ + r * kKeyBlock + c) - base[r]);
+        const Floats weight = exp2<T>(load(scores_ + r * kKeyBlock + c) - base[r]);
         store_beside(weights_ + (r * kKeyBlock + c) / kValues, weight);
         sum += weight;
       }

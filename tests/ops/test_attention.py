@@ -192,3 +192,14 @@ def test_hidden_blocks_are_left_out() -> None:
     k[:, :, 64:] = v[:, :, 64:] = float("nan")
     expected = F.scaled_dot_product_attention(q, k[:, :, :64], v[:, :, :64], is_causal=True)
     torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_before_every_start_are_left_out() -> None:
+    """Catches a window that is masked but computed: NaN in blocks of keys that it hides would reach the results."""
+    tensors = inputs(256, 256, 16, torch.float32)
+    starts = (torch.arange(256) - 20).clamp(min=64).expand(2, -1)
+    expected = both(attention_reference, tensors, SLOPES, None, starts)
+    for x in tensors[1:3]:
+        x[:, :, :64] = float("nan")
+    for ours, right in zip(both(attention, tensors, SLOPES, None, starts), expected, strict=True):
+        torch.testing.assert_close(ours, right.nan_to_num(), rtol=1e-5, atol=1e-5)
