@@ -6,8 +6,8 @@
 Every side works in a process of its own, all with a rank's threads and allocator settings; they take turns, step by
 step. All start at the same weights (a table of names carries ours into theirs), see the same tokens, clip and decay
 alike; where a side's losses or gradient norms are not ours, nothing is judged, and the exit code is 1. In bf16 Hugging
-Face keeps weights and moments in bf16, as its users do; ours keeps fp32 masters, gradients and moments beside bf16
-weights, which is more work and memory. Targets are judged by the fastest step after the warm-up, or, with
+Face keeps weights and moments in bf16, as its users do, or, under autocast, all in fp32; ours keeps fp32 masters,
+gradients and moments beside bf16 weights. Targets are judged by the fastest step after the warm-up, or, with
 --by processor_ms --threads 1, by processor time: where others use the machine, the clock says little. The limit is
 model FLOPs (causal attention in full, nothing recomputed) at the best matrix product measured between the steps.
 """
@@ -34,6 +34,7 @@ from scripts.bench.turns import COLUMNS, Times, add_judge_option
 ROW = 1
 OURS, OURS_TORCH = "megads, ops.impl=fused", "megads, ops.impl=torch"
 EAGER, COMPILED = "Hugging Face, eager", "Hugging Face, compiled"
+AUTOCAST = "Hugging Face, autocast"
 MACHINE = "machine"
 SMALL = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 2, "seq_len": 32}
 GEMM_SHARE = 0.85
@@ -69,6 +70,8 @@ def sides_of(work: TrainingWork, with_compiled: bool) -> dict[str, tuple[Callabl
         OURS_TORCH: (megads_side, (work, "torch")),
         EAGER: (hugging_face_side, (work, False)),
     }
+    if work.precision == "bf16":
+        sides[AUTOCAST] = (hugging_face_side, (work, False, True))
     if with_compiled:
         sides[COMPILED] = (hugging_face_side, (work, True))
     return sides | {MACHINE: (machine_side, (work,))}

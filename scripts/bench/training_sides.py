@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import cycle
 
@@ -157,17 +157,19 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
     return model.to(work.dtype).train()
 
 
-def hugging_face_side(work: TrainingWork, compiled: bool) -> Turn:
+def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False) -> Turn:
     """BloomForCausalLM and AdamW(fused) as their users train them; in bf16 weights and optimizer are bf16.
 
     Args:
         work: what is trained.
         compiled: through torch.compile.
+        autocast: keeps weights and optimizer in fp32 and computes in bf16 where torch.autocast does, as their Trainer
+            does with bf16=True.
 
     Raises:
         UnavailableError: transformers is not installed.
     """
-    model = hugging_face_model(work)
+    model = hugging_face_model(replace(work, precision="fp32") if autocast else work)
     parameters = list(model.parameters())
     matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
     optimizer = torch.optim.AdamW(
@@ -180,7 +182,8 @@ def hugging_face_side(work: TrainingWork, compiled: bool) -> Turn:
     def turn() -> dict[str, float]:
         tokens_bs = next(batches)
         optimizer.zero_grad(set_to_none=True)
-        loss = call(input_ids=tokens_bs, labels=tokens_bs).loss
+        with torch.autocast("cpu", work.dtype, enabled=autocast):
+            loss = call(input_ids=tokens_bs, labels=tokens_bs).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIM.clip_grad)
         optimizer.step()
