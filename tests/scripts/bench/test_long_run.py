@@ -23,17 +23,18 @@ def curves_of(ends: dict[str, list[float]]) -> Curves:
 def test_verdict() -> None:
     """Catches a check that passes whatever the curves do, or one that judges steps after the first 200 by rounding."""
     curves = curves_of({"torch": [3.0, 3.02, 3.01], "fused": [3.005, 3.02, 3.0]})
-    assert verdict(curves) == []
+    assert verdict(curves, "fp32") == []
     ours = curves["fused", 2]
     late, early = list(ours.losses), list(ours.losses)
     late[COMPARED] *= 1.01
     early[COMPARED - 1] *= 1 + 2e-4
-    assert verdict(curves | {("fused", 2): replace(ours, losses=late)}) == []
-    found = verdict(curves | {("fused", 2): replace(ours, losses=early)})
+    assert verdict(curves | {("fused", 2): replace(ours, losses=late)}, "fp32") == []
+    found = verdict(curves | {("fused", 2): replace(ours, losses=early)}, "fp32")
     assert len(found) == 1 and found[0].startswith("seed 2: a loss of the first 200 steps is off by 2.0e-04")
-    found = verdict(curves | {("fused", 3): replace(ours, validation=3.05)})
+    found = verdict(curves | {("fused", 3): replace(ours, validation=3.05)}, "fp32")
     assert len(found) == 1 and found[0].startswith("seed 3: final losses 0.0400 apart")
-    assert verdict(curves | {("fused", 1): replace(ours, validation=float("nan"))})
+    assert verdict(curves | {("fused", 1): replace(ours, validation=float("nan"))}, "fp32")
+    assert verdict(curves | {("fused", 2): replace(ours, losses=early)}, "bf16") == []
 
 
 def test_drift_wants_equal_lengths() -> None:
@@ -56,4 +57,4 @@ def test_the_command_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("| 3 |") == 1 and "the same model at the end" in done.stdout
     assert (tmp_path / "long_run.png").exists()
-    assert len(list((tmp_path / "runs").glob("*_*/metrics.jsonl"))) == 6
+    assert len(list((tmp_path / "runs").glob("fp32_*_*/metrics.jsonl"))) == 6
