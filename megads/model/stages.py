@@ -104,11 +104,8 @@ class Block(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
-        dropped_bsh = self.attention_dropout(attended_bsh, info)
-        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(dropped_bsh, hidden_bsh)
-        transformed_bsh = self.mlp(normed_bsh)
-        transformed_bsh = self.mlp_dropout(transformed_bsh, info)
-        return hidden_bsh + transformed_bsh
+        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
+        return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
 
 
 class FinalNorm(Norm):
@@ -158,7 +155,7 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 def use_kernels(stage: nn.Module) -> None:
     """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
     for module in stage.modules():
-        if isinstance(module, Attention | AttentionCore | MLP | Norm):
+        if isinstance(module, Attention | AttentionCore | Dropout | MLP | Norm):
             module.fused = True
 
 

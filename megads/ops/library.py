@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from megads.ops import attention, bias_gelu, cross_entropy, gelu, norm, rotary, softmax, swiglu
+from megads.ops import attention, bias_gelu, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
 from megads.ops.build import LIBRARY, KernelsUnavailable
 
-OPERATORS = (attention, bias_gelu, cross_entropy, gelu, norm, rotary, softmax, swiglu)
+OPERATORS = (attention, bias_gelu, cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu)
 
 
 @functools.cache

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megads.model.config import Position
+from megads.model.config import AttentionKind, Position
 from megads.ops.config import Implementation, OpsConfig
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, first_loss
 from tests.engine.test_parity import DOCUMENTS, SCENARIO, documents_reference, reference
@@ -22,6 +24,24 @@ def test_fp32(layout: str) -> None:
     """Catches slopes of the wrong heads, a part of the vocabulary that is lost, places of a context rank, and drift."""
     run = train_layout(replace(SCENARIO, ops=FUSED), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
+        assert check(run, reference()) == []
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+        ParallelConfig(pp=2, schedule=ScheduleName.zb_h1, recompute=Recompute.selective),
+        ParallelConfig(dp=2, zero_stage=3),
+    ],
+    ids=["tp2pp2sp", "zb_h1, recomputed", "zero3dp2"],
+)
+def test_scores_in_memory(parallel: ParallelConfig) -> None:
+    """Catches slopes of the wrong heads in the softmax kernel, and kernels that a split backward pass, recomputation or
+    sharded weights do not get through: N3."""
+    model = replace(SCENARIO.model, attention=AttentionKind.fused_softmax)
+    run = train_layout(replace(SCENARIO, model=model, ops=FUSED), parallel)
+    for check in (parity.check_first_step, parity.check_curve, parity.check_replicas):
         assert check(run, reference()) == []
 
 
