@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from megads.ops import attention, cross_entropy, gelu
+from megads.ops import adamw, attention, cross_entropy, gelu, linear, square_sums
 from megads.ops.build import LIBRARY, KernelsUnavailable
 
-OPERATORS = (attention, cross_entropy, gelu)
+OPERATORS = (adamw, attention, cross_entropy, gelu, linear, square_sums)
 
 
 @functools.cache
