@@ -104,16 +104,23 @@ def _compile(library: Path) -> None:
         objects = {Path(scratch) / f"{number}.o": source for number, source in enumerate(_sources(".cpp"))}
         with ThreadPoolExecutor(available_cores()) as threads:
             for _ in threads.map(
-                lambda pair: _call([compiler, *FLAGS, *include, "-c", str(pair[1]), "-o", str(pair[0])]),
+                lambda pair: run_compiler([compiler, *FLAGS, *include, "-c", str(pair[1]), "-o", str(pair[0])]),
                 objects.items(),
             ):
                 pass
         whole = Path(scratch) / LIBRARY
-        _call([compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-o", str(whole)])
+        run_compiler(
+            [compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-o", str(whole)]
+        )
         whole.replace(library)
 
 
-def _call(command: list[str]) -> None:
+def run_compiler(command: list[str]) -> None:
+    """Runs one command of a compiler.
+
+    Raises:
+        KernelsUnavailable: it failed, with its first error, or took too long.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
