@@ -174,10 +174,11 @@ def check_shape(config: RootConfig) -> None:
 
 
 def _check_attention(config: RootConfig) -> None:
-    """Who insists on the kernel for attention must insist on kernels, so that a run without them does not start."""
-    if config.model.attention is AttentionKind.fused and config.ops.impl is not Implementation.fused:
+    """Who insists on a kernel for attention must insist on kernels, so that a run without them does not start."""
+    kind = config.model.attention
+    if kind in (AttentionKind.fused, AttentionKind.fused_softmax) and config.ops.impl is not Implementation.fused:
         raise ConfigError(
-            f"model.attention = fused needs megads' own kernels, but ops.impl = {config.ops.impl} can do without: set "
+            f"model.attention = {kind} needs megads' own kernels, but ops.impl = {config.ops.impl} can do without: set "
             "ops.impl=fused, or model.attention=auto"
         )
 

@@ -81,6 +81,15 @@ inline void narrow(BFloat16* to, float x) {
 // The first `count` lanes; the others are `rest`.
 template <typename T>
 inline Floats load_some(const T* from, int64_t count, float rest) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 some = __mmask16((1u << count) - 1u);
+  if constexpr (sizeof(T) == 4) {
+    return (Floats)_mm512_mask_loadu_ps((__m512)broadcast(rest), some, from);
+  } else {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, from));
+    return (Floats)_mm512_mask_blend_ps(some, (__m512)broadcast(rest), (__m512)_mm512_slli_epi32(bits, 16));
+  }
+#endif
   Floats x = broadcast(rest);
   for (int64_t lane = 0; lane < count; ++lane) x[lane] = widen(from[lane]);
   return x;
@@ -88,6 +97,17 @@ inline Floats load_some(const T* from, int64_t count, float rest) {
 
 template <typename T>
 inline void store_some(T* to, Floats x, int64_t count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __mmask16 some = __mmask16((1u << count) - 1u);
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(to, some, (__m512)x);
+  } else {
+    Halves halves;
+    store(reinterpret_cast<BFloat16*>(&halves), x);
+    _mm256_mask_storeu_epi16(to, some, (__m256i)halves);
+  }
+  return;
+#endif
   for (int64_t lane = 0; lane < count; ++lane) narrow(to + lane, x[lane]);
 }
 
@@ -98,6 +118,9 @@ inline Ints lane_numbers() {
 }
 
 inline float sum_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
   float sum = 0.0f;
   for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
   return sum;
@@ -113,6 +136,9 @@ inline Floats larger(Floats x, Floats y) {
 }
 
 inline float largest_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#endif
   float largest = x[0];
   for (int lane = 1; lane < kLanes; ++lane) largest = x[lane] > largest ? x[lane] : largest;
   return largest;

@@ -5,6 +5,8 @@ Shape suffixes: b = batch, s = query position, t = key position, n = heads, d = 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,10 +15,12 @@ from megads.batch import BatchInfo
 from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
 from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.model.dropout import Dropout
+from megads.model.explicit_attention import explicit_attention
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
 from megads.ops.gelu import kernel_takes
+from megads.ops.softmax import masked_softmax
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 
@@ -39,8 +43,8 @@ class AttentionCore(nn.Module):
     rank holds.
 
     Attributes:
-        kernel_allowed: model.attention leaves the choice, or asks for the kernel.
-        fused: take megads' own kernel where it can compute this; dropout on the probabilities it cannot.
+        kind: how it is to be computed.
+        fused: take megads' own kernels: the one of the whole, or with dropout on the probabilities that of softmax.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
@@ -48,7 +52,7 @@ class AttentionCore(nn.Module):
         self.num_heads = config.num_heads
         self.alibi = config.position is Position.alibi
         self.heads = range(config.num_heads)
-        self.kernel_allowed = config.attention is not AttentionKind.sdpa
+        self.kind = config.attention
         self.fused = False
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
 
@@ -69,15 +73,22 @@ class AttentionCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         num_keys, device = k_bntd.shape[2], q_bnsd.device
-        if self.fused and self.kernel_allowed and not self.dropout.active and kernel_takes(q_bnsd):
-            slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi else None
-            return attention(q_bnsd, k_bntd, v_bntd, slopes_n, info.sequence_index, info.document_starts)
-        if self.dropout.active:
-            scores_bnst = (q_bnsd @ k_bntd.transpose(-1, -2)).float() * q_bnsd.shape[-1] ** -0.5
-            scores_bnst = scores_bnst + self.bias(info, num_keys, device, torch.float32)
-            probabilities_bnst = torch.softmax(scores_bnst, dim=-1).to(v_bntd.dtype)
-            dropped_bnst: Tensor = self.dropout(probabilities_bnst, info, sequence_dim=2)
-            return dropped_bnst @ v_bntd
+        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd)
+        starts_bs = info.document_starts
+        slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi and fused else None
+
+        def soften(scores_bnst: Tensor) -> Tensor:
+            scale = q_bnsd.shape[-1] ** -0.5
+            if fused:
+                return masked_softmax(scores_bnst, scale, slopes_n, info.sequence_index, starts_bs, fused=True)
+            biased_bnst = scores_bnst.float() * scale + self.bias(info, num_keys, device, torch.float32)
+            return torch.softmax(biased_bnst, dim=-1).to(v_bntd.dtype)
+
+        if self.dropout.active or (fused and self.kind is AttentionKind.fused_softmax):
+            drop = functools.partial(self.dropout, info=info, sequence_dim=2)
+            return explicit_attention(q_bnsd, k_bntd, v_bntd, soften, drop)
+        if fused:
+            return attention(q_bnsd, k_bntd, v_bntd, slopes_n, info.sequence_index, starts_bs)
         bias = self.bias(info, num_keys, device, bias_dtype(q_bnsd))
         return F.scaled_dot_product_attention(q_bnsd, k_bntd, v_bntd, attn_mask=bias)
 
@@ -87,10 +98,14 @@ class Attention(nn.Module):
 
     Rows of the QKV weight are ordered [head, (q, k, v), head dim], as in BLOOM: a contiguous share of the rows is a
     contiguous share of the heads.
+
+    Attributes:
+        fused: take megads' own kernel for rotary positions.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()
+        self.fused = False
         self.head_dim = config.head_dim
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta) if rotates else None
@@ -105,7 +120,7 @@ class Attention(nn.Module):
         qkv_bsn3d = qkv.view(batch, seq_len, width // (3 * self.head_dim), 3, self.head_dim)
         q_bsnd, k_bsnd, v_bsnd = qkv_bsn3d.unbind(dim=3)
         if self.rotary is not None:
-            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd, info)
+            q_bsnd, k_bsnd = self.rotary(q_bsnd, k_bsnd, info, self.fused)
             # A copy, so that what backward keeps of the values is not a view that keeps unturned queries and keys too.
             v_bsnd = v_bsnd.contiguous()
         context_bnsd = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsnd, v_bsnd)), info)

@@ -22,6 +22,7 @@ class AttentionKind(StrEnum):
 
     auto = "auto"
     fused = "fused"
+    fused_softmax = "fused_softmax"
     sdpa = "sdpa"
 
     @classmethod
@@ -29,7 +30,7 @@ class AttentionKind(StrEnum):
         """Values that people ask for, and why they are not offered."""
         in_it = "fused is a flash kernel with ALiBi, document borders and context parallelism inside; use auto"
         flex = "FlexAttention has no backward pass on a CPU; use auto"
-        return {"flash": in_it, "fused_softmax": in_it, "flex": flex, "reference": "use sdpa, which is plain torch"}
+        return {"flash": in_it, "flex": flex, "reference": "use sdpa, which is plain torch"}
 
 
 @dataclass
@@ -63,8 +64,9 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Dropout on the attention probabilities."""
     attention: AttentionKind = AttentionKind.auto
-    """How attention is computed, not what: fused is megads' own kernel (with ops.impl=fused), sdpa is torch's with a
-    mask in memory; auto takes fused where ops.impl has it, and sdpa elsewhere."""
+    """How attention is computed, not what: fused is megads' own kernel, and fused_softmax megads' own softmax of scores
+    that are in memory, between two matrix products (both with ops.impl=fused); sdpa is torch's, with a mask in memory.
+    auto takes fused where ops.impl has it (fused_softmax with model.attention_dropout), and sdpa elsewhere."""
     norm_eps: float = 1e-5
     """Added to the variance in every LayerNorm."""
     init_std: float | None = None
@@ -108,7 +110,7 @@ class ModelConfig:
         if self.attention is AttentionKind.fused and self.attention_dropout:
             raise ConfigError(
                 f"model.attention = fused cannot drop probabilities, but model.attention_dropout = "
-                f"{self.attention_dropout}: set that to 0, or model.attention=auto"
+                f"{self.attention_dropout}: set that to 0, or model.attention=fused_softmax or auto"
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")

@@ -54,7 +54,8 @@ class Dropout(nn.Module):
         """x: [b, ...], the first dim runs over the micro-batch's samples, `sequence_dim` over a sample's tokens."""
         if not self.active:
             return x
-        keep = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        # One byte an element: it is what backward keeps.
+        keep = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         part = self._part(keep[0], sequence_dim - 1, info)
         generator = torch.Generator(device=x.device)
         for kept, sample_id in zip(keep, info.sample_ids.tolist(), strict=True):
@@ -65,7 +66,7 @@ class Dropout(nn.Module):
                 whole, rows = part
                 whole.bernoulli_(1.0 - self.p, generator=generator)
                 torch.index_select(whole, sequence_dim - 1, rows, out=kept)
-        return x * (keep / (1.0 - self.p)).to(x.dtype)
+        return x * keep * (1.0 / (1.0 - self.p))
 
     def _part(self, kept: Tensor, dim: int, info: BatchInfo) -> tuple[Tensor, Tensor] | None:
         """Room for the mask of a whole sample, and the places along `dim` that the input holds; None for all of them.

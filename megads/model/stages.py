@@ -18,6 +18,30 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.ops.gelu import gelu
+from megads.ops.norm import add_layer_norm, layer_norm
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) of every token, with gains.
+
+    Attributes:
+        fused: take megads' own kernel for it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.fused = False
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused)
+
+    def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; the kernel makes both in one pass."""
+        return add_layer_norm(hidden_bsh, residual_bsh, self.weight, self.bias, self.eps, self.fused)
 
 
 class Embedding(nn.Module):
@@ -28,7 +52,7 @@ class Embedding(nn.Module):
         self.word = _table(config.vocabulary, config.hidden_size)
         learned = config.position is Position.learned
         self.position = _table(config.max_seq_len, config.hidden_size) if learned else None
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps) if config.embedding_norm else None
+        self.norm = Norm(config) if config.embedding_norm else None
         self.dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout")
 
     def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
@@ -71,22 +95,22 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
         site = f"blocks.{index}"
-        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
-        self.post_attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.post_attention_norm = Norm(config)
         self.mlp = MLP(config)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
-        hidden_bsh = hidden_bsh + self.attention_dropout(attended_bsh, info)
-        transformed_bsh = self.mlp(self.post_attention_norm(hidden_bsh))
-        dropped_bsh: Tensor = self.mlp_dropout(transformed_bsh, info)
-        return hidden_bsh + dropped_bsh
+        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
+        transformed_bsh = self.mlp(normed_bsh)
+        transformed_bsh = self.mlp_dropout(transformed_bsh, info)
+        return hidden_bsh + transformed_bsh
 
 
-class FinalNorm(nn.LayerNorm):
+class FinalNorm(Norm):
     """The LayerNorm after the last block."""
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:  # type: ignore[override]
@@ -133,7 +157,7 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 def use_kernels(stage: nn.Module) -> None:
     """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
     for module in stage.modules():
-        if isinstance(module, AttentionCore | MLP):
+        if isinstance(module, Attention | AttentionCore | MLP | Norm):
             module.fused = True
 
 
@@ -156,6 +180,6 @@ def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
     return [
         StageSpec(EMBEDDING, 1.0, lambda: Embedding(config, seed)),
         *(block(index) for index in range(config.num_layers)),
-        StageSpec("final_norm", 0.0, lambda: FinalNorm(config.hidden_size, eps=config.norm_eps)),
+        StageSpec("final_norm", 0.0, lambda: FinalNorm(config)),
         StageSpec(HEAD, 1.0, lambda: Head(config)),
     ]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from megads.ops import attention, cross_entropy, gelu
+from megads.ops import attention, bias_gelu, cross_entropy, gelu, norm, rotary, softmax, swiglu
 from megads.ops.build import LIBRARY, KernelsUnavailable
 
-OPERATORS = (attention, cross_entropy, gelu)
+OPERATORS = (attention, bias_gelu, cross_entropy, gelu, norm, rotary, softmax, swiglu)
 
 
 @functools.cache

@@ -13,25 +13,15 @@ from dataclasses import replace
 
 from megads.model.config import Position
 from megads.parallel.config import Recompute
+from megads.plan.dropout import explicit_attention, hidden_dropout
 from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.tape import Op, recomputed
-
-
-def _hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the scaled mask; the fp32 draw and its quotient, or the product, while it is made.
-
-    A part of a sample takes its rows of the draw for the whole.
-    """
-    if not p.model.hidden_dropout:
-        return 0, 0
-    whole = FP32 * p.seq_len * p.model.hidden_size if p.cp * p.shards > 1 else 0
-    return p.hidden, 2 * FP32 * p.tokens * p.model.hidden_size // p.shards + whole
 
 
 def embedding_ops(p: Pass) -> list[Op]:
     """Word embedding, learned positions, embedding LayerNorm, dropout."""
     model, hidden = p.model, p.hidden
-    mask, drawing = _hidden_dropout(p)
+    mask, drawing = hidden_dropout(p)
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
     # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
@@ -42,14 +32,14 @@ def embedding_ops(p: Pass) -> list[Op]:
         backward=p.closed_backward(p.region_hidden),
         gradient=words + positions,
     )
-    norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden)
+    norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden + p.norm_sums)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
 def document_mask_ops(p: Pass) -> list[Op]:
     """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
-    if not p.document_mask or p.fused_attention:
+    if not p.document_mask or p.masked_by_kernel:
         return []
     hidden_keys = p.tokens * p.seq_len
     mask = p.micro_batch_size * p.bias_table * p.mask_bytes
@@ -64,6 +54,8 @@ def _rotary_ops(p: Pass) -> list[Op]:
     """
     if p.model.position is not Position.rope:
         return []
+    if p.fused:  # the kernel has no temporaries; the projection is there until attention returns
+        return [Op("rotary", forward=7 * p.attention, backward=p.hidden + 6 * p.attention)]
     fp32 = FP32 * p.attention // p.weight_bytes
     turning = 2 * fp32 + (fp32 + p.attention if p.weight_bytes < FP32 else 0)
     return [Op("rotary", forward=4 * p.attention + turning, backward=p.hidden + 3 * p.attention + turning)]
@@ -94,20 +86,18 @@ def _gather_op(p: Pass) -> list[Op]:
 
 
 def _attention_op(p: Pass) -> Op:
-    """The kernel of scaled_dot_product_attention, or with attention dropout the explicit product.
+    """The kernel of scaled_dot_product_attention or our own, or the explicit product of attention dropout.
 
     The kernel saves queries, keys and values (views of the QKV projection, or copies where they were turned or
     gathered), its output and an fp32 logsumexp of every row; backward makes the gradients of the three from that of the
     output. Gathered keys and values are counted where they are gathered.
 
-    The explicit product saves fp32 probabilities (which fp32 weights use as they are), the dropout's mask, the dropped
-    probabilities and contiguous copies of queries, keys and values. While the mask is made the biased scores, the
-    rounded probabilities, the draw and its quotient are alive too, 12 (bf16) or 8 (fp32) bytes a score more than is
-    kept, and where samples are cut the draw for a whole one; and so is the QKV projection, which nobody saves.
+    The explicit product saves contiguous copies of queries, keys and values beside its probabilities; the QKV
+    projection, which nobody saves, is alive beside it.
     """
     inputs = p.attention if p.cp > 1 else 3 * p.attention
     made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
-    if not p.model.attention_dropout:
+    if not p.explicit_attention:
         # Our own kernel keeps two numbers of every row in its place.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
@@ -116,12 +106,12 @@ def _attention_op(p: Pass) -> Op:
             forward=0 if p.cp == 1 else 3 * p.attention,
             backward=p.hidden + p.attention + made,
         )
-    whole_draw = FP32 * p.heads * p.seq_len**2 if p.cp > 1 else 0
+    kept, forward, backward = explicit_attention(p)
     return Op(
         "attention",
-        kept=inputs + (FP32 + 2 * p.weight_bytes) * p.scores,
-        forward=3 * p.attention + (12 if p.weight_bytes < FP32 else 8) * p.scores + whole_draw,
-        backward=p.hidden + max(2 * p.attention, made) + 4 * p.scores,
+        kept=inputs + kept,
+        forward=3 * p.attention + forward,
+        backward=p.hidden + max(2 * p.attention, made) + backward,
     )
 
 
@@ -131,7 +121,7 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
     if not recompute:
         return ops
     projection = 3 * p.attention
-    if p.cp > 1 or p.model.attention_dropout:  # what is kept otherwise are copies
+    if p.cp > 1 or p.explicit_attention:  # what is kept otherwise are copies
         ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
     # The gradients of the core's output and of the residual beside it.
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
@@ -140,14 +130,15 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
 def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
-    mask, drawing = _hidden_dropout(p)
+    mask, drawing = hidden_dropout(p)
+    dropped = hidden if mask else 0
     qkv = p.matrix(3 * width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
-    copied, still_there = (attention, 4 * attention) if p.model.attention_dropout else (0, 0)
+    copied, still_there = (attention, 4 * attention) if p.explicit_attention else (0, 0)
     if recompute_core:
-        copied, still_there = attention, attention if p.model.attention_dropout else 0
+        copied, still_there = attention, attention if p.explicit_attention else 0
     return [
-        Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden),
+        Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden + p.norm_sums),
         Op(
             "qkv",
             kept=hidden,
@@ -162,11 +153,11 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
             "attention output",
             kept=copied + mask,
             forward=max(p.closed() + still_there, hidden + drawing),
-            backward=hidden + mask + p.closed_backward(attention),
+            backward=hidden + dropped + p.closed_backward(attention),
             gradient=p.matrix(width, width // p.tp),
             deferred=attention + p.region_hidden,
         ),
-        Op("attention residual", forward=2 * hidden + mask, backward=hidden),
+        Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
 
@@ -174,10 +165,16 @@ def mlp_ops(p: Pass) -> list[Op]:
     """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     attended = hidden
-    mask, drawing = _hidden_dropout(p)
+    mask, drawing = hidden_dropout(p)
+    dropped = hidden if mask else 0
     matrix = p.matrix(p.model.ffn_width // p.tp, width)
     return [
-        Op("post-attention norm", kept=hidden + p.norm_statistics, forward=attended + hidden, backward=3 * hidden),
+        Op(
+            "post-attention norm",
+            kept=hidden + p.norm_statistics,
+            forward=attended + dropped + hidden,
+            backward=3 * hidden + p.norm_sums,
+        ),
         Op(
             "mlp up",
             kept=hidden,
@@ -191,11 +188,11 @@ def mlp_ops(p: Pass) -> list[Op]:
             "mlp down",
             kept=ffn + mask,
             forward=attended + max(p.closed(), hidden + drawing),
-            backward=hidden + mask + p.closed_backward(ffn),
+            backward=hidden + dropped + p.closed_backward(ffn),
             gradient=matrix,
             deferred=ffn + p.region_hidden,
         ),
-        Op("mlp residual", forward=attended + 2 * hidden + mask, backward=hidden),
+        Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
 
 
@@ -212,7 +209,7 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
 
 def final_norm_ops(p: Pass) -> list[Op]:
     """The LayerNorm after the last block."""
-    return [Op("final norm", kept=p.hidden + p.norm_statistics, forward=p.hidden, backward=2 * p.hidden)]
+    return [Op("final norm", kept=p.hidden + p.norm_statistics, forward=p.hidden, backward=2 * p.hidden + p.norm_sums)]
 
 
 def head_ops(p: Pass) -> list[Op]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megads.model.config import ModelConfig
+from megads.model.config import AttentionKind, ModelConfig
 from megads.parallel.config import Recompute
 
 
@@ -63,7 +63,8 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
 
     Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
     product is therefore made again only where a dropout follows; of attention by an explicit product (with attention
-    dropout) it is the probabilities, which are not multiplied by the values again; the fused kernel needs its output.
+    dropout or fused_softmax) it is the probabilities, which are not multiplied by the values again; the fused kernel
+    needs its output.
 
     Args:
         config: the model.
@@ -78,7 +79,8 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     """Operations a token that a block's backward pass does again, by what is recomputed of it."""
     hidden, ffn = config.hidden_size, config.ffn_width
     scores = values = 2 * hidden * seq_len
-    core = scores + (0 if config.attention_dropout else values)
+    explicit = config.attention_dropout or config.attention is AttentionKind.fused_softmax
+    core = scores + (0 if explicit else values)
     matrices = 8 * hidden * hidden + (4 if config.hidden_dropout else 2) * hidden * ffn
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: matrices + scores + values}
 

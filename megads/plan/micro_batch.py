@@ -30,7 +30,7 @@ class Pass:
         cuda: on a GPU; else on a CPU.
         sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
         document_mask: packed documents are hidden from each other.
-        fused: megads' own kernels compute attention, GELU and the loss.
+        fused: megads' own kernels compute attention, norms, GELU and the loss.
     """
 
     model: ModelConfig
@@ -140,18 +140,36 @@ class Pass:
 
     @property
     def norm_statistics(self) -> int:
-        """Mean and reciprocal deviation of a LayerNorm: in the weights' dtype on a CPU, in fp32 on a GPU."""
-        return 2 * self.tokens // self.shards * (FP32 if self.cuda else self.weight_bytes)
+        """Mean and reciprocal deviation of a LayerNorm: torch's on a CPU in the weights' dtype, else in fp32."""
+        return 2 * self.tokens // self.shards * (FP32 if self.cuda or self.fused else self.weight_bytes)
+
+    @property
+    def norm_sums(self) -> int:
+        """Our own kernel's sums of the gradients of gain and bias, one of each block of rows (row_blocks.h)."""
+        rows = self.tokens // self.shards
+        blocks = -(-rows // max(16, -(-rows // 64)))
+        return 2 * FP32 * blocks * self.model.hidden_size if self.fused else 0
+
+    @property
+    def masked_by_kernel(self) -> bool:
+        """Megads' own kernels hide keys, so that no mask is in memory."""
+        return self.fused and self.model.attention is not AttentionKind.sdpa
+
+    @property
+    def explicit_attention(self) -> bool:
+        """Attention scores are in memory."""
+        chosen = self.fused and self.model.attention is AttentionKind.fused_softmax
+        return chosen or self.model.attention_dropout > 0
 
     @property
     def fused_attention(self) -> bool:
-        """Attention needs no mask; probabilities with dropout do."""
-        return self.fused and not self.model.attention_dropout and self.model.attention is not AttentionKind.sdpa
+        """Megads' own kernel computes the whole of attention."""
+        return self.masked_by_kernel and not self.explicit_attention
 
     @property
     def bias_table(self) -> int:
         """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
-        if self.fused_attention:
+        if self.masked_by_kernel:
             return 0
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 

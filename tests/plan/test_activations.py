@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
-from megads.model.stages import Block, Embedding, FinalNorm
+from megads.model.stages import Block, Embedding, FinalNorm, use_kernels
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
@@ -74,6 +74,31 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     # The kernel saves the cached mask too, which the plan counts once for all blocks.
     mask = one_pass.rotary_tables + (0 if explicit else one_pass.bias_table * 4)
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "position", "attention"),
+    [
+        (torch.bfloat16, 0.0, Position.alibi, AttentionKind.auto),
+        (torch.bfloat16, 0.1, Position.alibi, AttentionKind.auto),
+        (torch.float32, 0.1, Position.rope, AttentionKind.auto),
+        (torch.bfloat16, 0.0, Position.alibi, AttentionKind.fused_softmax),
+    ],
+)
+def test_block_of_kernels(dtype: torch.dtype, dropout: float, position: Position, attention: AttentionKind) -> None:
+    """Catches a mask, statistics or fp32 probabilities that a kernel keeps, or keeps no more; to the byte."""
+    model = replace(
+        MODEL, hidden_dropout=dropout, attention_dropout=dropout, position=position, attention=attention, init_std=0.1
+    )
+    block = Block(model, 0, 0).to(dtype)
+    use_kernels(block)
+    inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
+    one_pass = Pass(model, 1, BATCH, SEQ_LEN, dtype.itemsize, fused=True)
+    shared = one_pass.rotary_tables + one_pass.heads * FP32 * (
+        position is Position.alibi and not one_pass.explicit_attention
+    )
+    assert saved_bytes(block, inputs) - shared == kept_bytes(block_ops(one_pass))
 
 
 def _saved_on_a_shard(model: ModelConfig) -> int:
@@ -142,7 +167,7 @@ def test_ends(norm: bool) -> None:
     saved = saved_bytes(Embedding(model, 0), tokens) - tokens.nbytes
     assert 0 <= kept_bytes(embedding_ops(one_pass)) - saved <= ids
     hidden = torch.randn(BATCH, SEQ_LEN, model.hidden_size, requires_grad=True)
-    assert saved_bytes(FinalNorm(model.hidden_size), hidden) == kept_bytes(final_norm_ops(one_pass))
+    assert saved_bytes(FinalNorm(model), hidden) == kept_bytes(final_norm_ops(one_pass))
 
 
 def test_moments() -> None:

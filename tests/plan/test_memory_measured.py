@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.config import OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import place_of
@@ -101,6 +101,12 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
     "single bf16, fused": (replace(SCENARIO, ops=FUSED), ParallelConfig()),
     "single, many tokens, fused": (replace(MANY_TOKENS, ops=FUSED), ParallelConfig()),
+    "single bf16, dropout, fused": (replace(SCENARIO, model=DROPOUT, ops=FUSED), ParallelConfig()),
+    "single bf16, fused softmax, recompute=selective": (
+        replace(DEEP, model=replace(DEEP.model, attention=AttentionKind.fused_softmax), ops=FUSED),
+        ParallelConfig(recompute=Recompute.selective),
+    ),
+    "single fp32, rope, fused": (replace(FP32, model=ROPE, ops=FUSED), ParallelConfig()),
     "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
