@@ -17,7 +17,9 @@ constexpr float kFar = 10.0f;
 
 constexpr int kThreads = 256, kPacks = 2, kWarps = kThreads / kWarp;
 
-__device__ __forceinline__ float gelu_of(float x) { return x / (1.0f + expf(x * (-kTwiceRoot) * (1.0f + kCubic * x * x))); }
+__device__ __forceinline__ float gelu_of(float x) {
+  return x / (1.0f + expf(x * (-kTwiceRoot) * (1.0f + kCubic * x * x)));
+}
 
 __device__ __forceinline__ float slope_of(float x) {
   x = x > kFar ? kFar : x < -kFar ? -kFar : x;  // a NaN stays one

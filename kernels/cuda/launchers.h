@@ -43,8 +43,8 @@ int megads_cuda_norm_forward(int64_t dtype, int64_t rows, int64_t width, double 
                              const void* residual, const uint8_t* kept, double kept_scale, const void* weight,
                              const void* bias, void* added, void* out, float* statistics, int64_t stream);
 
-// Rows of `partial`, fp32 [norm_partials, 2, width], room for the backward pass. It follows from the shape alone, so that
-// the gradients are the same bits on every device of one kind of arithmetic.
+// Rows of `partial`, fp32 [norm_partials, 2, width], room for the backward pass. It follows from the shape alone, so
+// that the gradients are the same bits on every device of one kind of arithmetic.
 int64_t megads_cuda_norm_partials(int64_t rows, int64_t width);
 
 //   normed: what was normed: `added`, or x.
@@ -90,12 +90,13 @@ int megads_cuda_swiglu_backward(int64_t dtype, int64_t count, const void* grad, 
 
 // --- rotary.cu -------------------------------------------------------------------------------------------------------
 
-// Features i and i + dim / 2 of every head turned by an angle; x is [tokens, heads, dim] with these strides in elements,
-// out is contiguous. cos and sin are fp32 [table_rows, dim / 2]; token t takes row t % table_rows.
+// Features i and i + dim / 2 of every head turned by an angle; x is [batch, tokens, heads, dim] with these strides in
+// elements, out is contiguous. cos and sin are fp32 [table_rows, dim / 2]; token t of sample b takes row
+// (b * tokens + t) % table_rows.
 //   inverse: turn back, which is the backward pass.
-int megads_cuda_rotary(int64_t dtype, int64_t tokens, int64_t heads, int64_t dim, int64_t token_stride,
-                       int64_t head_stride, int64_t table_rows, int64_t inverse, const void* x, const float* cos,
-                       const float* sin, void* out, int64_t stream);
+int megads_cuda_rotary(int64_t dtype, int64_t batch, int64_t tokens, int64_t heads, int64_t dim, int64_t batch_stride,
+                       int64_t token_stride, int64_t head_stride, int64_t table_rows, int64_t inverse, const void* x,
+                       const float* cos, const float* sin, void* out, int64_t stream);
 
 // --- optimizer.cu ----------------------------------------------------------------------------------------------------
 
@@ -111,10 +112,10 @@ int megads_cuda_clip_factor(int64_t pieces, const double* sums, double largest, 
 
 // AdamW with decoupled weight decay; masters and moments are fp32, weights of the dtype. Reads 16 bytes an element and
 // writes 12 and a weight.
-//   clip: fp32 on the device, factor of the gradient; or null. step: from 1.
+//   scale: factor of the gradient. clip: fp32 on the device, another one; or null. step: from 1.
 int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad, float* master, float* exp_avg,
-                      float* exp_avg_sq, void* weights, const float* clip, double lr, double weight_decay,
-                      double beta1, double beta2, double eps, int64_t step, int64_t stream);
+                      float* exp_avg_sq, void* weights, double scale, const float* clip, double lr,
+                      double weight_decay, double beta1, double beta2, double eps, int64_t step, int64_t stream);
 
 #ifdef __cplusplus
 }

@@ -1,12 +1,13 @@
 // LayerNorm and RMSNorm of x * kept * kept_scale + residual; see launchers.h.
 //
-// Forward: the threads of a row hold it in registers, 16 elements each: 32 threads up to 512 columns (four rows a block),
-// a block of 128 to 1024 threads up to 16384; of fp32 half as many, up to 8192. The mean is taken off before squares are summed, so that a large
-// mean costs no digits. Reads x, residual and mask once, writes sum and norm: 2 to 4 * elements * size + elements bytes.
+// Forward: the threads of a row hold it in registers, 16 elements each: 32 threads up to 512 columns (four rows a
+// block), a block of 128 to 1024 threads up to 16384; of fp32 half as many, up to 8192. The mean is taken off before
+// squares are summed, so that a large mean costs no digits. Reads x, residual and mask once, writes sum and norm: 2 to
+// 4 * elements * size + elements bytes.
 //
 // Backward: megads_cuda_norm_partials blocks take rows in turns. A thread keeps the gradients of weight and bias of its
-// own 8 columns in registers over all rows of its block, and stores them in `partial` at the end; columns.cuh sums those.
-// Reads gradient and normed input once and writes one gradient, 3 * elements * size bytes, plus what is optional.
+// own 8 columns in registers over all rows of its block, and stores them in `partial` at the end; columns.cuh sums
+// those. Reads gradient and normed input once and writes one gradient, 3 * elements * size bytes, and what is optional.
 //
 // Longer rows are read in chunks, once a pass, mostly from the L2 cache.
 #include "columns.cuh"

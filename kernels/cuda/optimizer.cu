@@ -44,9 +44,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One warp a piece.
-__global__ void __launch_bounds__(kWarp) sum_partials(const double* __restrict__ partial, int blocks, double* __restrict__ sums) {
+__global__ void __launch_bounds__(kWarp)
+    sum_partials(const double* __restrict__ partial, int blocks, double* __restrict__ sums) {
   double sum = 0.0;
-  for (int block = int(threadIdx.x); block < blocks; block += kWarp) sum += partial[int64_t(blockIdx.x) * blocks + block];
+  const double* of_piece = partial + int64_t(blockIdx.x) * blocks;
+  for (int block = int(threadIdx.x); block < blocks; block += kWarp) sum += of_piece[block];
   sum = over_warp(sum);
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
@@ -61,6 +63,7 @@ __global__ void __launch_bounds__(kWarp)
 }
 
 struct AdamWFactors {
+  float scale;            // of the gradient
   float decay;            // learning rate times weight decay
   float rest1;            // 1 - beta1
   float beta2, rest2;     // and 1 - beta2
@@ -80,7 +83,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto of_master = load_pack<4>(master + share.lower, first, share.count);
   const auto of_avg = load_pack<4>(exp_avg + share.lower, first, share.count);
   const auto of_avg_sq = load_pack<4>(exp_avg_sq + share.lower, first, share.count);
-  const float scale = clip ? *clip : 1.0f;
+  const float scale = clip ? factors.scale * *clip : factors.scale;
   float new_master[4], new_avg[4], new_avg_sq[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -88,7 +91,8 @@ __global__ void __launch_bounds__(kThreads)
     new_avg[i] = of_avg.elements[i] + factors.rest1 * (g - of_avg.elements[i]);
     new_avg_sq[i] = factors.beta2 * of_avg_sq.elements[i] + factors.rest2 * g * g;
     const float root = sqrtf(new_avg_sq[i]) / factors.root_correction + factors.eps;
-    new_master[i] = of_master.elements[i] - factors.decay * of_master.elements[i] - factors.step_size * new_avg[i] / root;
+    const float kept = of_master.elements[i] - factors.decay * of_master.elements[i];
+    new_master[i] = kept - factors.step_size * new_avg[i] / root;
   }
   store_pack(master + share.lower, first, share.count, new_master);
   store_pack(exp_avg + share.lower, first, share.count, new_avg);
@@ -119,12 +123,14 @@ extern "C" int megads_cuda_clip_factor(int64_t pieces, const double* sums, doubl
 }
 
 extern "C" int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad, float* master, float* exp_avg,
-                                 float* exp_avg_sq, void* weights, const float* clip, double lr, double weight_decay,
-                                 double beta1, double beta2, double eps, int64_t step, int64_t stream) {
+                                 float* exp_avg_sq, void* weights, double scale, const float* clip, double lr,
+                                 double weight_decay, double beta1, double beta2, double eps, int64_t step,
+                                 int64_t stream) {
   if (count == 0) return 0;
   const int64_t blocks = shares_for(count, kThreads * 4);
   if (blocks > kMostBlocks || step < 1) return int(cudaErrorInvalidValue);
-  const AdamWFactors factors{float(lr * weight_decay),
+  const AdamWFactors factors{float(scale),
+                             float(lr * weight_decay),
                              float(1.0 - beta1),
                              float(beta2),
                              float(1.0 - beta2),

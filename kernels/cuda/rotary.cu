@@ -10,8 +10,8 @@ namespace {
 constexpr int kThreads = 128;
 
 struct Heads {
-  int heads, pairs;
-  int64_t token_stride, head_stride;
+  int tokens, heads, pairs;
+  int64_t batch_stride, token_stride, head_stride;
   int64_t table_rows;
   float direction;  // of the turn: 1, or -1 for back
 };
@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kThreads)
   const int head = item / packs, first = item % packs * kWidth<T>;
   if (head >= shape.heads) return;
   const int64_t token = blockIdx.x, pairs = shape.pairs;
-  const T* from = x + token * shape.token_stride + head * shape.head_stride;
+  const int64_t sample = token / shape.tokens, place = token % shape.tokens;
+  const T* from = x + sample * shape.batch_stride + place * shape.token_stride + head * shape.head_stride;
   T* to = out + (token * shape.heads + head) * 2 * pairs;
   const int64_t angles = token % shape.table_rows * pairs;
   const auto left = load_pack<kWidth<T>>(from, first, shape.pairs);
@@ -48,17 +49,20 @@ __global__ void __launch_bounds__(kThreads)
 
 using namespace megads::cuda;
 
-extern "C" int megads_cuda_rotary(int64_t dtype, int64_t tokens, int64_t heads, int64_t dim, int64_t token_stride,
-                                  int64_t head_stride, int64_t table_rows, int64_t inverse, const void* x,
-                                  const float* cos, const float* sin, void* out, int64_t stream) {
-  if (tokens == 0 || heads == 0 || dim == 0) return 0;
-  if (dim % 2 || table_rows <= 0 || tokens > kMostBlocks || heads * dim > 65535 * kThreads)
+extern "C" int megads_cuda_rotary(int64_t dtype, int64_t batch, int64_t tokens, int64_t heads, int64_t dim,
+                                  int64_t batch_stride, int64_t token_stride, int64_t head_stride, int64_t table_rows,
+                                  int64_t inverse, const void* x, const float* cos, const float* sin, void* out,
+                                  int64_t stream) {
+  if (batch == 0 || tokens == 0 || heads == 0 || dim == 0) return 0;
+  if (dim % 2 || table_rows <= 0 || batch * tokens > kMostBlocks || heads * dim > 65535 * kThreads)
     return int(cudaErrorInvalidValue);
-  const Heads shape{int(heads), int(dim / 2), token_stride, head_stride, table_rows, inverse ? -1.0f : 1.0f};
+  const Heads shape{int(tokens),  int(heads),  int(dim / 2), batch_stride,
+                    token_stride, head_stride, table_rows,   inverse ? -1.0f : 1.0f};
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const int64_t items = heads * blocks_for(dim / 2, kWidth<T>);
-    return launch(rotary<T>, dim3(unsigned(tokens), unsigned(blocks_for(items, kThreads))), kThreads, 0, stream, shape,
-                  static_cast<const T*>(x), cos, sin, static_cast<T*>(out));
+    const dim3 grid(unsigned(batch * tokens), unsigned(blocks_for(items, kThreads)));
+    return launch(rotary<T>, grid, kThreads, 0, stream, shape, static_cast<const T*>(x), cos, sin,
+                  static_cast<T*>(out));
   });
 }

@@ -1,6 +1,7 @@
 // The gated linear unit of SwiGLU (Shazeer 2020), gates and ups in pairs; see launchers.h.
 //
-// A thread computes one pack of outputs from the two packs of pairs below it: 3 * count * size bytes forward, 5 backward.
+// A thread computes one pack of outputs from the two packs of pairs below it: 3 * count * size bytes forward, 5
+// backward.
 #include "device.cuh"
 
 namespace megads::cuda {

@@ -73,7 +73,8 @@ class AttentionCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         num_keys, device = k_bntd.shape[2], q_bnsd.device
-        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd)
+        # There is no kernel of attention for GPUs: torch's are as good there.
+        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd) and device.type == "cpu"
         starts_bs = info.document_starts
         slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi and fused else None
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.model.rotary import rotary_tables, rotate
+from megads.model.rotary import rotary_tables
+from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
 from tests.ops.cuda.lanes import Lanes
 
@@ -95,14 +96,14 @@ def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
     with Lanes("rotary", order=heads, residue=dim % 4, at_end=dim % 8 == 0) as lanes:
         placed = lanes.place(qkv)[:, :, :, 1]
         turned, back = (lanes.empty(query.shape, dtype) for _ in range(2))
-        shape = (dtype, batch * seq_len, heads, dim)
+        shape = (dtype, batch, seq_len, heads, dim)
         flat = [table.reshape(seq_len, -1).contiguous() for table in tables]
         base = placed.data_ptr()
-        lanes.call("rotary", *shape, query.stride(1), query.stride(2), seq_len, 0, base, *flat, turned)
-        lanes.call("rotary", *shape, heads * dim, dim, seq_len, 1, turned, *flat, back)
-        check_error(turned, rotate(query, tables), rotate(query.double(), exact_tables))
-        eager = rotate(turned.clone(), (tables[0], -tables[1]))
-        check_error(back, eager, rotate(turned.double(), (exact_tables[0], -exact_tables[1])))
+        lanes.call("rotary", *shape, *query.stride()[:3], seq_len, 0, base, *flat, turned)
+        lanes.call("rotary", *shape, *turned.stride()[:3], seq_len, 1, turned, *flat, back)
+        check_error(turned, rotate(query, *tables, False), rotate(query.double(), *exact_tables, False))
+        eager = rotate(turned.clone(), tables[0], -tables[1], False)
+        check_error(back, eager, rotate(turned.double(), exact_tables[0], -exact_tables[1], False))
 
 
 def test_nothing_to_do() -> None:
@@ -113,4 +114,4 @@ def test_nothing_to_do() -> None:
         lanes.call("swiglu_forward", torch.float32, 0, torch.empty(0), lanes.empty((0,), torch.float32))
     with Lanes("rotary") as lanes:
         row = torch.ones(1, 4)
-        lanes.call("rotary", torch.float32, 0, 3, 8, 24, 8, 1, 0, empty, row, row, empty)
+        lanes.call("rotary", torch.float32, 0, 5, 3, 8, 120, 24, 8, 1, 0, empty, row, row, empty)

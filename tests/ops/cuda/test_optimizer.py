@@ -33,8 +33,8 @@ def test_adamw(count: int, residue: int, dtype: torch.dtype) -> None:
     with Lanes("optimizer", order=count, residue=residue, at_end=count % 2) as lanes:
         placed = [lanes.place(x) for x in state]
         weights = lanes.empty((count,), dtype)
-        lanes.call("adamw", dtype, count, grad, *placed, weights, clip, LR, DECAY, *BETAS, EPS, 7)
-        references = (adamw_reference(state, grad * clip, 7, of) for of in (torch.float32, torch.float64))
+        lanes.call("adamw", dtype, count, grad, *placed, weights, 2.0, clip, LR, DECAY, *BETAS, EPS, 7)
+        references = (adamw_reference(state, 2 * grad * clip, 7, of) for of in (torch.float32, torch.float64))
         for mine, eager, exact in zip(placed, *references, strict=True):
             check_error(mine, eager, exact)
         assert torch.equal(weights, placed[0].to(dtype))
