@@ -13,8 +13,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def kernel_takes(x: Tensor) -> bool:
-    """Whether the kernels can compute on this tensor: fp32 or bf16 on a CPU."""
-    return x.device.type == "cpu" and x.dtype in KERNEL_DTYPES
+    """Whether the kernels can compute on this tensor: fp32 or bf16, on a CPU or a GPU."""
+    return x.device.type in ("cpu", "cuda") and x.dtype in KERNEL_DTYPES
 
 
 def gelu(x: Tensor, fused: bool) -> Tensor:

@@ -91,6 +91,11 @@ def cpp_compiler() -> str | None:
     return os.environ.get("CXX") or None
 
 
+def cuda_home() -> str | None:
+    """Returns the folder of the CUDA toolkit that the user names in CUDA_HOME, or None."""
+    return os.environ.get("CUDA_HOME") or None
+
+
 def show_full_hydra_errors() -> None:
     """Makes Hydra raise its errors instead of printing them and exiting 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
