@@ -223,8 +223,8 @@ def row_bias_on_every_rank() -> None:
 def padding_in_the_softmax() -> None:
     inner = cross_entropy.vocab_parallel_token_losses
 
-    def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any, fused: bool) -> Tensor:
-        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis, fused)
+    def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> Tensor:
+        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis)
 
     megads.engine.token_mean.vocab_parallel_token_losses = losses
 

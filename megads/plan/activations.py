@@ -265,8 +265,7 @@ def head_ops(p: Pass) -> list[Op]:
     """Output projection and vocabulary-parallel cross entropy.
 
     The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
-    into a second such tensor and, under bf16, casts that. Our own kernels keep the logits and nothing else of that
-    size; backward writes their gradient.
+    into a second such tensor and, under bf16, casts that. Our own kernels write the gradient over the logits, forward.
     """
     tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
     probabilities = FP32 * tokens * p.vocab_rows
@@ -274,9 +273,8 @@ def head_ops(p: Pass) -> list[Op]:
     if p.fused:
         loss = Op(
             "loss",
-            kept=p.logits + (INT64 + 2 * FP32) * tokens,
-            forward=8 * FP32 * tokens,
-            backward=p.logits,
+            kept=p.logits,
+            forward=12 * FP32 * tokens,
             is_loss=True,
         )
     else:
@@ -293,6 +291,7 @@ def head_ops(p: Pass) -> list[Op]:
             kept=p.hidden,
             forward=p.opened(p.logits),
             backward=p.opened_backward(p.logits, matrix),
+            arriving=p.logits,
             gradient=matrix,
             deferred=p.hidden + p.logits,
         ),

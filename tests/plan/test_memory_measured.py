@@ -124,6 +124,12 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(recompute=Recompute.selective),
     ),
     "single fp32, rope, fused": (replace(FP32, model=ROPE, ops=FUSED), ParallelConfig()),
+    "single, logits outweigh blocks, fused": (
+        replace(
+            SCENARIO, model=replace(MODEL, num_layers=1, vocab_size=8192), micro_batch_size=8, seq_len=256, ops=FUSED
+        ),
+        ParallelConfig(),
+    ),
     "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
