@@ -67,6 +67,7 @@ def test_good_config_passes() -> None:
         ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
         ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
         ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
+        ([change("model.attention", AttentionKind.fused_softmax)], "model.attention = fused_softmax needs"),
         (
             [change("model.attention", AttentionKind.fused), change("model.attention_dropout", 0.1)],
             "model.attention_dropout = 0.1",
