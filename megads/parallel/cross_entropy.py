@@ -72,7 +72,8 @@ class _LossInPlace(torch.autograd.Function):
         logits_mr, labels_m = logits_bsr.flatten(0, 1).contiguous(), labels_bs.flatten()
         weights_m = weights_bs.flatten().float().contiguous()
         trains = ctx.needs_input_grad[0]
-        if trains and axis.size == 1:
+        # In one pass where the row that is read fits the cache of the core that reads it.
+        if trains and axis.size == 1 and logits_mr.device.type == "cpu":
             largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
         else:
             found = cross_entropy.statistics(logits_mr, labels_m, valid, start)
