@@ -69,7 +69,7 @@ class PipelineTrainEngine:
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused)
 
         def optimizer(stages: StagePipeline) -> BucketAdamW:
-            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid)
+            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, fused)
 
         # DeepSpeed may force a garbage collection while it builds: half a second each over all that has been imported
         # by now, which lives as long as the process anyway.

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megads.ops import linear as products
 from megads.parallel.grid import Axis
-from megads.parallel.weight_gradients import WeightGradients, linear, weight_gradient
+from megads.parallel.weight_gradients import WeightGradients, linear
 
 Pending = Callable[[], Tensor]
 """Waits for a collective that has been started; returns its result. To be called once."""
@@ -118,30 +118,34 @@ class _GatheredLinear(torch.autograd.Function):
         bias: Tensor | None,
         axis: Axis,
         gradients: WeightGradients | None,
+        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
         # Under recomputation what was saved is another tensor of the same values.
         ctx.parameter = weight
-        ctx.axis, ctx.has_bias, ctx.gradients = axis, bias is not None, gradients
-        return F.linear(start_gather(x_bsi, axis)(), weight, bias)
+        ctx.axis, ctx.has_bias, ctx.gradients, ctx.fused = axis, bias is not None, gradients, fused
+        return products.linear(start_gather(x_bsi, axis)(), weight, bias, fused)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        x_bsi, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+        (x_bsi, weight), fused = ctx.saved_tensors, ctx.fused
         grad_bias = grad_bso.sum((0, 1)) if ctx.has_bias else None
         if ctx.gradients is not None and ctx.gradients.puts_off:
             # The whole is gathered when it is needed, so that only the share is kept until then.
-            ctx.gradients.later(ctx.parameter, lambda: weight_gradient(start_gather(x_bsi, ctx.axis)(), grad_bso))
-            return start_scatter(grad_bso @ weight, ctx.axis)(), None, grad_bias, None, None
+            ctx.gradients.later(
+                ctx.parameter, lambda: products.weight_gradient(grad_bso, start_gather(x_bsi, ctx.axis)(), fused)
+            )
+            grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
+            return start_scatter(grad_x_bsi, ctx.axis)(), None, grad_bias, None, None, None
         # Each collective runs beside the product that does not need it.
         gathering = start_gather(x_bsi, ctx.axis)
-        grad_x_bsi = grad_bso @ weight
+        grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
         whole_bsi = gathering()
         del gathering
         scattering = start_scatter(grad_x_bsi, ctx.axis)
         del grad_x_bsi
-        grad_weight = weight_gradient(whole_bsi, grad_bso)
-        return scattering(), grad_weight, grad_bias, None, None
+        grad_weight = products.weight_gradient(grad_bso, whole_bsi, fused)
+        return scattering(), grad_weight, grad_bias, None, None, None
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
@@ -165,6 +169,7 @@ def gathered_linear(
     bias: Tensor | None,
     axis: Axis,
     gradients: WeightGradients | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Enters a region with the linear layer that opens it: all-gather along dim 1, then x W^T + b.
 
@@ -178,11 +183,12 @@ def gathered_linear(
         bias: [o], or None.
         axis: the tensor-parallel axis.
         gradients: says in the backward pass whether the weight's is put off; None where it never is.
+        fused: products by `megads.ops.linear`'s choice, not by torch's.
 
     Returns:
         [b, s, o], in x's dtype.
     """
     if axis.size == 1:
-        return linear(x_bsi, weight, bias, gradients)
-    out_bso: Tensor = _GatheredLinear.apply(x_bsi, weight, bias, axis, gradients)
+        return linear(x_bsi, weight, bias, gradients, fused)
+    out_bso: Tensor = _GatheredLinear.apply(x_bsi, weight, bias, axis, gradients, fused)
     return out_bso

@@ -31,8 +31,8 @@ class ColumnParallelLinear(SplitLayer):
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
         if self.sequence_parallel:
-            return gathered_linear(x_bti, self.weight, self.bias, self.axis, self.weight_gradients)
-        return linear(enter_region(x_bti, self.axis), self.weight, self.bias, self.weight_gradients)
+            return gathered_linear(x_bti, self.weight, self.bias, self.axis, self.weight_gradients, self.fused)
+        return linear(enter_region(x_bti, self.axis), self.weight, self.bias, self.weight_gradients, self.fused)
 
 
 class RowParallelLinear(SplitLayer):
@@ -51,9 +51,9 @@ class RowParallelLinear(SplitLayer):
         """[b, s, in / size] -> [b, t, out]."""
         if self.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
-            return linear(x_bsi, self.weight, self.bias, self.weight_gradients)
+            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.fused)
         close = scatter_sequence if self.sequence_parallel else leave_region
-        return close(linear(x_bsi, self.weight, None, self.weight_gradients), self.axis) + self.bias
+        return close(linear(x_bsi, self.weight, None, self.weight_gradients, self.fused), self.axis) + self.bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
@@ -108,5 +108,5 @@ class VocabParallelHead(SplitLayer):
     def forward(self, hidden_bth: Tensor, info: BatchInfo) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included."""
         if self.sequence_parallel:
-            return gathered_linear(hidden_bth, self.weight, None, self.axis, self.weight_gradients)
-        return linear(enter_region(hidden_bth, self.axis), self.weight, None, self.weight_gradients)
+            return gathered_linear(hidden_bth, self.weight, None, self.axis, self.weight_gradients, self.fused)
+        return linear(enter_region(hidden_bth, self.axis), self.weight, None, self.weight_gradients, self.fused)
