@@ -12,7 +12,7 @@ EAGER = "eager, torch's fused AdamW"
 
 
 def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Gradients are fp32; the dtype is that of the working weights."""
+    """Gradients are fp32; the dtype is that of the working weights. Every call of ours is step 10, torch counts."""
     master, exp_avg, exp_avg_sq, grad = (torch.rand(sizes.parameters) for _ in range(4))
     weights = master.to(dtype)
     parameter = torch.nn.Parameter(master.clone())
