@@ -64,8 +64,8 @@ class Bounds:
 BOUNDS = {"fp32": Bounds(first=1e-6, norm=1e-4, curve=1e-4), "bf16": Bounds(first=2e-4, norm=1e-2, curve=2e-3)}
 """fp32: N3 of docs/numerics.md for the first loss. torch adds up the squares of an embedding's 16 million gradients in
 fp32, which puts its norm, and so what it clips to, off by 3e-5; our kernel's is that of fp64. bf16: N4 for the first
-loss; without fp32 masters Hugging Face loses what is smaller than half a unit in the last place of a weight, so that the
-curves drift apart."""
+loss; without fp32 masters Hugging Face loses what is smaller than half a unit in the last place of a weight, so that
+the curves drift apart."""
 
 
 def sides_of(work: TrainingWork, with_compiled: bool) -> dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]]:
