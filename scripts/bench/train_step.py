@@ -125,13 +125,18 @@ def figures_of(work: TrainingWork, taken: list[Taken], peak_flops_per_s: float, 
     }
 
 
+def work_name(work: TrainingWork) -> str:
+    """In verdicts."""
+    return f"train step, {work.precision}"
+
+
 def verdicts_of(
     work: TrainingWork, sides: dict[str, dict[str, float]], machine: dict[str, float], by: str
 ) -> list[Verdict]:
     """Ours against other sides and the limits; none if ours did not run."""
     if OURS not in sides:
         return []
-    name, ours_ms = f"train step, {work.precision}", sides[OURS][by]
+    name, ours_ms = work_name(work), sides[OURS][by]
     limits = {name: 1e3 * work.flops / machine[key] for name, key in LIMITS.items()}
     share = GEMM_SHARE if work.precision == "fp32" else None
     return [
@@ -189,6 +194,7 @@ def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
             "losses": {name: losses(of) for name, of in found.items()},
         },
         [] if wrong else verdicts_of(work, timed, machine, arguments.by),
+        unjudged=work_name(work) if wrong else "",
     )
     return not wrong
 
