@@ -72,10 +72,12 @@ class Curve:
     validation: float
 
     @classmethod
-    def read(cls, run_dir: Path) -> Curve:
-        """From metrics.jsonl of a finished run."""
+    def read(cls, run_dir: Path) -> Curve | None:
+        """From metrics.jsonl of a run; None before its end."""
         lines = list(read_json_lines(run_dir / "metrics.jsonl"))
-        ended = next(line for line in reversed(lines) if "loss" not in line)
+        ended = next((line for line in reversed(lines) if "loss" not in line), None)
+        if ended is None:
+            return None
         return cls(
             [line["loss"] for line in lines if "loss" in line],
             next(value for key, value in ended.items() if key.endswith("/loss") and key.startswith("valid/")),
@@ -135,9 +137,13 @@ def prepare(work: Comparison, megabytes: float) -> None:
 def train(work: Comparison, implementation: str, seed: int) -> Curve:
     """One run, continued where it was stopped."""
     run_dir = work.run_dir(implementation, seed)
+    if (done := Curve.read(run_dir)) is not None and len(done.losses) == work.steps:
+        return done
     own = (f"ops.impl={implementation}", f"train.seed={seed}", f"run.dir={run_dir}")
     command("-m", "megads.cli.main", "train", *work.overrides, *own)
-    return Curve.read(run_dir)
+    trained = Curve.read(run_dir)
+    assert trained is not None
+    return trained
 
 
 def train_all(work: Comparison) -> Curves:

@@ -21,13 +21,16 @@ import torch
 
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.linear import linear
 from megads.runtime.environment import available_cores
 from scripts.bench.operators.activation import bias_gelu_case, gelu_case, swiglu_case
 from scripts.bench.operators.attention import attention_case
 from scripts.bench.operators.case import LIMIT, OURS, SMALL, Call, Case, Sizes, Target
 from scripts.bench.operators.cross_entropy import cross_entropy_case
+from scripts.bench.operators.linear import linear_case
 from scripts.bench.operators.model import model_case
 from scripts.bench.operators.norm import add_layer_norm_case, layer_norm_case, rms_norm_case
+from scripts.bench.operators.optimizer import adamw_case
 from scripts.bench.operators.rotary import rotary_case
 from scripts.bench.operators.softmax import softmax_case
 from scripts.bench.results import Verdict, add_results_option, against_time, record
@@ -45,12 +48,14 @@ CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
     "rms_norm": rms_norm_case,
     "rotary": rotary_case,
     "cross_entropy": cross_entropy_case,
+    "linear": linear_case,
+    "adamw": adamw_case,
     "model": model_case,
 }
 
 
 def limit_of(case: Case, dtype: torch.dtype) -> Call:
-    """What the machine needs for the bytes, by copying, or for the products, by one large GEMM of as many."""
+    """What the machine needs for the bytes, by copying, or for the products, by large GEMMs that megads chooses."""
     if case.moved_bytes:
         source = torch.empty(max(1, int(case.moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
         target = torch.empty_like(source)
@@ -61,7 +66,7 @@ def limit_of(case: Case, dtype: torch.dtype) -> Call:
 
     def products() -> None:
         for _ in range(count):
-            left @ right
+            linear(left, right, None, True)
 
     return products
 

@@ -68,7 +68,9 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--append", type=Path, help="file of results, JSON lines")
 
 
-def record(path: Path | None, bench: str, figures: Mapping[str, Any], verdicts: Iterable[Verdict] = ()) -> None:
+def record(
+    path: Path | None, bench: str, figures: Mapping[str, Any], verdicts: Iterable[Verdict] = (), unjudged: str = ""
+) -> None:
     """Appends one line of figures and verdicts with where and when they were taken; prints the verdicts.
 
     Args:
@@ -76,6 +78,7 @@ def record(path: Path | None, bench: str, figures: Mapping[str, Any], verdicts: 
         bench: name of the benchmark.
         figures: what was measured.
         verdicts: what that means.
+        unjudged: work that could not be judged; earlier verdicts on it no longer count.
     """
     verdicts = list(verdicts)
     for verdict in verdicts:
@@ -84,7 +87,15 @@ def record(path: Path | None, bench: str, figures: Mapping[str, Any], verdicts: 
         return
     taken = {"time": time.time(), "load": os.getloadavg()[0], "cores": available_cores(), "torch": version("torch")}
     writer = JsonLinesWriter(path)
-    writer.write_line({"bench": bench, **taken, **figures, "verdicts": [asdict(verdict) for verdict in verdicts]})
+    writer.write_line(
+        {
+            "bench": bench,
+            **taken,
+            **figures,
+            "unjudged": unjudged,
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }
+    )
     writer.close()
 
 
@@ -111,10 +122,13 @@ def conditions(path: Path) -> list[str]:
 
 
 def latest_verdicts(path: Path) -> list[Verdict]:
-    """The last verdict on each piece of work against each other side, in the order of the rows."""
-    found: dict[tuple[int, str, str], Verdict] = {}
+    """The verdicts on each piece of work when it was last measured, in the order of the rows."""
+    found: dict[str, list[Verdict]] = {}
     for line in read_json_lines(path):
-        for fields in line.get("verdicts", ()):
-            verdict = Verdict(**fields)
-            found[verdict.row, verdict.work, verdict.against] = verdict
-    return sorted(found.values(), key=lambda verdict: (verdict.row == 0, verdict.row, verdict.work))
+        verdicts = [Verdict(**fields) for fields in line.get("verdicts", ())]
+        for work in {line.get("unjudged", ""), *(verdict.work for verdict in verdicts)}:
+            found[work] = [verdict for verdict in verdicts if verdict.work == work]
+    return sorted(
+        (verdict for of_work in found.values() for verdict in of_work),
+        key=lambda verdict: (verdict.row == 0, verdict.row, verdict.work),
+    )

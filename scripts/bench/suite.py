@@ -23,7 +23,7 @@ from scripts.bench.turns import add_judge_option
 
 QUICK_OPERATORS = (
     *("attention", "softmax", "bias_gelu", "gelu", "swiglu", "layer_norm"),
-    *("add_layer_norm", "rms_norm", "rotary", "cross_entropy"),
+    *("add_layer_norm", "rms_norm", "rotary", "cross_entropy", "linear", "adamw"),
 )
 
 

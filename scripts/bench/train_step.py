@@ -9,7 +9,8 @@ alike; where a side's losses or gradient norms are not ours, nothing is judged, 
 Face keeps weights and moments in bf16, as its users do, or, under autocast, all in fp32; ours keeps fp32 masters,
 gradients and moments beside bf16 weights. Targets are judged by the fastest step after the warm-up, or, with
 --by processor_ms --threads 1, by processor time: where others use the machine, the clock says little. The limit is
-model FLOPs (causal attention in full, nothing recomputed) at the best matrix product measured between the steps.
+model FLOPs (causal attention in full, nothing recomputed) at the best matrix product measured between the steps,
+torch's or ours.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ EAGER, COMPILED = "Hugging Face, eager", "Hugging Face, compiled"
 AUTOCAST = "Hugging Face, autocast"
 MACHINE = "machine"
 SMALL = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 2, "seq_len": 32}
+LIMITS = {"GEMM peak": "flops_per_s", "torch's GEMM peak": "torch_flops_per_s"}
+"""The best product of any kernel here, and torch's: on some processors ours is faster."""
 GEMM_SHARE = 0.85
 """Target in fp32."""
 TARGETS = {("bf16", EAGER): 1.5}
@@ -58,9 +61,11 @@ class Bounds:
     curve: float
 
 
-BOUNDS = {"fp32": Bounds(first=1e-6, norm=1e-5, curve=1e-5), "bf16": Bounds(first=2e-4, norm=1e-2, curve=2e-3)}
-"""fp32: N3 of docs/numerics.md for the first step. bf16: N4 for the first loss; without fp32 masters Hugging Face loses
-what is smaller than half a unit in the last place of a weight, so that the curves drift apart."""
+BOUNDS = {"fp32": Bounds(first=1e-6, norm=1e-4, curve=1e-4), "bf16": Bounds(first=2e-4, norm=1e-2, curve=2e-3)}
+"""fp32: N3 of docs/numerics.md for the first loss. torch adds up the squares of an embedding's 16 million gradients in
+fp32, which puts its norm, and so what it clips to, off by 3e-5; our kernel's is that of fp64. bf16: N4 for the first
+loss; without fp32 masters Hugging Face loses what is smaller than half a unit in the last place of a weight, so that
+the curves drift apart."""
 
 
 def sides_of(work: TrainingWork, with_compiled: bool) -> dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]]:
@@ -120,17 +125,22 @@ def figures_of(work: TrainingWork, taken: list[Taken], peak_flops_per_s: float, 
     }
 
 
+def work_name(work: TrainingWork) -> str:
+    """In verdicts."""
+    return f"train step, {work.precision}"
+
+
 def verdicts_of(
-    work: TrainingWork, sides: dict[str, dict[str, float]], peak_flops_per_s: float, by: str
+    work: TrainingWork, sides: dict[str, dict[str, float]], machine: dict[str, float], by: str
 ) -> list[Verdict]:
-    """Ours against other sides and the limit; none if ours did not run."""
+    """Ours against other sides and the limits; none if ours did not run."""
     if OURS not in sides:
         return []
-    name, ours_ms = f"train step, {work.precision}", sides[OURS][by]
-    limit_ms = 1e3 * work.flops / peak_flops_per_s
+    name, ours_ms = work_name(work), sides[OURS][by]
+    limits = {name: 1e3 * work.flops / machine[key] for name, key in LIMITS.items()}
     share = GEMM_SHARE if work.precision == "fp32" else None
     return [
-        against_time(ROW, name, ours_ms, "GEMM peak", limit_ms, share, limit=True),
+        *(against_time(ROW, name, ours_ms, limit, ms, share, limit=True) for limit, ms in limits.items()),
         *(
             against_time(ROW, name, ours_ms, peer, found[by], TARGETS.get((work.precision, peer), 1.0))
             for peer, found in sides.items()
@@ -166,7 +176,8 @@ def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
     reference = next(iter(found.values()))
     wrong = {name: differ for name, steps in found.items() if (differ := faults(reference, steps, work.precision))}
     timed = {name: figures_of(work, turns[arguments.warm_up :], peak, arguments.by) for name, turns in taken.items()}
-    print(f"{work.text}: {work.flops / 1e9:.0f} GFLOP a step; best matrix product {peak / 1e9:.0f} GFLOP/s, "
+    print(f"{work.text}: {work.flops / 1e9:.0f} GFLOP a step; best matrix product {peak / 1e9:.0f} GFLOP/s "
+          f"(torch's {machine['torch_flops_per_s'] / 1e9:.0f}), "
           f"best copy {machine['copied_bytes_per_s'] / 1e9:.1f} GB/s read and written")  # fmt: skip
     show({name: figures for name, figures in timed.items() if name not in wrong})
     for name, differ in wrong.items():
@@ -182,7 +193,8 @@ def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
             "sides": timed,
             "losses": {name: losses(of) for name, of in found.items()},
         },
-        [] if wrong else verdicts_of(work, timed, peak, arguments.by),
+        [] if wrong else verdicts_of(work, timed, machine, arguments.by),
+        unjudged=work_name(work) if wrong else "",
     )
     return not wrong
 

@@ -46,7 +46,7 @@ def test_targets_go_the_right_way_round() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("model",)])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("model", "adamw")])
 def test_sides_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a peer that does other work than ours: another mask, bias, scale or reduction."""
     results: list[torch.Tensor] = []
@@ -57,6 +57,7 @@ def test_sides_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     case = CASES[name](SMALL, torch.float32)
     for side, call in case.sides.items():
         if "inductor" not in side:
-            results.append(call())  # type: ignore[arg-type]
+            found = call()
+            results.append(torch.cat([part.flatten() for part in found]) if isinstance(found, list) else found)
     for other in results[1:]:
         torch.testing.assert_close(other.reshape(results[0].shape), results[0], rtol=1e-5, atol=1e-5)

@@ -31,7 +31,7 @@ def test_ratios_and_targets() -> None:
 
 
 def test_the_last_verdict_counts(tmp_path: Path) -> None:
-    """Catches old figures beside new ones, and rows out of order."""
+    """Catches old figures beside new ones, or in place of a step that trains something else now; rows out of order."""
     results = tmp_path / "bench.jsonl"
     record(results, "ops", {"case": "rotary"}, [EXTRA])
     record(results, "loader", {}, [against_rate(6, "samples", 1.0, "torch DataLoader", 10.0, "samples/s", 10.0)])
@@ -40,6 +40,8 @@ def test_the_last_verdict_counts(tmp_path: Path) -> None:
     with results.open("a") as file:
         file.write(json.dumps({"bench": "training_speed"}) + '\n{"bench": "cut sho')
     assert latest_verdicts(results) == [STEP, SHARE, LOADER, EXTRA]
+    record(results, "train_step", {}, [], unjudged=STEP.work)
+    assert latest_verdicts(results) == [SHARE, LOADER, EXTRA]
     first = json.loads(results.read_text().splitlines()[2])
     assert first["threads"] == 2 and first["cores"] >= 1 and first["verdicts"][0] == asdict(STEP)
 

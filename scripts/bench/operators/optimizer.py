@@ -1,0 +1,32 @@
+"""The optimizer's step over flat fp32 state: clipping, AdamW, and rounding to the working weights."""
+
+from __future__ import annotations
+
+import torch
+
+from megads.ops.adamw import AdamWStep, adamw
+from scripts.bench.operators.case import OURS, Case, Sizes, Target
+
+HOW = AdamWStep(clip=0.5, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=10)
+EAGER = "eager, torch's fused AdamW"
+
+
+def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
+    """Gradients are fp32; the dtype is that of the working weights. Every call of ours is step 10, torch counts."""
+    master, exp_avg, exp_avg_sq, grad = (torch.rand(sizes.parameters) for _ in range(4))
+    weights = master.to(dtype)
+    parameter = torch.nn.Parameter(master.clone())
+    parameter.grad = torch.empty_like(grad)
+    torchs = torch.optim.AdamW([parameter], lr=HOW.lr, betas=HOW.betas, weight_decay=HOW.weight_decay, fused=True)
+    torchs_weights = master.to(dtype)
+
+    def eager() -> None:
+        assert parameter.grad is not None
+        torch.mul(grad, HOW.clip, out=parameter.grad)
+        torchs.step()
+        torchs_weights.copy_(parameter.detach())
+
+    sides = {OURS: lambda: adamw(master, exp_avg, exp_avg_sq, weights, grad, HOW), EAGER: eager}
+    # Master and moments in and out, gradient in, weights out.
+    moved = sizes.parameters * (7 * 4 + dtype.itemsize)
+    return Case(f"AdamW {sizes.parameters:,} parameters", sides, moved, targets=(Target(EAGER, 1.0),))
