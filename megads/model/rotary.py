@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model.per_batch import PerBatch
+from megads.ops.rotary import rotate
 
 Tables = tuple[Tensor, Tensor]
 _RESTARTED: PerBatch[Tables] = PerBatch()
@@ -40,14 +41,6 @@ def _place_tables(
     return rotary_tables(places_s, head_dim, theta, dtype)
 
 
-def rotate(x_bsnd: Tensor, tables: Tables) -> Tensor:
-    """Queries or keys turned by their positions' angles, computed in the tables' dtype; [b, s, n, d]."""
-    cos, sin = tables
-    first_bsnr, second_bsnr = x_bsnd.to(cos.dtype).chunk(2, dim=-1)
-    turned = (first_bsnr * cos - second_bsnr * sin, second_bsnr * cos + first_bsnr * sin)
-    return torch.cat(turned, dim=-1).to(x_bsnd.dtype)
-
-
 class Rotary:
     """Rotary position embedding of one attention layer; no parameters.
 
@@ -59,10 +52,17 @@ class Rotary:
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim, self.theta = head_dim, theta
 
-    def __call__(self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned by the positions of the tokens that this rank holds."""
+    def __call__(self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, fused: bool = False) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned by the positions of the tokens that this rank holds.
+
+        Args:
+            q_bsnd: queries.
+            k_bsnd: keys.
+            info: of the micro-batch.
+            fused: take megads' own kernel.
+        """
         tables = self._tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
-        return rotate(q_bsnd, tables), rotate(k_bsnd, tables)
+        return rotate(q_bsnd, *tables, fused), rotate(k_bsnd, *tables, fused)
 
     def _tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
         positions_bs = info.position_ids_bs

@@ -7,10 +7,36 @@ from pathlib import Path
 
 import torch
 
-from megads.ops import adamw, attention, cross_entropy, gelu, linear, square_sums
+from megads.ops import (
+    adamw,
+    attention,
+    bias_gelu,
+    cross_entropy,
+    dropout,
+    gelu,
+    linear,
+    norm,
+    rotary,
+    softmax,
+    square_sums,
+    swiglu,
+)
 from megads.ops.build import LIBRARY, KernelsUnavailable
 
-OPERATORS = (adamw, attention, cross_entropy, gelu, linear, square_sums)
+OPERATORS = (
+    adamw,
+    attention,
+    bias_gelu,
+    cross_entropy,
+    dropout,
+    gelu,
+    linear,
+    norm,
+    rotary,
+    softmax,
+    square_sums,
+    swiglu,
+)
 
 
 @functools.cache

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.model.rotary import Rotary, rotary_tables, rotate
+from megads.model.rotary import Rotary, rotary_tables
+from megads.ops.rotary import rotate
 
 
 def vectors(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -20,7 +21,7 @@ def test_products_depend_on_the_distance_alone() -> None:
 
     def product(query: int, key: int) -> float:
         tables = (rotary_tables(torch.tensor([at]), 16, 10000.0, torch.float64) for at in (query, key))
-        turned_q, turned_k = (rotate(x[:, None], t) for x, t in zip((q, k), tables, strict=True))
+        turned_q, turned_k = (rotate(x[:, None], *t, False) for x, t in zip((q, k), tables, strict=True))
         return float((turned_q * turned_k).sum())
 
     assert abs(product(105, 100) - product(5, 0)) < 1e-12

@@ -1,0 +1,75 @@
+// Softmax of attention scores: schema, checks and threads.
+#include "../cpu/softmax.h"
+
+#include <algorithm>
+
+#include "tensors.h"
+
+namespace megads::bindings {
+namespace {
+
+MaskedSoftmax softmax_of(const Tensor& scores, double scale, const std::optional<Tensor>& slopes,
+                         const std::optional<Tensor>& places, const std::optional<Tensor>& starts) {
+  require(scores.dim() == 4 && scores.is_contiguous(), "scores must be a contiguous [batch, heads, queries, keys]");
+  const int64_t batch = scores.size(0), heads = scores.size(1), queries = scores.size(2);
+  if (slopes)
+    require(slopes->scalar_type() == ScalarType::Float && slopes->dim() == 1 && slopes->size(0) == heads &&
+                slopes->is_contiguous(), "slopes must be a contiguous fp32 [heads]");
+  if (places)
+    require(places->scalar_type() == ScalarType::Long && places->dim() == 1 && places->size(0) == queries &&
+                places->is_contiguous(), "places must be a contiguous int64 [queries]");
+  if (starts)
+    require(starts->scalar_type() == ScalarType::Long && starts->dim() == 2 && starts->size(0) == batch &&
+                starts->size(1) == queries && starts->is_contiguous(),
+            "starts must be a contiguous int64 [batch, queries]");
+  return {batch, heads, queries, scores.size(3), float(scale), optional_data<float>(slopes),
+          optional_data<int64_t>(places), optional_data<int64_t>(starts)};
+}
+
+int64_t rows_of(const MaskedSoftmax& shape) { return shape.batch * shape.heads * shape.queries; }
+
+int64_t grain(const MaskedSoftmax& shape) {
+  return std::max<int64_t>(1, kElementsOfOneThread / std::max<int64_t>(1, shape.keys));
+}
+
+Tensor softmax_forward(const Tensor& scores, double scale, const std::optional<Tensor>& slopes,
+                       const std::optional<Tensor>& places, const std::optional<Tensor>& starts) {
+  const MaskedSoftmax shape = softmax_of(scores, scale, slopes, places, starts);
+  Tensor out = torch::stable::empty_like(scores);
+  with_type_of(scores, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    torch::stable::parallel_for(0, rows_of(shape), grain(shape), [&](int64_t first, int64_t last) {
+      megads::softmax_forward<T>(shape, data_of<T>(scores), data_of<T>(out), first, last);
+    });
+  });
+  return out;
+}
+
+Tensor softmax_backward(const Tensor& grad, const Tensor& out, double scale, const std::optional<Tensor>& places,
+                        const std::optional<Tensor>& starts) {
+  const MaskedSoftmax shape = softmax_of(out, scale, std::nullopt, places, starts);
+  require_like(grad, out, "grad must have shape and dtype of the probabilities");
+  require(grad.is_contiguous(), "grad must be contiguous");
+  Tensor grad_scores = torch::stable::empty_like(out);
+  with_type_of(out, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    torch::stable::parallel_for(0, rows_of(shape), grain(shape), [&](int64_t first, int64_t last) {
+      megads::softmax_backward<T>(shape, data_of<T>(grad), data_of<T>(out), data_of<T>(grad_scores), first, last);
+    });
+  });
+  return grad_scores;
+}
+
+}  // namespace
+}  // namespace megads::bindings
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megads, library) {
+  library.def(
+      "softmax_forward(Tensor scores, float scale, Tensor? slopes, Tensor? places, Tensor? starts) -> Tensor");
+  library.def("softmax_backward(Tensor grad, Tensor out, float scale, Tensor? places, Tensor? starts) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megads, CPU, library) {
+  library.impl("softmax_forward", TORCH_BOX(&megads::bindings::softmax_forward));
+  library.impl("softmax_backward", TORCH_BOX(&megads::bindings::softmax_backward));
+}

@@ -1,0 +1,30 @@
+// The tanh approximation of GELU (Hendrycks and Gimpel 2016) and its derivative, as x * sigmoid(2 u).
+#pragma once
+
+#include "vector.h"
+
+namespace megads {
+
+constexpr float kGeluTwiceRoot = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+constexpr float kGeluCubic = 0.044715f;
+
+// Beyond it GELU is 0 or x in fp32, and its slope 0 or 1; up to it the exponentials below are finite.
+constexpr float kGeluFar = 10.0f;
+
+inline Floats gelu(Floats x) {
+  const Floats away = exp(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * x * x));
+  return x < -kGeluFar ? x * 0.0f : x / (1.0f + away);
+}
+
+inline Floats gelu_slope(Floats x) {
+  x = x > kGeluFar ? broadcast(kGeluFar) : x;
+  x = x < -kGeluFar ? broadcast(-kGeluFar) : x;
+  const Floats square = x * x;
+  const Floats away = exp(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * square));
+  const Floats sigmoid = 1.0f / (1.0f + away);
+  // 1 - sigmoid without the cancellation where it is small.
+  const Floats rest = away * sigmoid;
+  return sigmoid + x * sigmoid * rest * (kGeluTwiceRoot * (1.0f + 3.0f * kGeluCubic * square));
+}
+
+}  // namespace megads

@@ -1,0 +1,31 @@
+// Runs over rows whose length need not be a whole number of vectors.
+#pragma once
+
+#include "vector.h"
+
+namespace megads {
+
+// Calls body(i, count) for every vector of first..last-1; count < kLanes for the last one only.
+template <typename Body>
+inline __attribute__((always_inline)) void for_vectors(int64_t first, int64_t last, Body body) {
+  int64_t i = first;
+  for (; i + kLanes <= last; i += kLanes) body(i, kLanes);
+  if (i < last) body(i, int(last - i));
+}
+
+// The first `count` lanes; the others are zero.
+template <typename T>
+inline __attribute__((always_inline)) Floats load_lanes(const T* from, int count) {
+  return count == kLanes ? load(from) : load_some(from, count, 0.0f);
+}
+
+template <typename T>
+inline __attribute__((always_inline)) void store_lanes(T* to, Floats x, int count) {
+  if (count == kLanes) {
+    store(to, x);
+  } else {
+    store_some(to, x, count);
+  }
+}
+
+}  // namespace megads

@@ -1,0 +1,101 @@
+#include "softmax.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "lanes.h"
+
+namespace megads {
+namespace {
+
+// What one row sees, keys first..last-1, and how it is biased.
+struct Row {
+  int64_t first, last;
+  float slope, distance;  // the distance is that from the query to key 0
+
+  Row(const MaskedSoftmax& shape, int64_t row) {
+    const int64_t query = row % shape.queries, head = row / shape.queries;
+    const int64_t place = shape.places ? shape.places[query] : query;
+    const int64_t start = shape.starts ? shape.starts[head / shape.heads * shape.queries + query] : 0;
+    last = std::clamp<int64_t>(place + 1, 0, shape.keys);
+    first = std::clamp<int64_t>(start, 0, last);
+    slope = shape.slopes ? shape.slopes[head % shape.heads] : 0.0f;
+    distance = float(-place);
+  }
+};
+
+// Rows ahead of the one at work whose numbers are asked for: a row ends before its neighbour begins, so the processor's
+// own guess of what is read next is wrong at every row.
+constexpr int64_t kRowsAhead = 2;
+
+template <typename T>
+void clear_hidden(const Row& row, int64_t keys, T* to) {
+  std::memset(to, 0, row.first * sizeof(T));
+  std::memset(to + row.last, 0, (keys - row.last) * sizeof(T));
+}
+
+}  // namespace
+
+template <typename T>
+void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, int64_t first, int64_t last) {
+  const Floats lanes = __builtin_convertvector(lane_numbers(), Floats);
+  std::vector<float> kept(shape.keys + kLanes);  // a row in fp32
+  for (int64_t r = first; r < last; ++r) {
+    const Row row(shape, r);
+    const T* from = scores + r * shape.keys;
+    T* to = out + r * shape.keys;
+    float* weights = kept.data();
+    Floats peaks = broadcast(-kInfinity);
+    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(from + kRowsAhead * shape.keys + k);
+      const Floats distance = lanes + (float(k) + row.distance);
+      Floats score = load_lanes(from + k, count) * shape.scale + row.slope * distance;
+      if (count < kLanes) score = lane_numbers() < count ? score : broadcast(-kInfinity);
+      store(weights + k, score);
+      peaks = larger(score, peaks);
+    });
+    const float peak = largest_of(peaks);
+    Floats sums{};
+    for_vectors(row.first, row.last, [&](int64_t k, int) {
+      const Floats weight = exp(load(weights + k) - peak);
+      store(weights + k, weight);
+      sums += weight;
+    });
+    const float factor = 1.0f / sum_of(sums);
+    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(to + shape.keys + k, 1);
+      store_lanes(to + k, load(weights + k) * factor, count);
+    });
+    clear_hidden(row, shape.keys, to);
+  }
+}
+
+template <typename T>
+void softmax_backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_scores, int64_t first,
+                      int64_t last) {
+  for (int64_t r = first; r < last; ++r) {
+    const Row row(shape, r);
+    const int64_t at = r * shape.keys;
+    Floats products{};
+    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(grad + at + kRowsAhead * shape.keys + k);
+      __builtin_prefetch(out + at + kRowsAhead * shape.keys + k);
+      products += load_lanes(grad + at + k, count) * load_lanes(out + at + k, count);
+    });
+    const float product = sum_of(products);
+    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+      __builtin_prefetch(grad_scores + at + shape.keys + k, 1);
+      const Floats away = load_lanes(grad + at + k, count) - product;
+      store_lanes(grad_scores + at + k, load_lanes(out + at + k, count) * away * shape.scale, count);
+    });
+    clear_hidden(row, shape.keys, grad_scores + at);
+  }
+}
+
+#define MEGADS_INSTANTIATE(T)                                                                          \
+  template void softmax_forward<T>(const MaskedSoftmax&, const T*, T*, int64_t, int64_t);              \
+  template void softmax_backward<T>(const MaskedSoftmax&, const T*, const T*, T*, int64_t, int64_t);
+MEGADS_INSTANTIATE(float)
+MEGADS_INSTANTIATE(BFloat16)
+
+}  // namespace megads

@@ -1,0 +1,156 @@
+"""LayerNorm (Ba, Kiros and Hinton 2016) and RMSNorm (Zhang and Sennrich 2019), also of a sum that is kept.
+
+Shape suffixes: h = hidden size; what comes before it is any number of dims.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megads.ops.gelu import kernel_takes
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in x's dtype.
+
+    Args:
+        x: [..., h]; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
+        weight: [h], of x's dtype.
+        bias: likewise; None: no bias.
+        eps: added to the variance.
+        fused: take the kernel; `megads.ops.library.load_library` was called.
+    """
+    if fused and kernel_takes(x):
+        return _norm(x, weight, bias, eps, centred=True)
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool) -> Tensor:
+    """x / sqrt(mean of x^2 + eps) * weight over the last dim; arguments as in `layer_norm`."""
+    if fused and kernel_takes(x):
+        return _norm(x, weight, None, eps, centred=False)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool
+) -> tuple[Tensor, Tensor]:
+    """`layer_norm` of x + residual, and that sum, which the norm reads as it was rounded.
+
+    Args:
+        x: [..., h].
+        residual: of its shape and dtype.
+        weight: as in `layer_norm`.
+        bias: likewise.
+        eps: likewise.
+        fused: likewise.
+
+    Returns:
+        The norm and the sum.
+    """
+    if fused and kernel_takes(x):
+        return _add_norm(x, residual, weight, bias, eps, centred=True)
+    added = x + residual
+    return layer_norm(added, weight, bias, eps, fused), added
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, fused: bool) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x + residual, and that sum; arguments and results as in `add_layer_norm`."""
+    if fused and kernel_takes(x):
+        return _add_norm(x, residual, weight, None, eps, centred=False)
+    added = x + residual
+    return rms_norm(added, weight, eps, fused), added
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    out: Tensor
+    out, _ = torch.ops.megads.norm_forward(_rows(x), weight, bias, eps, centred)
+    return out.view(x.shape)
+
+
+def _add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor]:
+    rows = _rows(x), _rows(residual)
+    out, added, _ = torch.ops.megads.add_norm_forward(*rows, weight, bias, eps, centred)
+    return out.view(x.shape), added.view(x.shape)
+
+
+def register() -> None:
+    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+
+    def statistics_of(x: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], 2), dtype=torch.float32)
+
+    @torch.library.register_fake("megads::norm_forward")
+    def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), statistics_of(x)
+
+    @torch.library.register_fake("megads::add_norm_forward")
+    def _(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(x), statistics_of(x)
+
+    @torch.library.register_fake("megads::norm_backward")
+    def _(
+        grad: Tensor,
+        grad_added: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        statistics: Tensor,
+        centred: bool,
+        has_bias: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0] if has_bias else 0)
+
+    torch.library.register_autograd("megads::norm_forward", _backward, setup_context=_keep)
+    torch.library.register_autograd("megads::add_norm_forward", _add_backward, setup_context=_add_keep)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _, ctx.centred = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _grad_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    return (*_gradients(ctx, grad, None), None, None)
+
+
+def _add_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, _, weight, bias, _, ctx.centred = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(output[1], weight, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _add_backward(
+    ctx: Any, grad: Tensor | None, grad_added: Tensor | None, _grad_statistics: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (grad_added, grad_added, None, None, None, None)
+    grad_x, grad_weight, grad_bias = _gradients(ctx, grad, grad_added)
+    return grad_x, grad_x, grad_weight, grad_bias, None, None
+
+
+def _gradients(ctx: Any, grad: Tensor, grad_added: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of what was normed, the weight and the bias."""
+    x, weight, statistics = ctx.saved_tensors
+    grad_added = None if grad_added is None else grad_added.contiguous()
+    grads = torch.ops.megads.norm_backward(
+        grad.contiguous(), grad_added, x, weight, statistics, ctx.centred, ctx.has_bias
+    )
+    grad_x, grad_weight, grad_bias = grads
+    return grad_x, grad_weight, grad_bias if ctx.has_bias else None

@@ -1,0 +1,53 @@
+"""The rotary kernel against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.model.rotary import rotary_tables
+from megads.ops.rotary import rotate
+from tests.ops.accuracy import check_error
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], fused: bool) -> tuple[Tensor, Tensor]:
+    """The turned tensor, and the gradient turned back."""
+    leaf = x.detach().requires_grad_()
+    out = rotate(leaf, *tables, fused)
+    out.backward(grad)
+    assert leaf.grad is not None
+    return out.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "restarted"), [(2, False), (10, True), (64, False)])
+def test_error_is_that_of_the_dtype(dim: int, restarted: bool, dtype: torch.dtype) -> None:
+    """Catches a wrong half, sign, position or sample's table; queries are views of a fused projection."""
+    generator = torch.Generator().manual_seed(dim)
+    whole = torch.randn(2, 21, 3, 3, dim, generator=generator, dtype=torch.float64).to(dtype)
+    grad = torch.randn(2, 3, 21, dim, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+    positions = torch.stack([torch.arange(21), torch.arange(21) % 5]) if restarted else torch.arange(21)
+    exact_tables, tables = (rotary_tables(positions, dim, 100.0, kind) for kind in (torch.float64, torch.float32))
+    x = whole[:, :, :, 1]
+    exact = both(x.double(), grad.double(), exact_tables, False)
+    for found, eager, right in zip(both(x, grad, tables, True), both(x, grad, tables, False), exact, strict=True):
+        check_error(found, eager, right)
+
+
+def test_layouts_of_memory() -> None:
+    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    x = torch.randn(2, 8, 7, 3).transpose(1, 3)
+    tables = rotary_tables(torch.arange(3), 8, 10.0, torch.float32)
+    torch.testing.assert_close(rotate(x, *tables, True), rotate(x.contiguous(), *tables, False))
+    assert rotate(x[:0], *tables, True).shape == (0, 3, 7, 8)
+
+
+def test_what_torch_must_know() -> None:
+    """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
+    cos, sin = (table.transpose(0, 1) for table in rotary_tables(torch.arange(4), 8, 10.0, torch.float32))
+    for backward in (False, True):
+        x = torch.randn(2, 4, 3, 8, requires_grad=True)
+        torch.library.opcheck(torch.ops.megads.rotary.default, (x, cos, sin, backward))

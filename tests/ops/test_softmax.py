@@ -1,0 +1,143 @@
+"""The masked softmax kernel against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.ops.softmax import masked_softmax
+from tests.ops.accuracy import check_error
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+SLOPES = torch.tensor([0.5, 0.01, 0.002])
+PLACES = torch.cat([torch.arange(0, 10), torch.arange(60, 75)])
+STARTS = torch.stack([torch.arange(41) // 7 * 7, torch.arange(41) // 30 * 30])
+CASES: dict[str, tuple[int, int, Tensor | None, Tensor | None, Tensor | None]] = {
+    "one token": (1, 1, SLOPES, None, None),
+    "odd sizes": (67, 67, SLOPES, None, None),
+    "whole vectors, no bias": (64, 64, None, None, None),
+    "context rank": (25, 77, SLOPES, PLACES, None),
+    "documents": (41, 41, SLOPES, None, STARTS),
+    "beyond Megatron's longest": (2, 20011, SLOPES, torch.tensor([16500, 20010]), None),
+}
+
+
+def inputs(queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scores and the gradient of the probabilities."""
+    generator = torch.Generator().manual_seed(queries + keys)
+    x, y = (torch.randn(2, 3, queries, keys, dtype=torch.float64, generator=generator) for _ in range(2))
+    return (4 * x).to(dtype), y.to(dtype)
+
+
+def both(
+    scores: Tensor, grad: Tensor, rest: tuple[Tensor | None, ...], fused: bool, scale: float = 0.7
+) -> list[Tensor]:
+    """Probabilities and the gradient of the scores."""
+    leaf = scores.detach().requires_grad_()
+    out = masked_softmax(leaf, scale, *rest, fused=fused)
+    out.backward(grad)
+    assert leaf.grad is not None
+    return [out.detach(), leaf.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+    """Catches a wrong slope, border, place or tail, and a sum in bf16."""
+    queries, keys, *rest = CASES[name]
+    scores, grad = inputs(queries, keys, dtype)
+    exact = both(scores.double(), grad.double(), tuple(rest), False)
+    found = both(scores, grad, tuple(rest), True)
+    probabilities = masked_softmax(scores, 0.7, *rest)
+    # torch's softmax keeps what it returns, and so do we: in bf16 the gradient is made from rounded probabilities.
+    kept = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, dtype)
+    eager = [probabilities, 0.7 * kept]
+    for ours, theirs, right in zip(found, eager, exact, strict=True):
+        assert (ours[right == 0] == 0).all()
+        if torch.equal(theirs.double(), right):  # one token: nothing to choose from
+            assert torch.equal(ours, theirs)
+        else:
+            check_error(ours, theirs, right)
+
+
+def test_it_is_softmax_with_a_mask() -> None:
+    """Catches a reference that is wrong in the same way as the kernel."""
+    scores, _ = inputs(41, 41, torch.float64)
+    distance = torch.arange(41) - torch.arange(41)[:, None]
+    biased = 0.7 * scores + SLOPES[:, None, None] * distance
+    seen = (distance <= 0) & (torch.arange(41) >= STARTS[:, :, None])
+    expected = biased.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    torch.testing.assert_close(masked_softmax(scores, 0.7, SLOPES.double(), None, STARTS), expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_that_see_nothing(fused: bool) -> None:
+    """Catches NaN from an empty softmax: such a row is zero and so is its gradient."""
+    scores, grad = inputs(40, 40, torch.float32)
+    starts = torch.zeros(2, 40, dtype=torch.int64)
+    starts[1, 3:39] = 40
+    for found in both(scores, grad, (SLOPES, None, starts), fused):
+        assert (found[1, :, 3:39] == 0).all() and found.isfinite().all()
+        assert (found[0, :, 5, :6] != 0).all()
+
+
+def test_large_scores_and_infinities() -> None:
+    """Catches exp without the largest score taken off, and a value that reaches rows which do not see it."""
+    scores, grad = inputs(50, 50, torch.float32)
+    rest = (SLOPES, None, None)
+    exact = both(1e3 * scores.double(), grad.double(), rest, False)
+    for ours, right in zip(both(1e3 * scores, grad, rest, True), exact, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-3, atol=1e-3)
+    for value in (float("nan"), float("inf")):
+        broken = scores.clone()
+        broken[0, 1, :, 30] = value
+        out, grad_scores = both(broken, grad, rest, True)
+        assert out[0, 1, 30:, :31].isnan().all() and out[0, 1, :30].isfinite().all() and out[1].isfinite().all()
+        assert (out.triu(1) == 0).all() and (grad_scores.triu(1) == 0).all()
+    low = scores.clone()
+    low[0, 1, 20, 3:] = float("-inf")
+    expected = both(low.double(), grad.double(), rest, False)
+    for ours, right in zip(both(low, grad, rest, True), expected, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-6)
+
+
+def test_layouts_of_memory() -> None:
+    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    scores, grad = inputs(24, 24, torch.float32)
+    rest = (SLOPES, None, STARTS[:, :24])
+    expected = both(scores, grad, rest, False)
+    found = both(scores.mT.contiguous().mT, grad.mT.contiguous().mT, rest, True)
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right)
+    assert both(scores[:0], grad[:0], (SLOPES, None, None), True)[1].shape == (0, 3, 24, 24)
+
+
+def test_the_same_bits_at_any_number_of_threads() -> None:
+    """Catches sums whose order depends on how rows were shared out."""
+    scores, grad = inputs(130, 130, torch.bfloat16)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(both(scores, grad, (SLOPES, None, None), True))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+
+
+def test_what_torch_must_know() -> None:
+    """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
+    scores, grad = inputs(20, 20, torch.float32)
+    starts = STARTS[:, :20].contiguous()
+    leaf = scores.detach().requires_grad_()
+    torch.library.opcheck(torch.ops.megads.softmax_forward.default, (leaf, 0.7, SLOPES, None, starts))
+    out = torch.ops.megads.softmax_forward(scores, 0.7, SLOPES, None, starts)
+    torch.library.opcheck(torch.ops.megads.softmax_backward.default, (grad, out, 0.7, None, starts))
+    compiled = torch.compile(lambda x: masked_softmax(x, 0.7, SLOPES, None, starts, fused=True))(leaf)
+    compiled.backward(grad)
+    assert leaf.grad is not None
+    for ours, right in zip((compiled, leaf.grad), both(scores, grad, (SLOPES, None, starts), True), strict=True):
+        assert torch.equal(ours, right)
