@@ -212,8 +212,8 @@ def tied_gradient_of_one_stage_added_in_its_own_dtype() -> None:
 
 
 def no_backward_all_reduce_of_column_layers() -> None:
-    def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any, fused: bool) -> Tensor:
-        return linear(x, weight, bias, gradients, fused)
+    def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
+        return linear(x, weight, bias, gradients)
 
     megads.parallel.tensor.opening_linear = opening_linear
 

@@ -33,7 +33,6 @@ from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_blocks
 from megads.parallel.sharding import Placement, materialise, shard_stage
-from megads.parallel.weight_gradients import choose_products
 
 
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
@@ -70,9 +69,8 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
             self.grid.tp,
             sequence_parallel=self.parallel.sequence_parallel,
             chunks=self.parallel.tp_chunks,
+            fused=self.fused,
         )
-        if self.fused:
-            choose_products(stage)
         gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}

@@ -12,7 +12,7 @@ AUGMENTED_LONGEST = 256 * 256
 
 
 class Implementation(StrEnum):
-    """Where attention, GELU and cross entropy are computed."""
+    """Whose operators compute: attention, matrix products, norms, activations, the loss, the optimizer."""
 
     auto = "auto"
     fused = "fused"

@@ -32,11 +32,13 @@ class Region:
         axis: the tensor-parallel axis.
         sequence_parallel: outside of regions every rank has its share of the tokens only.
         chunks: parts into which tokens are cut, so that messages and products overlap; 1: they take turns.
+        fused: whole products by `megads.ops.linear`'s choice, not by torch's; those of parts are torch's.
     """
 
     axis: Axis
     sequence_parallel: bool = False
     chunks: int = 1
+    fused: bool = False
 
     def parts(self, tokens: int) -> list[slice]:
         """Consecutive ranges of so many tokens, none of them empty; the same on all ranks."""
@@ -64,31 +66,30 @@ class _OpenWhole(torch.autograd.Function):
         bias: Tensor | None,
         region: Region,
         gradients: WeightGradients | None,
-        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
         # Under recomputation what was saved is another tensor of the same values.
         ctx.parameter = weight
-        ctx.region, ctx.has_bias, ctx.gradients, ctx.fused = region, bias is not None, gradients, fused
-        return products.linear(x_bsi, weight, bias, fused)
+        ctx.region, ctx.has_bias, ctx.gradients = region, bias is not None, gradients
+        return products.linear(x_bsi, weight, bias, region.fused)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
-        grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.fused)
+        grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.region.fused)
         work = dist.all_reduce(grad_x_bsi, group=ctx.region.axis.group, async_op=True)
         grad_weight = _weight_gradient(ctx, x_bsi, grad_bso)
         grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
         work.wait()
-        return grad_x_bsi, grad_weight, grad_bias, None, None, None
+        return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
 def _weight_gradient(ctx: Any, x_bsi: Tensor, grad_bso: Tensor) -> Tensor | None:
     """The gradient of the weight; None where it is put off."""
     if ctx.gradients is not None and ctx.gradients.puts_off:
-        ctx.gradients.later(ctx.parameter, lambda: products.weight_gradient(grad_bso, x_bsi, ctx.fused))
+        ctx.gradients.later(ctx.parameter, lambda: products.weight_gradient(grad_bso, x_bsi, ctx.region.fused))
         return None
-    return products.weight_gradient(grad_bso, x_bsi, ctx.fused)
+    return products.weight_gradient(grad_bso, x_bsi, ctx.region.fused)
 
 
 class _OpenShare(torch.autograd.Function):
@@ -102,14 +103,13 @@ class _OpenShare(torch.autograd.Function):
         bias: Tensor | None,
         region: Region,
         gradients: WeightGradients | None,
-        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_bti, weight)
         ctx.parameter = weight
-        ctx.axis, ctx.has_bias, ctx.gradients, ctx.fused = region.axis, bias is not None, gradients, fused
+        ctx.region, ctx.has_bias, ctx.gradients = region, bias is not None, gradients
         parts = region.parts(x_bti.shape[1])
         if len(parts) == 1:
-            return products.linear(collectives.start_gather(x_bti, region.axis)(), weight, bias, fused)
+            return products.linear(collectives.start_gather(x_bti, region.axis)(), weight, bias, region.fused)
         arriving = [collectives.start_gather_parts(x_bti[:, part], region.axis) for part in parts]
         out_brto = x_bti.new_empty(x_bti.shape[0], region.axis.size, x_bti.shape[1], weight.shape[0])
         for part, finish in zip(parts, arriving, strict=True):
@@ -118,26 +118,26 @@ class _OpenShare(torch.autograd.Function):
         return out_brto.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
-        (x_bti, weight), fused = ctx.saved_tensors, ctx.fused
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        (x_bti, weight), axis, fused = ctx.saved_tensors, ctx.region.axis, ctx.region.fused
         grad_bias = grad_bso.sum((0, 1)) if ctx.has_bias else None
         if ctx.gradients is not None and ctx.gradients.puts_off:
             # The whole is gathered when it is needed, so that only the share is kept until then.
             ctx.gradients.later(
                 ctx.parameter,
-                lambda: products.weight_gradient(grad_bso, collectives.start_gather(x_bti, ctx.axis)(), fused),
+                lambda: products.weight_gradient(grad_bso, collectives.start_gather(x_bti, axis)(), fused),
             )
             grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
-            return collectives.start_scatter(grad_x_bsi, ctx.axis)(), None, grad_bias, None, None, None
+            return collectives.start_scatter(grad_x_bsi, axis)(), None, grad_bias, None, None
         # Each collective runs beside the product that does not need it.
-        gathering = collectives.start_gather(x_bti, ctx.axis)
+        gathering = collectives.start_gather(x_bti, axis)
         grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
         whole_bsi = gathering()
         del gathering
-        scattering = collectives.start_scatter(grad_x_bsi, ctx.axis)
+        scattering = collectives.start_scatter(grad_x_bsi, axis)
         del grad_x_bsi
         grad_weight = products.weight_gradient(grad_bso, whole_bsi, fused)
-        return scattering(), grad_weight, grad_bias, None, None, None
+        return scattering(), grad_weight, grad_bias, None, None
 
 
 class _CloseWhole(torch.autograd.Function):
@@ -145,30 +145,25 @@ class _CloseWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None, fused: bool
+        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
-        ctx.parameter, ctx.gradients, ctx.fused = weight, gradients, fused
-        x_mi, group = x_bsi.flatten(0, -2), region.axis.group
-        parts = region.parts(x_mi.shape[0])
-        if len(parts) == 1:
-            out_bso = products.linear(x_bsi, weight, None, fused)
-            dist.all_reduce(out_bso, group=group)
-            return out_bso
+        ctx.parameter, ctx.region, ctx.gradients = weight, region, gradients
+        x_mi = x_bsi.flatten(0, -2)
         out_mo = x_bsi.new_empty(x_mi.shape[0], weight.shape[0])
         leaving = []
-        for part in parts:
-            torch.mm(x_mi[part], weight.t(), out=out_mo[part])
-            leaving.append(dist.all_reduce(out_mo[part], group=group, async_op=True))
+        for part in region.parts(x_mi.shape[0]):
+            products.linear_into(out_mo[part], x_mi[part], weight, region.fused)
+            leaving.append(dist.all_reduce(out_mo[part], group=region.axis.group, async_op=True))
         for work in leaving:
             work.wait()
         return out_mo.view(*x_bsi.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
-        grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.fused)
-        return grad_x_bsi, _weight_gradient(ctx, x_bsi, grad_bso), None, None, None
+        grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.region.fused)
+        return grad_x_bsi, _weight_gradient(ctx, x_bsi, grad_bso), None, None
 
 
 class _CloseShare(torch.autograd.Function):
@@ -176,15 +171,15 @@ class _CloseShare(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None, fused: bool
+        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
-        ctx.parameter, ctx.region, ctx.gradients, ctx.fused = weight, region, gradients, fused
+        ctx.parameter, ctx.region, ctx.gradients = weight, region, gradients
         axis = region.axis
         assert x_bsi.shape[1] % axis.size == 0, f"{x_bsi.shape[1]} tokens cannot be cut over {axis.size} ranks"
         parts = region.parts(x_bsi.shape[1] // axis.size)
         if len(parts) == 1:
-            return collectives.start_scatter(products.linear(x_bsi, weight, None, fused), axis)()
+            return collectives.start_scatter(products.linear(x_bsi, weight, None, region.fused), axis)()
         x_brti = x_bsi.unflatten(1, (axis.size, -1))
         leaving = []
         for part in parts:
@@ -195,13 +190,13 @@ class _CloseShare(torch.autograd.Function):
         return torch.cat([finish() for finish in leaving], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad_bto: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_bto: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
         axis, parts = ctx.region.axis, ctx.region.parts(grad_bto.shape[1])
         if len(parts) == 1:
             grad_bso = collectives.start_gather(grad_bto, axis)()
-            grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.fused)
-            return grad_x_bsi, _weight_gradient(ctx, x_bsi, grad_bso), None, None, None
+            grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.region.fused)
+            return grad_x_bsi, _weight_gradient(ctx, x_bsi, grad_bso), None, None
         arriving = [collectives.start_gather_parts(grad_bto[:, part], axis) for part in parts]
         grad_x_bsi = torch.empty_like(x_bsi, memory_format=torch.contiguous_format)
         grad_x_brti = grad_x_bsi.unflatten(1, (axis.size, -1))
@@ -212,16 +207,11 @@ class _CloseShare(torch.autograd.Function):
             whole_brto[:, :, part] = grad_rbco.transpose(0, 1)
             for grad_rco, out_rti in zip(grad_rbco.unbind(1), grad_x_brti, strict=True):
                 _product(grad_rco, weight, out_rti[:, part])
-        return grad_x_bsi, _weight_gradient(ctx, x_bsi, whole_brto.flatten(1, 2)), None, None, None
+        return grad_x_bsi, _weight_gradient(ctx, x_bsi, whole_brto.flatten(1, 2)), None, None
 
 
 def opening_linear(
-    x: Tensor,
-    weight: nn.Parameter,
-    bias: Tensor | None,
-    region: Region,
-    gradients: WeightGradients | None = None,
-    fused: bool = False,
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, region: Region, gradients: WeightGradients | None = None
 ) -> Tensor:
     """Enters a region with the layer that opens it: x W^T + b for all tokens.
 
@@ -234,24 +224,19 @@ def opening_linear(
         bias: [o], or None.
         region: how to enter.
         gradients: says in the backward pass whether the weight's is put off; None where it never is.
-        fused: products by `megads.ops.linear`'s choice, not by torch's; those of parts are always torch's.
 
     Returns:
         [b, s, o], in x's dtype.
     """
     if region.axis.size == 1:
-        return linear(x, weight, bias, gradients, fused)
+        return linear(x, weight, bias, gradients, region.fused)
     layer = _OpenShare if region.sequence_parallel else _OpenWhole
-    out: Tensor = layer.apply(x, weight, bias, region, gradients, fused)
+    out: Tensor = layer.apply(x, weight, bias, region, gradients)
     return out
 
 
 def closing_linear(
-    x_bsi: Tensor,
-    weight: nn.Parameter,
-    region: Region,
-    gradients: WeightGradients | None = None,
-    fused: bool = False,
+    x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None = None
 ) -> Tensor:
     """Leaves a region of 2 or more ranks with the layer that closes it: the sum of x W^T over the axis.
 
@@ -260,11 +245,10 @@ def closing_linear(
         weight: [o, i].
         region: how to leave.
         gradients: says in the backward pass whether the weight's is put off; None where it never is.
-        fused: products by `megads.ops.linear`'s choice, not by torch's; those of parts are always torch's.
 
     Returns:
         [b, s, o] in x's dtype; with sequence parallelism this rank's share of the tokens, [b, t, o].
     """
     layer = _CloseShare if region.sequence_parallel else _CloseWhole
-    out: Tensor = layer.apply(x_bsi, weight, region, gradients, fused)
+    out: Tensor = layer.apply(x_bsi, weight, region, gradients)
     return out

@@ -113,7 +113,14 @@ def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[n
 
 
 def shard_stage(
-    stage: nn.Module, name: str, table: ShardingTable, axis: Axis, *, sequence_parallel: bool, chunks: int = 1
+    stage: nn.Module,
+    name: str,
+    table: ShardingTable,
+    axis: Axis,
+    *,
+    sequence_parallel: bool,
+    chunks: int = 1,
+    fused: bool = False,
 ) -> tuple[nn.Module, dict[str, Placement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
@@ -125,6 +132,7 @@ def shard_stage(
         sequence_parallel: outside of the regions each rank holds its share of dim 1 of the activations; of no effect
             on one rank.
         chunks: parts in which messages travel beside products; see `megads.parallel.region_linear.Region`.
+        fused: products by `megads.ops.linear`'s choice, not by torch's.
 
     Returns:
         The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
@@ -133,7 +141,7 @@ def shard_stage(
         ConfigError: a size does not divide.
     """
     sequence_parallel = sequence_parallel and axis.size > 1
-    region = Region(axis, sequence_parallel, chunks)
+    region = Region(axis, sequence_parallel, chunks, fused)
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"

@@ -31,7 +31,7 @@ class ColumnParallelLinear(SplitLayer):
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
-        return opening_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients, self.fused)
+        return opening_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
 
 
 class RowParallelLinear(SplitLayer):
@@ -50,8 +50,8 @@ class RowParallelLinear(SplitLayer):
         """[b, s, in / size] -> [b, t, out]."""
         if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
-            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.fused)
-        return closing_linear(x_bsi, self.weight, self.region, self.weight_gradients, self.fused) + self.bias
+            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
+        return closing_linear(x_bsi, self.weight, self.region, self.weight_gradients) + self.bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
@@ -105,4 +105,4 @@ class VocabParallelHead(SplitLayer):
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included."""
-        return opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients, self.fused)
+        return opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)
