@@ -41,11 +41,8 @@ check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/yamllint --strict .
 	$(PYTHON_BIN)/python -m pytest -q --durations=0 tests/test_architecture.py
 
-bench: setup ## time operators, loader, blends and preprocessing against peers; results go to bench.jsonl
-	$(PYTHON_BIN)/python -m scripts.bench.ops --append bench.jsonl
-	$(PYTHON_BIN)/python -m scripts.bench.loader
-	$(PYTHON_BIN)/python -m scripts.bench.blend --append bench.jsonl
-	$(PYTHON_BIN)/python -m scripts.bench.preprocess
+bench: setup ## compare speed and memory with peers and the machine's limits (QUICK=1: five minutes); see bench.png
+	$(PYTHON_BIN)/python -m scripts.bench.suite $(if $(QUICK),--quick)
 
 docs: setup ## write docs/configuration.md from the config dataclasses and conf/
 	$(PYTHON_BIN)/python scripts/docs/configuration.py

@@ -13,15 +13,16 @@ Rows<T> rows_of(const Tensor& x) {
 
 void require_rows(const Tensor& x, const Tensor& other) {
   require(x.dim() == 4 && x.scalar_type() == other.scalar_type() && x.size(0) == other.size(0) &&
-              x.size(1) == other.size(1) && x.size(3) == other.size(3) && (x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0),
+              x.size(3) == other.size(3) && (x.size(3) <= 1 || x.stride(3) == 1 || x.numel() == 0),
           "queries, keys and values must be [batch, heads, rows, dim] of one dtype, the last dim contiguous");
 }
 
 Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes,
-                               const std::optional<Tensor>& places, const std::optional<Tensor>& starts,
-                               double scale) {
+                       const std::optional<Tensor>& places, const std::optional<Tensor>& starts, double scale) {
   for (const Tensor* x : {&q, &k, &v}) require_rows(*x, q);
-  require(k.size(2) == v.size(2), "keys and values must be of one length");
+  require(k.size(2) == v.size(2) && k.size(1) == v.size(1), "keys and values must be as many");
+  require(k.size(1) == q.size(1) || (k.size(1) > 0 && q.size(1) % k.size(1) == 0),
+          "the heads of keys and values must divide those of the queries");
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2);
   if (slopes)
     require(slopes->scalar_type() == ScalarType::Float && slopes->dim() == 1 && slopes->size(0) == heads &&
@@ -33,7 +34,7 @@ Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
     require(starts->scalar_type() == ScalarType::Long && starts->dim() == 2 && starts->size(0) == batch &&
                 starts->size(1) == queries && starts->is_contiguous(),
             "starts must be a contiguous int64 [batch, queries]");
-  return {batch, heads, queries, k.size(2), q.size(3), float(scale), optional_data<float>(slopes),
+  return {batch, heads, k.size(1), queries, k.size(2), q.size(3), float(scale), optional_data<float>(slopes),
           optional_data<int64_t>(places), optional_data<int64_t>(starts)};
 }
 
@@ -67,18 +68,31 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
   const Attention shape = attention_of(q, k, v, slopes, places, starts, scale);
   require_rows(grad, q);
   require_rows(out, q);
-  require(grad.size(2) == shape.queries && out.size(2) == shape.queries, "grad and out must have the shape of q");
+  require(grad.size(1) == shape.heads && out.size(1) == shape.heads && grad.size(2) == shape.queries &&
+              out.size(2) == shape.queries,
+          "grad and out must have the shape of q");
   require(statistics.scalar_type() == ScalarType::Float && statistics.is_contiguous() &&
               statistics.numel() == shape.batch * shape.heads * shape.queries * 2,
           "statistics must be the forward pass's");
   Tensor grad_q = rows_like(q), grad_k = rows_like(k), grad_v = rows_like(v);
   with_type_of(q, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    torch::stable::parallel_for(0, shape.batch * shape.heads, 1, [&](int64_t first, int64_t last) {
-      megads::attention_backward<T>(shape, rows_of<const T>(grad), rows_of<const T>(q), rows_of<const T>(k),
-                                    rows_of<const T>(v), rows_of<const T>(out), data_of<const float>(statistics),
-                                    rows_of<T>(grad_q), rows_of<T>(grad_k), rows_of<T>(grad_v), first, last);
-    });
+    const AttentionBackward<T> tensors{rows_of<const T>(grad),   rows_of<const T>(q),
+                                       rows_of<const T>(k),      rows_of<const T>(v),
+                                       rows_of<const T>(out),    data_of<const float>(statistics),
+                                       rows_of<T>(grad_q),       rows_of<T>(grad_k),
+                                       rows_of<T>(grad_v)};
+    const auto run = [&](BackwardPart part) {
+      torch::stable::parallel_for(0, attention_backward_tasks(shape, part), 1, [&](int64_t first, int64_t last) {
+        megads::attention_backward<T>(shape, part, tensors, first, last);
+      });
+    };
+    if (backward_by_heads(shape, torch::stable::get_num_threads())) {
+      run(BackwardPart::heads);
+    } else {
+      run(BackwardPart::queries);
+      run(BackwardPart::keys);
+    }
   });
   return {grad_q, grad_k, grad_v};
 }

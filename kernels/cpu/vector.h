@@ -135,6 +135,7 @@ inline Floats larger(Floats x, Floats y) {
 #endif
 }
 
+// Without those that are NaN, or NaN.
 inline float largest_of(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
@@ -170,6 +171,42 @@ inline Floats exp(Floats x) {
   Floats result = (Floats)((Ints)p + exponent);
   result = x == x ? result : x;
   return x < -87.33f ? Floats{} : result;
+}
+
+// 2^x within one unit in the last place, or within 3e-6 for what is rounded to bf16; NaN stays NaN, below the normal
+// numbers it may be zero. x = n + r with 0 <= r < 1; the polynomials of 2^r are 1 at 0 and have the least largest
+// relative error (fitted by weighted least squares).
+template <typename RoundedTo = float>
+inline Floats exp2(Floats x) {
+  const Floats within = larger(broadcast(-150.0f), x);
+#if defined(__AVX512F__)
+  const Floats n = (Floats)_mm512_roundscale_ps((__m512)within, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const Floats magic = broadcast(12582912.0f), nearest = within + magic - magic;
+  const Floats n = nearest > within ? nearest - 1.0f : nearest;
+#endif
+  const Floats r = within - n;
+  Floats p;
+  if constexpr (sizeof(RoundedTo) == 2) {
+    p = broadcast(1.3426688499748707e-2f);
+    p = p * r + 5.2242465317249298e-2f;
+    p = p * r + 2.4128021299839020e-1f;
+    p = p * r + 6.9304484128952026e-1f;
+  } else {
+    p = broadcast(2.1612919226754457e-4f);
+    p = p * r + 1.2467844644561410e-3f;
+    p = p * r + 9.6754515543580055e-3f;
+    p = p * r + 5.5485282093286514e-2f;
+    p = p * r + 2.4022930860519409e-1f;
+    p = p * r + 6.9314706325531006e-1f;
+  }
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  const Floats result = x == x ? (Floats)((Ints)p + (__builtin_convertvector(n, Ints) << 23)) : x;
+  return x < -126.0f ? Floats{} : result;
+#endif
 }
 
 }  // namespace megads

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from megads.ops.square_sums import square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
 
@@ -23,7 +24,8 @@ class Bucket:
         master: fp32 weights of this rank's slice, which AdamW updates.
         gradient: fp32, this rank's slice of the sum over all ranks; from the reduction to the end of the step.
         missing: gradients that the running backward pass still owes.
-        norms: of every slot's own sum, before the reduction mixes it with other ranks'.
+        squares: of every slot's own sum, the sum of squares before the reduction mixes it with other ranks'; fp64.
+        own_weights: this rank's slice of the working weights.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Bucket:
         data: Axis,
         sharded: bool,
         also_over: ProcessGroup | None,
+        fused: bool = False,
     ) -> None:
         """Moves the parameters into the bucket's flat buffer.
 
@@ -43,8 +46,9 @@ class Bucket:
             sharded: True gives each of them a slice of the bucket (ZeRO-1), False all of it to all (ZeRO-0).
             also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
                 ranks that each saw a part of the sequence.
+            fused: take megads' own kernels.
         """
-        self.layout, self.copies, self._also_over = layout, copies, also_over
+        self.layout, self.copies, self._also_over, self._fused = layout, copies, also_over, fused
         self._data, self._sharded = data, sharded
         first = copies[0][0]
         self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
@@ -54,48 +58,61 @@ class Bucket:
             for parameter in parameters:
                 parameter.data = place
         self.slice = layout.slice_of(data.rank, data.size) if sharded else range(layout.numel)
-        self.master = self._own(self.weights).to(torch.float32, copy=True)
+        self.own_weights = self.weights[self.slice.start : self.slice.stop]
+        self.master = self.own_weights.to(torch.float32, copy=True)
+        self._slot_bounds = torch.tensor([[slot.start, slot.stop] for slot in layout.slots])
         self.gradient: Tensor | None = None
         self._sums: Tensor | None = None
         self._reduction: dist.Work | None = None
         self.begin()
 
-    def _own(self, flat: Tensor) -> Tensor:
-        return flat[self.slice.start : self.slice.stop]
-
     def begin(self) -> None:
         """Forgets everything about the last step."""
         self.missing = sum(len(parameters) for parameters in self.copies)
         self.gradient = self._sums = self._reduction = None
-        self.norms: list[Tensor] = []
+        self._empty = set(range(len(self.copies)))
+        self.squares: Tensor | None = None
 
     def add(self, slot: int, parameter: Parameter) -> None:
         """Adds a parameter's gradient to the fp32 sums and frees it.
 
         The sums come into being with the first gradient of a step: during the first forward passes, when most
-        activations are alive, there are none.
+        activations are alive, there are none. The first gradient of a parameter is written, not added to zeros.
         """
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if self._sums is None:
-            self._sums = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.weights.device)
         place = self.layout.slots[slot]
-        self._sums[place.start : place.stop].view(parameter.shape).add_(gradient)
+        sums = self._room()[place.start : place.stop].view(parameter.shape)
+        if slot in self._empty:
+            self._empty.remove(slot)
+            sums.copy_(gradient)
+        else:
+            sums.add_(gradient)
+
+    def _room(self) -> Tensor:
+        """The sums; what is in slots that are still empty is undefined, gaps between slots are zero."""
+        if self._sums is None:
+            self._sums = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
+            stops = [slot.stop for slot in self.layout.slots]
+            starts = [slot.start for slot in self.layout.slots[1:]]
+            for stop, start in zip(stops, [*starts, self.layout.numel], strict=True):
+                self._sums[stop:start] = 0.0
+        return self._sums
 
     def launch(self) -> None:
         """Starts the reduction over data parallel and returns at once."""
-        if self._sums is None:
-            self._sums = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.weights.device)
-        self.norms = list(torch._foreach_norm([self._sums[slot.start : slot.stop] for slot in self.layout.slots]))
+        sums = self._room()
+        for slot in self._empty:
+            sums[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
+        self._empty = set()
+        self.squares = square_sums(sums, self._slot_bounds, self._fused)
         if self._data.size == 1 or not self._sharded:
-            self.gradient = self._sums
+            self.gradient = sums
             if self._data.size > 1:
-                self._reduction = dist.all_reduce(self._sums, group=self._data.group, async_op=True)
+                self._reduction = dist.all_reduce(sums, group=self._data.group, async_op=True)
         else:
             self.gradient = torch.empty_like(self.master)
-            self._reduction = dist.reduce_scatter_tensor(
-                self.gradient, self._sums, group=self._data.group, async_op=True
-            )
+            self._reduction = dist.reduce_scatter_tensor(self.gradient, sums, group=self._data.group, async_op=True)
 
     def finish(self) -> None:
         """Waits for the reduction and frees all but this rank's slice.
@@ -111,7 +128,10 @@ class Bucket:
 
     def publish(self) -> None:
         """Rounds the masters to the weights' dtype and gathers every rank's slice of them."""
-        own = self._own(self.weights)
-        own.copy_(self.master)
+        self.own_weights.copy_(self.master)
+        self.gather()
+
+    def gather(self) -> None:
+        """Gathers every rank's slice of the working weights."""
         if self._sharded and self._data.size > 1:
-            dist.all_gather_into_tensor(self.weights, own, group=self._data.group)
+            dist.all_gather_into_tensor(self.weights, self.own_weights, group=self._data.group)

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
+from megads.ops.square_sums import square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.config import OptimConfig
@@ -84,9 +85,14 @@ class BucketAdamW:
     """
 
     def __init__(
-        self, parameters: Sequence[NamedParameter], optim: OptimConfig, parallel: ParallelConfig, grid: ParallelGrid
+        self,
+        parameters: Sequence[NamedParameter],
+        optim: OptimConfig,
+        parallel: ParallelConfig,
+        grid: ParallelGrid,
+        fused: bool = False,
     ) -> None:
-        self._grid, self._clip = grid, optim.clip_grad
+        self._grid, self._clip, self._fused = grid, optim.clip_grad, fused
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
@@ -94,10 +100,14 @@ class BucketAdamW:
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
         beta1, beta2 = optim.betas
         groups = [
-            {"params": [bucket.master], "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0}
+            {
+                "params": [bucket.master],
+                "weights": [bucket.own_weights],
+                "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0,
+            }
             for bucket in self.buckets
         ]
-        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps)
+        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, fused)
         self.watch: Callable[[], None] | None = None
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
@@ -115,7 +125,8 @@ class BucketAdamW:
         buckets = []
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
-            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, self._also_over(layout, pairs))
+            also_over = self._also_over(layout, pairs)
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
@@ -177,23 +188,24 @@ class BucketAdamW:
             bucket.master.grad = bucket.gradient = None
 
     def _update(self, learning_rate: float) -> None:
-        gradients = [gradient_of(bucket) for bucket in self.buckets]
         scale = self._clip / (self.grad_norm + CLIP_EPSILON)
-        if self._clip and scale < 1:
-            torch._foreach_mul_(gradients, scale)
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient
         for group in self.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step()
-        self.publish_weights()
+        self.adamw.step(scale if self._clip and scale < 1 else 1.0)
+        for bucket in self.buckets:
+            bucket.gather()
 
     def _norm(self) -> float:
         """The global 2-norm; waits for the device. Every element of the model counts on exactly one rank."""
-        pieces = [part.of(gradient_of(part.bucket)) for part in self.state_ranges() if part.owned]
+        bounds: dict[Bucket, list[tuple[int, int]]] = {}
+        for part in self.state_ranges():
+            if part.owned:
+                bounds.setdefault(part.bucket, []).append((part.start, part.start + part.length))
         square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
-        if pieces:
-            square += torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        for bucket, of_pieces in bounds.items():
+            square += square_sums(gradient_of(bucket), torch.tensor(of_pieces), self._fused).sum()
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return float(square.sqrt())
@@ -212,7 +224,8 @@ class BucketAdamW:
     @property
     def gradient_norms(self) -> list[Tensor]:
         """2-norm of this rank's own gradient of every parameter, before any reduction; after `reduce`."""
-        return [norm for bucket in self.buckets for norm in bucket.norms]
+        squares = (bucket.squares for bucket in self.buckets if bucket.squares is not None)
+        return [norm for of_slots in squares for norm in of_slots.sqrt()]
 
     def state_ranges(self) -> Iterator[StateRange]:
         """Every part of a parameter of which this rank holds optimizer state."""

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.parallel.cross_entropy import vocab_parallel_token_losses
+from megads.ops.gelu import kernel_takes
+from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
 
 
@@ -31,8 +32,11 @@ class TokenMeanLoss:
         self.scale = torch.ones((), dtype=torch.float64)
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
-        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp, self.fused)
+        if self.fused and kernel_takes(logits_bsr, gpu=True):
+            return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
         return (losses_bs * mask_bs).sum() * self.scale
 
 

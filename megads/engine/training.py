@@ -24,7 +24,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.spans import Span
+from megads.runtime.span import Span
 
 
 def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class PipelineTrainEngine:
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused)
 
         def optimizer(stages: StagePipeline) -> BucketAdamW:
-            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid)
+            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, fused)
 
         # DeepSpeed may force a garbage collection while it builds: half a second each over all that has been imported
         # by now, which lives as long as the process anyway.

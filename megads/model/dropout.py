@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
+from megads.ops.dropout import apply_mask
 
 
 def stream_seed(seed: int, site: str, stream: int, sample_id: int) -> int:
@@ -24,10 +25,6 @@ class Dropout(nn.Module):
     place in the model, the sample's number and the stream (0, or the tensor-parallel rank where each needs its own).
     A rank that holds a part of the sample draws the mask of the whole one and takes the rows of its tokens.
 
-    Attributes:
-        stream: number of the random stream.
-        shard: (rank, size) of sequence parallelism: the input holds this share of the rank's tokens along dim 1.
-
     Args:
         p: probability of a zero.
         seed: the run's seed.
@@ -36,6 +33,7 @@ class Dropout(nn.Module):
     Attributes:
         stream: random stream of this rank.
         shard: (rank, size) of the share of dim 1 that the input is; its mask is that share of the whole input's.
+        fused: take megads' own kernel to apply the mask.
     """
 
     def __init__(self, p: float, seed: int, site: str) -> None:
@@ -45,6 +43,7 @@ class Dropout(nn.Module):
         self.site = site
         self.stream = 0
         self.shard = (0, 1)
+        self.fused = False
 
     @property
     def active(self) -> bool:
@@ -54,6 +53,16 @@ class Dropout(nn.Module):
         """x: [b, ...], the first dim runs over the micro-batch's samples, `sequence_dim` over a sample's tokens."""
         if not self.active:
             return x
+        return apply_mask(x, self._mask(x, info, sequence_dim), 1.0 / (1.0 - self.p), None, self.fused)
+
+    def add(self, x: Tensor, residual: Tensor, info: BatchInfo) -> Tensor:
+        """residual + `forward` of x, [b, s, ...]; the kernel makes it in one pass."""
+        if not self.active:
+            return residual + x
+        return apply_mask(x, self._mask(x, info, 1), 1.0 / (1.0 - self.p), residual, self.fused)
+
+    def _mask(self, x: Tensor, info: BatchInfo, sequence_dim: int) -> Tensor:
+        """1 for what stays, 0 for what is dropped, uint8 of x's shape."""
         # One byte an element: it is what backward keeps.
         keep = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         part = self._part(keep[0], sequence_dim - 1, info)
@@ -66,7 +75,7 @@ class Dropout(nn.Module):
                 whole, rows = part
                 whole.bernoulli_(1.0 - self.p, generator=generator)
                 torch.index_select(whole, sequence_dim - 1, rows, out=kept)
-        return x * keep * (1.0 / (1.0 - self.p))
+        return keep
 
     def _part(self, kept: Tensor, dim: int, info: BatchInfo) -> tuple[Tensor, Tensor] | None:
         """Room for the mask of a whole sample, and the places along `dim` that the input holds; None for all of them.

@@ -2,7 +2,7 @@
 
 Neither scores nor mask are ever in memory as a whole; blocks of keys that no query of a block sees are left out.
 
-Shape suffixes: b = batch, n = heads, s = query, t = key, d = head dim.
+Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t = key, d = head dim.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from torch import Tensor
 
 def attention(
     q_bnsd: Tensor,
-    k_bntd: Tensor,
-    v_bntd: Tensor,
+    k_bmtd: Tensor,
+    v_bmtd: Tensor,
     slopes_n: Tensor | None = None,
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + slope * (t - place)) v over the keys from a query's start to its place, [b, n, s, d].
 
-    In memory the result is [b, s, n, d]. A query that sees no key gets zeros. Needs
+    Query head i reads keys and values of head i // (n / m) (Ainslie et al. 2023, grouped-query attention). In memory
+    the result is [b, s, n, d]. A query that sees no key gets zeros. Needs
     `megads.ops.library.load_library`; `attention_reference` is the same in plain torch.
 
     Args:
         q_bnsd: queries, fp32 or bf16 on a CPU; computed in fp32 inside.
-        k_bntd: keys.
-        v_bntd: values.
+        k_bmtd: keys; m divides n.
+        v_bmtd: values.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys; None: 0..s-1.
         starts_bs: int64 first key that a query sees; None: 0.
     """
-    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_bnsd, k_bntd, v_bntd)]
+    rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_bnsd, k_bmtd, v_bmtd)]
     starts_bs = None if starts_bs is None else starts_bs.contiguous()
     out: Tensor
     out, _ = torch.ops.megads.attention_forward(*rows, slopes_n, places_s, starts_bs, q_bnsd.shape[-1] ** -0.5)
@@ -43,14 +44,15 @@ def attention(
 
 def attention_reference(
     q_bnsd: Tensor,
-    k_bntd: Tensor,
-    v_bntd: Tensor,
+    k_bmtd: Tensor,
+    v_bmtd: Tensor,
     slopes_n: Tensor | None = None,
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
 ) -> Tensor:
     """The same by the formula, in the dtype of the queries; see `attention`."""
-    queries, keys = q_bnsd.shape[2], k_bntd.shape[2]
+    queries, keys, group = q_bnsd.shape[2], k_bmtd.shape[2], q_bnsd.shape[1] // k_bmtd.shape[1]
+    k_bntd, v_bntd = (x.repeat_interleave(group, 1) for x in (k_bmtd, v_bmtd))
     places_s = torch.arange(queries) if places_s is None else places_s
     distance_st = torch.arange(keys) - places_s[:, None]
     hidden_bst = (distance_st > 0)[None]

@@ -1,6 +1,6 @@
 """One rank's part of cross entropy over a part of the vocabulary; its sum over ranks is megads.parallel's.
 
-The logits are read once forward and once backward, and only they are kept: there is no copy of them in fp32.
+The gradient takes the memory of the logits, which nothing needs any more: there is no copy of them, in fp32 or other.
 
 Shape suffixes: m = tokens, r = this rank's rows of the vocabulary.
 """
@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Largest logit, sum of exp(logit - largest), and the label's logit or 0 if it is another rank's; each fp32 [m]."""
 
-def statistics(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, sum of exp(logit - largest), and the label's logit or 0 if it is another rank's; each fp32 [m].
+
+def statistics(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> Statistics:
+    """What the loss is made of.
 
     Args:
         logits_mr: fp32 or bf16 on a CPU, contiguous.
@@ -20,18 +23,16 @@ def statistics(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> t
         valid: columns that count; the others are padding.
         start: the vocabulary's row of column 0.
     """
-    found: Tensor = torch.ops.megads.cross_entropy_forward(logits_mr, labels_m, valid, start)
-    largest_m, total_m, target_m = found.T.contiguous().unbind()
-    return largest_m, total_m, target_m
+    return _columns(torch.ops.megads.cross_entropy_forward(logits_mr, labels_m, valid, start))
 
 
-def gradient(
+def gradient_(
     logits_mr: Tensor, labels_m: Tensor, largest_m: Tensor, total_m: Tensor, grad_m: Tensor, valid: int, start: int
-) -> Tensor:
-    """(softmax - one at the label) * gradient of the token's loss, in the dtype of the logits; 0 in the padding.
+) -> None:
+    """Writes (softmax - one at the label) * gradient of the token's loss over the logits; 0 in the padding.
 
     Args:
-        logits_mr: as in `statistics`.
+        logits_mr: as in `statistics`; the gradient afterwards, in the same dtype.
         labels_m: likewise.
         largest_m: fp32, over the whole vocabulary.
         total_m: fp32 sum of exp(logit - largest), likewise.
@@ -39,14 +40,29 @@ def gradient(
         valid: as in `statistics`.
         start: likewise.
     """
-    found: Tensor = torch.ops.megads.cross_entropy_backward(
-        logits_mr, labels_m, largest_m, total_m, grad_m, valid, start
-    )
-    return found
+    torch.ops.megads.cross_entropy_gradient_(logits_mr, labels_m, largest_m, total_m, grad_m, valid, start)
 
 
-def statistics_reference(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch, in the dtype of the logits."""
+def loss_(logits_mr: Tensor, labels_m: Tensor, grad_m: Tensor, valid: int, start: int) -> Statistics:
+    """Both at once, for a rank that holds the whole vocabulary: the logits are read from memory once.
+
+    Args:
+        logits_mr: as in `gradient_`.
+        labels_m: likewise.
+        grad_m: likewise.
+        valid: likewise.
+        start: likewise.
+    """
+    return _columns(torch.ops.megads.cross_entropy_loss_(logits_mr, labels_m, grad_m, valid, start))
+
+
+def _columns(found_m3: Tensor) -> Statistics:
+    largest_m, total_m, target_m = found_m3.T.contiguous().unbind()
+    return largest_m, total_m, target_m
+
+
+def statistics_reference(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> Statistics:
+    """`statistics` in plain torch, in the dtype of the logits."""
     counted_mr = logits_mr[:, :valid]
     largest_m = counted_mr.amax(-1) if valid else logits_mr.new_full(labels_m.shape, float("-inf"))
     base_m = largest_m.masked_fill(largest_m == float("-inf"), 0.0)
@@ -61,7 +77,7 @@ def statistics_reference(logits_mr: Tensor, labels_m: Tensor, valid: int, start:
 def gradient_reference(
     logits_mr: Tensor, labels_m: Tensor, largest_m: Tensor, total_m: Tensor, grad_m: Tensor, valid: int, start: int
 ) -> Tensor:
-    """The same in plain torch, in the dtype of the logits."""
+    """What `gradient_` writes, in plain torch, in the dtype of the logits, which stay as they are."""
     found_mr = (logits_mr - largest_m[:, None]).exp() / total_m[:, None]
     found_mr[:, valid:] = 0.0
     local_m = labels_m - start
@@ -77,8 +93,10 @@ def register() -> None:
     def _(logits: Tensor, labels: Tensor, valid: int, start: int) -> Tensor:
         return logits.new_empty((logits.shape[0], 3), dtype=torch.float32)
 
-    @torch.library.register_fake("megads::cross_entropy_backward")
-    def _(
-        logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, grad: Tensor, valid: int, start: int
-    ) -> Tensor:
-        return torch.empty_like(logits)
+    @torch.library.register_fake("megads::cross_entropy_gradient_")
+    def _(logits: Tensor, labels: Tensor, largest: Tensor, total: Tensor, grad: Tensor, valid: int, start: int) -> None:
+        return None
+
+    @torch.library.register_fake("megads::cross_entropy_loss_")
+    def _(logits: Tensor, labels: Tensor, grad: Tensor, valid: int, start: int) -> Tensor:
+        return logits.new_empty((logits.shape[0], 3), dtype=torch.float32)

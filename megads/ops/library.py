@@ -7,10 +7,36 @@ from pathlib import Path
 
 import torch
 
-from megads.ops import attention, bias_gelu, cross_entropy, gelu, norm, rotary, softmax, swiglu
+from megads.ops import (
+    adamw,
+    attention,
+    bias_gelu,
+    cross_entropy,
+    dropout,
+    gelu,
+    linear,
+    norm,
+    rotary,
+    softmax,
+    square_sums,
+    swiglu,
+)
 from megads.ops.build import LIBRARY, KernelsUnavailable
 
-OPERATORS = (attention, bias_gelu, cross_entropy, gelu, norm, rotary, softmax, swiglu)
+OPERATORS = (
+    adamw,
+    attention,
+    bias_gelu,
+    cross_entropy,
+    dropout,
+    gelu,
+    linear,
+    norm,
+    rotary,
+    softmax,
+    square_sums,
+    swiglu,
+)
 
 
 @functools.cache

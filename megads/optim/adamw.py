@@ -1,4 +1,4 @@
-"""AdamW over flat masters with torch's fused kernel, and without torch.optim's base class.
+"""AdamW over flat masters, by megads' own kernel or torch's, and without torch.optim's base class.
 
 The base class loads the compiler, torch._dynamo: 800 modules and 0.8 s of each rank's start, for nothing here, and on a
 shared file system that many files times the ranks.
@@ -11,29 +11,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as torch_adamw
+
+from megads.ops.adamw import AdamWStep, adamw
+from megads.ops.gelu import kernel_takes
 
 
 class FusedAdamW:
-    """AdamW (https://arxiv.org/abs/1711.05101), bit for bit torch.optim.AdamW(fused=True).
+    """AdamW (https://arxiv.org/abs/1711.05101) with clipping before it and the rounding to working weights after it.
+
+    Our kernel does all three in one pass; torch's, bit for bit torch.optim.AdamW(fused=True), stands between two more.
 
     Attributes:
-        param_groups: `params`, `lr` and `weight_decay` of each; the caller sets the learning rate before a step.
-        state: of each parameter its fp32 moments `exp_avg` and `exp_avg_sq` and the number of steps, `step`; all there
+        param_groups: `params` (masters), `weights`, `lr` and `weight_decay` of each; the caller sets the learning rate
+            before a step.
+        state: of each master its fp32 moments `exp_avg` and `exp_avg_sq` and the number of steps, `step`; all there
             before the first step, so that a checkpoint of step 0 has the shape of any other.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool = False,
+    ) -> None:
         """Makes the state.
 
         Args:
-            groups: each with its `params` and its `weight_decay`.
+            groups: each with its `params`, flat and fp32, the `weights` that each of them is rounded to, flat and of
+                the same length, and its `weight_decay`.
             lr: learning rate until the caller sets another.
             betas: decay rates of the moments.
             eps: added to the root of the second moment.
+            fused: take megads' own kernel, which `megads.ops.library.load_library` has loaded.
         """
         self.param_groups = [{"lr": lr, **group} for group in groups]
-        self._betas, self._eps = betas, eps
+        self._betas, self._eps, self._fused = betas, eps, fused
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for group in groups:
             for parameter in group["params"]:
@@ -44,23 +59,45 @@ class FusedAdamW:
                 }
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Updates every parameter from its `grad`."""
+    def step(self, clip: float = 1.0) -> None:
+        """Updates every master from its `grad` and rounds it to its weights.
+
+        Args:
+            clip: factor of all gradients; what it leaves in `grad` is undefined.
+        """
         for group in self.param_groups:
-            states = [self.state[parameter] for parameter in group["params"]]
-            adamw(
-                group["params"],
-                [parameter.grad for parameter in group["params"]],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=self._betas[0],
-                beta2=self._betas[1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=self._eps,
-                maximize=False,
-            )
+            if self._fused and all(kernel_takes(master) for master in group["params"]):
+                self._step_by_kernel(group, clip)
+            else:
+                self._step_by_torch(group, clip)
+
+    def _step_by_kernel(self, group: dict[str, Any], clip: float) -> None:
+        for master, weights in zip(group["params"], group["weights"], strict=True):
+            state = self.state[master]
+            state["step"] += 1
+            how = AdamWStep(clip, group["lr"], group["weight_decay"], self._betas, self._eps, int(state["step"].item()))
+            adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, how)
+
+    def _step_by_torch(self, group: dict[str, Any], clip: float) -> None:
+        gradients = [master.grad for master in group["params"]]
+        if clip != 1.0:
+            torch._foreach_mul_(gradients, clip)
+        states = [self.state[master] for master in group["params"]]
+        torch_adamw(
+            group["params"],
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=self._eps,
+            maximize=False,
+        )
+        for master, weights in zip(group["params"], group["weights"], strict=True):
+            weights.copy_(master)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.ops import cross_entropy
-from megads.ops.gelu import kernel_takes
 from megads.parallel.grid import Axis
 from megads.parallel.tensor import padded_rows
 
@@ -62,37 +61,69 @@ class _VocabParallelTokenLosses(torch.autograd.Function):
         return grad_bsr.mul_(grad_bs[..., None]), None, None, None
 
 
-class _FusedVocabParallelTokenLosses(torch.autograd.Function):
-    """The same by megads' own kernels: keeps the logits, where the one above keeps fp32 probabilities beside them."""
+class _LossInPlace(torch.autograd.Function):
+    """By megads' own kernels; the logits become their gradient in the forward pass, which knows the weights already."""
 
     @staticmethod
-    def forward(ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
-        ctx.start, ctx.valid = _own_rows(vocab_size, axis)
+    def forward(
+        ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis
+    ) -> Tensor:
+        start, valid = _own_rows(vocab_size, axis)
         logits_mr, labels_m = logits_bsr.flatten(0, 1).contiguous(), labels_bs.flatten()
-        own_largest_m, total_m, target_m = cross_entropy.statistics(logits_mr, labels_m, ctx.valid, ctx.start)
-        largest_m = own_largest_m.clone()
-        _all_reduce(largest_m, dist.ReduceOp.MAX, axis)
-        if axis.size > 1:
-            # A rank whose own logits are all -inf has no total, and exp(-inf - -inf) would make it a NaN.
-            total_m = torch.where(total_m == 0, 0.0, total_m * (own_largest_m - largest_m).exp())
-            # One message for both sums.
-            sums_2m = torch.stack([target_m, total_m])
-            _all_reduce(sums_2m, dist.ReduceOp.SUM, axis)
-            target_m, total_m = sums_2m.unbind()
-        ctx.save_for_backward(logits_mr, labels_m, largest_m, total_m)
-        return (total_m.log() - (target_m - largest_m)).view_as(labels_bs)
+        weights_m = weights_bs.flatten().float().contiguous()
+        trains = ctx.needs_input_grad[0]
+        if trains and axis.size == 1:
+            largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
+        else:
+            found = cross_entropy.statistics(logits_mr, labels_m, valid, start)
+            largest_m, total_m, target_m = _over_ranks(*found, axis)
+            if trains:
+                cross_entropy.gradient_(logits_mr, labels_m, largest_m, total_m, weights_m, valid, start)
+        if trains:
+            # Whoever kept the logits for a backward pass of his own hears of it.
+            torch.autograd.graph.increment_version(logits_bsr)
+            ctx.save_for_backward(logits_mr.detach().view_as(logits_bsr))
+        return ((total_m.log() - (target_m - largest_m)) * weights_m).sum(dtype=torch.float64)
 
     @staticmethod
-    def backward(ctx: Any, grad_bs: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        logits_mr, labels_m, largest_m, total_m = ctx.saved_tensors
-        grad_m = grad_bs.flatten().float().contiguous()
-        grad_mr = cross_entropy.gradient(logits_mr, labels_m, largest_m, total_m, grad_m, ctx.valid, ctx.start)
-        return grad_mr.view(*grad_bs.shape, -1), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        (grad_bsr,) = ctx.saved_tensors
+        return grad_bsr if grad.item() == 1.0 else grad_bsr * grad.to(grad_bsr.dtype), None, None, None, None
 
 
-def vocab_parallel_token_losses(
-    logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis, fused: bool = False
-) -> Tensor:
+def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics over the whole vocabulary, from those of this rank's rows."""
+    if axis.size == 1:
+        return own_largest_m, total_m, target_m
+    largest_m = own_largest_m.clone()
+    _all_reduce(largest_m, dist.ReduceOp.MAX, axis)
+    # A rank whose own logits are all -inf has no total, and exp(-inf - -inf) would make it a NaN.
+    total_m = torch.where(total_m == 0, 0.0, total_m * (own_largest_m - largest_m).exp())
+    # One message for both sums.
+    sums_2m = torch.stack([target_m, total_m])
+    _all_reduce(sums_2m, dist.ReduceOp.SUM, axis)
+    target_m, total_m = sums_2m.unbind()
+    return largest_m, total_m, target_m
+
+
+def loss_in_place(logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis, by megads' own kernels.
+
+    Where a gradient is wanted, it is written over the logits: nobody else may read them afterwards. So they are in
+    memory once, where `vocab_parallel_token_losses` makes two fp32 tensors of their size beside them.
+
+    Args:
+        logits_bsr: this rank's rows, which the kernels can compute on; see `vocab_parallel_token_losses`.
+        labels_bs: int64 [b, s], global token ids.
+        weights_bs: fp32 [b, s], the gradient of the result with respect to each token's loss; has none itself.
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+    """
+    loss: Tensor = _LossInPlace.apply(logits_bsr, labels_bs, weights_bs, vocab_size, axis)
+    return loss
+
+
+def vocab_parallel_token_losses(logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
     """Cross entropy of every token in nats, the same on all ranks of the axis; fp32 (fp64 for fp64 logits) [b, s].
 
     Args:
@@ -101,10 +132,6 @@ def vocab_parallel_token_losses(
         labels_bs: int64 [b, s], global token ids.
         vocab_size: true size of the vocabulary.
         axis: the tensor-parallel axis.
-        fused: take megads' own kernels where they can compute this; the same on all ranks of the axis.
     """
-    if fused and kernel_takes(logits_bsr):
-        fused_bs: Tensor = _FusedVocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis)
-        return fused_bs
     losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis)
     return losses_bs

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from megads.ops import linear as products
 
 WeightGradient = Callable[[], Tensor]
 """Computes a weight's gradient; to be called once. Holds the layer's input and the gradient of its output."""
@@ -65,35 +66,41 @@ class WeightGradients:
         self._open.add(weight, compute)
 
 
-def weight_gradient(x_bsi: Tensor, grad_bso: Tensor) -> Tensor:
-    """The gradient of the weight in x W^T, [o, i]: the product that autograd computes for F.linear, bit for bit."""
-    return grad_bso.flatten(0, -2).t() @ x_bsi.flatten(0, -2)
-
-
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, bias: Tensor | None, gradients: WeightGradients
+        ctx: Any,
+        x_bsi: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        gradients: WeightGradients | None,
+        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
         # Under recomputation what was saved is another tensor of the same values.
         ctx.parameter = weight
-        ctx.gradients, ctx.has_bias = gradients, bias is not None
-        return F.linear(x_bsi, weight, bias)
+        ctx.gradients, ctx.has_bias, ctx.fused = gradients, bias is not None, fused
+        return products.linear(x_bsi, weight, bias, fused)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
-        grad_x_bsi = (grad_bso.flatten(0, -2) @ weight).view_as(x_bsi)
+        fused = ctx.fused
+        grad_x_bsi = products.input_gradient(grad_bso, weight, fused) if ctx.needs_input_grad[0] else None
         grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
-        if ctx.gradients.puts_off:
-            ctx.gradients.later(ctx.parameter, lambda: weight_gradient(x_bsi, grad_bso))
-            return grad_x_bsi, None, grad_bias, None
-        grad_weight = weight_gradient(x_bsi, grad_bso)
-        return grad_x_bsi, grad_weight, grad_bias, None
+        if ctx.gradients is not None and ctx.gradients.puts_off:
+            ctx.gradients.later(ctx.parameter, lambda: products.weight_gradient(grad_bso, x_bsi, fused))
+            return grad_x_bsi, None, grad_bias, None, None
+        return grad_x_bsi, products.weight_gradient(grad_bso, x_bsi, fused), grad_bias, None, None
 
 
-def linear(x_bsi: Tensor, weight: nn.Parameter, bias: Tensor | None, gradients: WeightGradients | None) -> Tensor:
+def linear(
+    x_bsi: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    gradients: WeightGradients | None,
+    fused: bool = False,
+) -> Tensor:
     """x W^T + b, whose weight's gradient can be put off.
 
     Args:
@@ -101,13 +108,14 @@ def linear(x_bsi: Tensor, weight: nn.Parameter, bias: Tensor | None, gradients: 
         weight: [o, i].
         bias: [o], or None.
         gradients: decides in the backward pass; None where none is ever put off.
+        fused: products by `megads.ops.linear`'s choice, not by torch's.
 
     Returns:
         [b, s, o], in x's dtype; gradients are those of F.linear.
     """
-    if gradients is None or not torch.is_grad_enabled():
-        return F.linear(x_bsi, weight, bias)
-    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients)
+    if not torch.is_grad_enabled() or (gradients is None and not fused):
+        return products.linear(x_bsi, weight, bias, fused)
+    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, fused)
     return out_bso
 
 
@@ -116,10 +124,12 @@ class SplitLayer(nn.Module):
 
     Attributes:
         weight_gradients: of the rank, where its schedule splits the backward pass.
+        fused: products by `megads.ops.linear`'s choice, not by torch's.
     """
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None = None
+    fused: bool = False
 
 
 def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
@@ -132,3 +142,14 @@ def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
     for layer in module.modules():
         if isinstance(layer, SplitLayer):
             layer.weight_gradients = gradients
+
+
+def choose_products(module: nn.Module) -> None:
+    """Lets the tensor-parallel linear layers of a module multiply by `megads.ops.linear`'s choice.
+
+    Args:
+        module: cut already; changed in place.
+    """
+    for layer in module.modules():
+        if isinstance(layer, SplitLayer):
+            layer.fused = True

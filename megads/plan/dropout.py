@@ -22,12 +22,12 @@ def drawing(p: Pass, elements: int, whole_sample: int) -> int:
 
 
 def hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the mask; while it is drawn, or applied: the product of input and mask beside what is scaled."""
+    """(kept, forward): the mask; while it is drawn, or applied, by torch with a product on the way."""
     if not p.model.hidden_dropout:
         return 0, 0
     elements = p.tokens * p.model.hidden_size // p.shards
     whole = p.seq_len * p.model.hidden_size if p.cp * p.shards > 1 else 0
-    return elements, max(drawing(p, elements, whole), 2 * p.hidden + whole)
+    return elements, max(drawing(p, elements, whole), (1 if p.fused else 2) * p.hidden + whole)
 
 
 def explicit_attention(p: Pass) -> tuple[int, int, int]:
@@ -43,7 +43,7 @@ def explicit_attention(p: Pass) -> tuple[int, int, int]:
         return w * p.scores, w * p.scores, 2 * w * p.scores
     kept = (made + 1 + w) * p.scores
     rounded = w if made != w else 0  # probabilities in bf16 beside those in fp32
-    applying = (rounded + w) * p.scores + whole
+    applying = (rounded + (0 if p.fused else w)) * p.scores + whole
     softening = 0 if p.masked_by_kernel else 3 * p.scores
     forward = max(applying, softening, drawing(p, p.scores, whole) + (rounded - w) * p.scores)
     return kept, forward, max(w, 2 * made - w - 1) * p.scores

@@ -19,9 +19,12 @@ import numpy as np
 from megads.data.blend import BalancedOrder
 from megads.data.index_maps import build_sample_index
 from megads.data.megatron_maps import MegatronOrder
-from megads.runtime.metrics import JsonLinesWriter
+from scripts.bench.results import Verdict, add_results_option, against_rate, record
 
 SEQ_LEN = 2048
+ROW = 7
+TARGETS = {"sample index, documents": 1.0, "blend of 10 datasets, samples": 1.0, "blend of 100 datasets, samples": 3.0}
+"""By work: how many times as fast as Megatron's C++."""
 Work = Callable[[], object]
 
 
@@ -86,6 +89,24 @@ def blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[
     return rates(works, rounds)
 
 
+def verdicts_of(figures: dict[str, dict[str, float]], compiled_peer: bool) -> list[Verdict]:
+    """Targets are against the compiled loops; Megatron's rule in Python only shows what dealing one by one costs."""
+    peer = "Megatron's C++" if compiled_peer else "Megatron's rule in Python"
+    return [
+        against_rate(
+            ROW,
+            work,
+            found["ours"] / 1e6,
+            peer,
+            found["peer"] / 1e6,
+            "M/s",
+            TARGETS.get(work) if compiled_peer else None,
+        )
+        for work, found in figures.items()
+        if "peer" in found
+    ]
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -93,7 +114,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", type=Path, help="folder of an unpacked megatron-core")
-    parser.add_argument("--append", type=Path, default=Path("bench.jsonl"), help="file of results")
+    add_results_option(parser)
     arguments = parser.parse_args()
     helpers = peer_helpers(arguments.peer)
     figures = {"sample index, documents": sample_index(arguments.documents, arguments.rounds, helpers)}
@@ -104,9 +125,8 @@ def main() -> int:
         shown = ", ".join(f"{who} {rate / 1e6:,.2f} M/s" for who, rate in found.items())
         ratios = ", ".join(f"{found['ours'] / rate:.2f} of the {who}" for who, rate in found.items() if who != "ours")
         print(f"{name}: {shown} ({ratios})")
-    writer = JsonLinesWriter(arguments.append)
-    writer.write_line({"bench": "blend", "time": time.time(), "compiled_peer": helpers is not None, **figures})
-    writer.close()
+    verdicts = verdicts_of(figures, helpers is not None)
+    record(arguments.append, "blend", {"compiled_peer": helpers is not None, **figures}, verdicts)
     return 0
 
 

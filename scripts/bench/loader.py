@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Batches a second: megads' loader against reads of one sample at a time, ours of old and a torch DataLoader's.
+"""Benchmark 6, batches a second: megads' loader, reads of one sample at a time as we once did, a torch DataLoader.
 
 All read samples of the same files, alternating, in one process, and hold the 64 micro-batches of a step, as a run does.
 The limit of the machine is the two casts to int64 that make tokens and labels, from a cached block. Run from the
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
@@ -26,10 +25,12 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.data.batches import Packing, assemble
 from megads.data.indexed import IndexedDataset
 from megads.data.samples import TrainSamples
+from scripts.bench.results import add_results_option, against_rate, record
 from scripts.bench.synthetic_dataset import write
 
 VOCAB_SIZE = 32000
 MICRO_BATCHES = 64
+ROW = 6
 BORDERS = Packing(document_mask=True, reset_positions=True)
 
 
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=30)
+    add_results_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"
@@ -148,8 +150,16 @@ def main() -> None:
         print(
             f"{name:30} {rate:9,.0f} samples/s {rate * arguments.seq_len / 1e6:8,.0f} M tokens/s {rate / base:6.2f} x"
         )
-    with Path("bench.jsonl").open("a") as file:
-        file.write(json.dumps({"bench": "loader", **vars(arguments), "samples_per_s": rates}) + "\n")
+    ours, work = rates["megads, assembling"], f"samples of {arguments.seq_len} tokens"
+    record(
+        arguments.append,
+        "loader",
+        {"tokens": arguments.tokens, "seq_len": arguments.seq_len, "samples_per_s": rates},
+        [
+            against_rate(ROW, work, ours, "torch DataLoader over one sample at a time", base, "samples/s", 10.0),
+            against_rate(ROW, work, ours, "casts alone", rates["casts alone (limit)"], "samples/s", None, limit=True),
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ repository: python -m scripts.bench.node_reads
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -23,6 +22,7 @@ import numpy as np
 from megads.data.batches import PLAIN, assemble
 from megads.data.indexed import IndexedDataset, bin_path
 from megads.data.samples import TrainSamples
+from scripts.bench.results import add_results_option, record
 from scripts.bench.synthetic_dataset import write
 
 VOCAB_SIZE = 32000
@@ -83,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--folder", help="on the disk to measure; a temporary one without it")
+    add_results_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         prefix = Path(folder) / "corpus"
@@ -94,8 +95,7 @@ def main() -> None:
     for ranks, states in found.items():
         for state, (megabytes, milliseconds) in states.items():
             print(f"{ranks} ranks, {state}: {megabytes:6.1f} MB from the disk, {milliseconds:6.2f} ms a step and rank")
-    with Path("bench.jsonl").open("a") as file:
-        file.write(json.dumps({"bench": "node_reads", **vars(arguments), "mb_and_ms": found}) + "\n")
+    record(arguments.append, "node_reads", {"tokens": arguments.tokens, "mb_and_ms": found})
 
 
 if __name__ == "__main__":

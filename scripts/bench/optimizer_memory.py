@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Memory and gradient traffic of the optimizer against stock DeepSpeed's BF16_Optimizer, on gloo ranks on this CPU.
+"""Benchmark 12: memory and gradient traffic of the optimizer against stock DeepSpeed's, on gloo ranks of this CPU.
 
 Both train the same untied model in bf16 with ZeRO-1 on hardly any tokens, so that weights, gradients and optimizer
 states are nearly all there is. Every allocation of torch's allocator counts; collectives are counted as they are
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.plan.parameters import parameter_count
+from scripts.bench.results import Verdict, add_results_option, record
 from tests.distributed import run_ranks
 from tests.parity import Collective, Scenario, build_engine, recorded_collectives, step_batches
 from tests.plan.memory_meter import allocator_ledger, patient_collectives
@@ -25,6 +26,7 @@ from tests.stock_deepspeed import build_stock
 
 MODEL = ModelConfig(num_layers=4, hidden_size=512, num_heads=8, vocab_size=8192, max_seq_len=16, tie_embeddings=False)
 STEPS = 2
+ROW = 12
 
 
 def scenario_of(dp: int) -> Scenario:
@@ -74,18 +76,34 @@ def measure(dp: int) -> dict[str, tuple[float, float, float]]:
     return found
 
 
+def verdicts_of(dp: int, sides: dict[str, dict[str, float]]) -> list[Verdict]:
+    """No more bytes a parameter than DeepSpeed's, at the peak and between steps."""
+    ours, theirs = sides["megads"], sides["DeepSpeed"]
+    return [
+        Verdict(
+            ROW, f"memory a parameter, {what}, dp {dp}", f"{ours[what]:.2f} bytes", "DeepSpeed",
+            f"{theirs[what]:.2f} bytes", theirs[what] / ours[what], 1.0,
+        )
+        for what in ("peak", "between steps")
+    ]  # fmt: skip
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dp", type=int, nargs="*", default=[1, 2, 4], help="data parallel sizes")
+    add_results_option(parser)
     arguments = parser.parse_args()
     print(f"{parameter_count(MODEL):,} parameters, bf16, ZeRO-1; bytes a parameter on the fullest rank")
     print("| dp | engine | peak | between steps | gradients received in a step |\n|---|---|---|---|---|")
     for dp in arguments.dp:
         by_rank = run_ranks(measure, dp, dp)
+        sides: dict[str, dict[str, float]] = {}
         for name in by_rank[0]:
             peak, kept, sent = (max(found[name][index] for found in by_rank) for index in range(3))
             print(f"| {dp} | {name} | {peak:.2f} | {kept:.2f} | {sent:.2f} |")
+            sides[name] = {"peak": peak, "between steps": kept, "gradients received": sent}
+        record(arguments.append, "optimizer_memory", {"dp": dp, "sides": sides}, verdicts_of(dp, sides))
     return 0
 
 

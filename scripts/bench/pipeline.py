@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Step time of pipelines over the ideal: ours by schedule, stock DeepSpeed's, torch.distributed.pipelining's.
+"""Benchmark 10, step time of pipelines over the ideal: our schedules, stock DeepSpeed, torch.distributed.pipelining.
 
 All train the same untied model in fp32 on gloo ranks of this CPU, one thread each, in one process group and in turn,
 and all times include clipping and AdamW. The ideal is 1F1B's formula, (m + p - 1) / m times the m-fold work of a rank
@@ -19,7 +19,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from megads.parallel.config import ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.weight_gradients import SplitLayer
-from megads.runtime.metrics import JsonLinesWriter
+from scripts.bench.results import Verdict, add_results_option, record
 from tests import distributed
 from tests.parity import Scenario, build_engine, step_batches
 from tests.stock_deepspeed import build_stock
@@ -45,6 +44,7 @@ COMPUTING = ModelConfig(num_layers=8, hidden_size=256, num_heads=4, vocab_size=5
 WAITING = ModelConfig(num_layers=8, hidden_size=64, num_heads=2, vocab_size=64, tie_embeddings=False)
 BATCH, SEQ_LEN = 2, 64
 CLIP = 1.0
+ROW = 10
 Step = Callable[[], None]
 
 
@@ -285,6 +285,23 @@ def report(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: lis
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
+def verdicts_of(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: list[int]) -> list[Verdict]:
+    """Our 1F1B against DeepSpeed's, and the schedules that are to beat it against it; medians over the ideal."""
+    pairs = {"1f1b": "DeepSpeed 1F1B", "interleaved": "megads 1f1b", "zb_h1": "megads 1f1b"}
+
+    def over(name: str, count: int) -> float:
+        return statistics.median(taken.over_ideal for taken in found[name, count])
+
+    return [
+        Verdict(
+            ROW, f"{schedule}, p = {ranks}, m = {count}", f"{over(f'megads {schedule}', count):.3f} x the ideal", peer,
+            f"{over(peer, count):.3f} x the ideal", over(peer, count) / over(f"megads {schedule}", count), 1.0,
+        )
+        for schedule, peer in pairs.items()
+        for count in counts
+    ]  # fmt: skip
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -292,23 +309,22 @@ def main() -> int:
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--wait-ms", type=float, default=0.0, help="blocks wait instead of computing")
-    parser.add_argument("--append", type=Path, help="file of results")
+    add_results_option(parser)
     arguments = parser.parse_args()
     distributed.TIMEOUT_S = 3600.0
     for ranks in arguments.pp:
         wait_s = arguments.wait_ms / 1e3
         found = distributed.run_ranks(measure, ranks, arguments.micro_batches, arguments.rounds, wait_s)[0]
         report(found, ranks, arguments.micro_batches)
-        if arguments.append:
-            writer = JsonLinesWriter(arguments.append)
-            for (name, count), steps in found.items():
-                writer.write_line(
-                    {"bench": "pipeline", "time": time.time(), "pp": ranks, "wait_ms": arguments.wait_ms,
-                     "engine": name, "micro_batches": count,
-                     "over_ideal": statistics.median(taken.over_ideal for taken in steps),
-                     "cpu_s": statistics.median(taken.cpu_s for taken in steps), "rounds": len(steps)}
-                )  # fmt: skip
-            writer.close()
+        sides = {
+            f"{name}, m = {count}": {
+                "over_ideal": statistics.median(taken.over_ideal for taken in steps),
+                "cpu_s": statistics.median(taken.cpu_s for taken in steps),
+            }
+            for (name, count), steps in found.items()
+        }
+        figures = {"pp": ranks, "wait_ms": arguments.wait_ms, "rounds": arguments.rounds, "sides": sides}
+        record(arguments.append, "pipeline", figures, verdicts_of(found, ranks, arguments.micro_batches))
     return 0
 
 

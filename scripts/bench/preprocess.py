@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time from JSON lines to an indexed dataset: megads against a loop like Megatron's preprocess_data.py, in one run.
+"""Benchmark 8, from JSON lines to an indexed dataset: megads against a loop like Megatron's preprocess_data.py.
 
 The peer is written here from the algorithm: lines through a pool of processes, one document at a time through Hugging
 Face `tokenizers`, token lists back to one writer. Sides alternate; output bytes are compared. Run from the repository:
@@ -30,7 +30,9 @@ from megads.data.indexed_header import HEADER, MAGIC, VERSION
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import load_tokenizer, train_tokenizer
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
+from scripts.bench.results import Verdict, add_results_option, against_rate, record
 
+ROW = 8
 ENCODER: dict[str, Tokenizer] = {}
 
 
@@ -142,6 +144,20 @@ def measure(folder: Path, megabytes: int, repeats: int, vocab_size: int) -> dict
     return seconds
 
 
+def verdicts_of(middles: dict[str, tuple[float, ...]], megabytes: int) -> list[Verdict]:
+    """Each side of ours by the clock, against the peer with as many processes; the best engine has to win."""
+    peers = {1: "peer, 1 process"} | {int(name.split()[1]): name for name in middles if name.endswith("processes")}
+    best = "fast" if any("fast" in name for name in middles) else "worker"
+    found = []
+    for name, (clock_s, _) in middles.items():
+        if not name.startswith("peer"):
+            workers = next(int(word) for word in name.split() if word.isdigit())
+            rates = megabytes / clock_s, megabytes / middles[peers[workers]][0]
+            target = 3.0 if best in name else None
+            found.append(against_rate(ROW, name, rates[0], peers[workers], rates[1], "MB/s", target))
+    return found
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -149,6 +165,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary one unless given")
+    add_results_option(parser)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
@@ -163,6 +180,8 @@ def main() -> None:
             f"  {name:<18} {wall_s:6.2f} s  {arguments.megabytes / wall_s:6.2f} MB/s  {clock / wall_s:5.2f} x;"
             f"  CPU {used_s:6.2f} s  {cores / used_s:5.2f} x"
         )
+    figures = {"megabytes": arguments.megabytes, "clock_and_cpu_s": middles}
+    record(arguments.append, "preprocess", figures, verdicts_of(middles, arguments.megabytes))
 
 
 if __name__ == "__main__":

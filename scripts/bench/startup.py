@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start-up: from `megads train` to the first step against bare imports, and the process groups of many ranks.
+"""Benchmark 11: from `megads train` to the first step against bare imports, and the process groups of many ranks.
 
     python -m scripts.bench.startup                    # both
     python -m scripts.bench.startup --ranks 64         # groups of tp4 x pp4 x dp4 over gloo
@@ -32,12 +32,16 @@ import torch.distributed as dist
 from megads.parallel.config import AXES, ParallelConfig
 from megads.parallel.grid import axis_lines, build_grid
 from megads.runtime.metrics import read_json_lines
+from scripts.bench.results import add_results_option, against_time, record
 from tests.command import small_model
 from tests.corpus import write_corpus
 
 IMPORTS = "import torch, deepspeed"
 LAYOUTS = {8: (2, 2, 2), 16: (4, 2, 2), 32: (4, 4, 2), 64: (4, 4, 4), 128: (4, 4, 8)}
 TIMEOUT_S = 240.0
+ROW = 11
+ALLOWED_S = 2.0
+"""Target: so much longer than the imports of torch and DeepSpeed alone."""
 
 
 def seconds_to_first_step(folder: Path, corpus: Path, ranks: int) -> float:
@@ -68,11 +72,11 @@ def seconds_of_imports(ranks: int) -> float:
     return time.time() - begin
 
 
-def compare_start(rounds: int) -> None:
-    """Prints medians and ratios for 1 and 4 ranks."""
+def compare_start(rounds: int, sizes: list[int], results: Path | None) -> None:
+    """Prints medians and differences, by the number of ranks."""
     with tempfile.TemporaryDirectory() as name:
         corpus = write_corpus(Path(name) / "corpus")
-        for ranks in (1, 4):
+        for ranks in sizes:
             ours, imports = [], []
             for _ in range(rounds):
                 imports.append(_with_cpu(lambda ranks=ranks: seconds_of_imports(ranks)))
@@ -81,6 +85,11 @@ def compare_start(rounds: int) -> None:
             cpu, bare_cpu = (statistics.median(seconds for _, seconds in timed) for timed in (ours, imports))
             print(f"{ranks} ranks: first step after {start:.2f} s, bare imports {bare:.2f} s, +{start - bare:.2f} s")
             print(f"    CPU of the whole command {cpu:.2f} s, of the imports {bare_cpu:.2f} s")
+            figures = {"ranks": ranks, "start_s": start, "imports_s": bare, "cpu_s": cpu, "imports_cpu_s": bare_cpu}
+            work = f"start to first step, {ranks} rank{'s' if ranks > 1 else ''}"
+            allowed_ms = 1e3 * (bare + ALLOWED_S)
+            verdict = against_time(ROW, work, 1e3 * start, f"imports + {ALLOWED_S:.0f} s", allowed_ms, 1.0)
+            record(results, "startup", figures, [verdict])
 
 
 def _with_cpu(measure: Callable[[], float]) -> tuple[float, float]:
@@ -142,13 +151,16 @@ def groups(ranks: int) -> None:
 
 def main() -> None:
     """Measures what the command line asks for."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", choices=LAYOUTS, help="only groups, of so many ranks")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--start-ranks", type=int, nargs="*", default=[1, 4], help="ranks of the runs that are started")
+    parser.add_argument("--no-groups", action="store_true", help="only the start")
+    add_results_option(parser)
     arguments = parser.parse_args()
     if arguments.ranks is None:
-        compare_start(arguments.rounds)
-    for ranks in arguments.ranks or (16, 64):
+        compare_start(arguments.rounds, arguments.start_ranks, arguments.append)
+    for ranks in () if arguments.no_groups else arguments.ranks or (16, 64):
         groups(ranks)
 
 

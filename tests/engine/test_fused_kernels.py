@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megads.model.config import Position
+from megads.model.config import AttentionKind, Position
 from megads.ops.config import Implementation, OpsConfig
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, first_loss
 from tests.engine.test_parity import DOCUMENTS, SCENARIO, documents_reference, reference
@@ -25,6 +27,24 @@ def test_fp32(layout: str) -> None:
         assert check(run, reference()) == []
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+        ParallelConfig(pp=2, schedule=ScheduleName.zb_h1, recompute=Recompute.selective),
+        ParallelConfig(dp=2, zero_stage=3),
+    ],
+    ids=["tp2pp2sp", "zb_h1, recomputed", "zero3dp2"],
+)
+def test_scores_in_memory(parallel: ParallelConfig) -> None:
+    """Catches slopes of the wrong heads in the softmax kernel, and kernels that a split backward pass, recomputation or
+    sharded weights do not get through: N3."""
+    model = replace(SCENARIO.model, attention=AttentionKind.fused_softmax)
+    run = train_layout(replace(SCENARIO, model=model, ops=FUSED), parallel)
+    for check in (parity.check_first_step, parity.check_curve, parity.check_replicas):
+        assert check(run, reference()) == []
+
+
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_packed_documents(position: Position, layout: str) -> None:
@@ -38,4 +58,11 @@ def test_packed_documents(position: Position, layout: str) -> None:
 def test_first_loss_in_bf16(layout: str) -> None:
     """Catches a softmax or a sum in bf16."""
     found = train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]).losses[0]
+    assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND
+
+
+def test_first_loss_of_augmented_attention() -> None:
+    """Catches slopes of the wrong heads, or rounded to bf16: N4."""
+    model = replace(FIRST.model, attention=AttentionKind.augmented)
+    found = train_layout(replace(FIRST, model=model, ops=FUSED), LAYOUTS["tp2pp2"]).losses[0]
     assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND

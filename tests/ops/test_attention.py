@@ -19,11 +19,20 @@ from tests.ops.accuracy import check_error
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def inputs(queries: int, keys: int, dim: int, dtype: torch.dtype, heads: int = 3, scale: float = 1.0) -> list[Tensor]:
+def inputs(
+    queries: int,
+    keys: int,
+    dim: int,
+    dtype: torch.dtype,
+    heads: int = 3,
+    scale: float = 1.0,
+    key_heads: int | None = None,
+) -> list[Tensor]:
     """Queries, keys, values and the gradient of the output; views whose rows are not next to each other."""
     generator = torch.Generator().manual_seed(queries + keys)
-    sizes = (queries, keys, keys, queries)
-    found = (torch.randn(2, size, heads, dim + 2, dtype=torch.float64, generator=generator) for size in sizes)
+    shared = key_heads or heads
+    sizes = ((queries, heads), (keys, shared), (keys, shared), (queries, heads))
+    found = (torch.randn(2, *size, dim + 2, dtype=torch.float64, generator=generator) for size in sizes)
     return [(scale * x).to(dtype)[..., :dim].transpose(1, 2) for x in found]
 
 
@@ -38,6 +47,7 @@ def both(compute: Any, tensors: list[Tensor], *rest: Tensor | None) -> list[Tens
 def eager(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> Tensor:
     """The formula in the dtype of the inputs, softmax in fp32 as everywhere."""
     slopes, places, starts = rest
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     places = torch.arange(q.shape[2]) if places is None else places
     distance = torch.arange(k.shape[2]) - places[:, None]
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
@@ -78,6 +88,21 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
             check_error(ours, theirs, right)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
+    """Catches keys of the wrong head, and gradients of keys and values that miss a query head of their group."""
+    tensors = inputs(200, 200, 20, dtype, heads=6, key_heads=key_heads)
+    slopes = torch.linspace(0.5, 0.001, 6)
+    exact = both(attention_reference, [x.double() for x in tensors], slopes.double(), None, STARTS)
+    found = both(attention, tensors, slopes, None, STARTS)
+    for ours, theirs, right in zip(found, both(eager, tensors, slopes, None, STARTS), exact, strict=True):
+        check_error(ours, theirs, right)
+    q, k, v, _ = tensors
+    with pytest.raises(RuntimeError, match="heads of keys and values must divide"):
+        attention(q[:, :5], torch.cat([k, k], 1), torch.cat([v, v], 1))
+
+
 def test_rows_that_see_nothing() -> None:
     """Catches NaN from an empty softmax: such a row, like padding, is zero and changes no gradient."""
     tensors = inputs(70, 70, 16, torch.float32)
@@ -102,15 +127,17 @@ def test_large_scores_and_infinities() -> None:
         assert not out[0, 1, 40:].isfinite().all() and out[0, 1, :40].isfinite().all() and out[1].isfinite().all()
 
 
-def test_the_same_bits_at_any_number_of_threads() -> None:
-    """Catches sums whose order depends on how rows were shared out: ranks and resumes would drift apart."""
-    tensors = inputs(150, 150, 16, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 3])
+def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dtype) -> None:
+    """Catches sums whose order depends on how rows were shared out, or on whether heads or blocks of them were."""
+    tensors = inputs(200, 200, 16, dtype, key_heads=key_heads)
     threads = torch.get_num_threads()
     try:
         found = []
-        for count in (1, 2, 3, 2):
+        for count in (1, 2, 3, 5):  # from 3 threads on for one head of keys, from 5 for three, blocks are shared out
             torch.set_num_threads(count)
-            found.append(both(attention, tensors, SLOPES))
+            found.append(both(attention, tensors, SLOPES, None, STARTS))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
@@ -165,3 +192,14 @@ def test_hidden_blocks_are_left_out() -> None:
     k[:, :, 64:] = v[:, :, 64:] = float("nan")
     expected = F.scaled_dot_product_attention(q, k[:, :, :64], v[:, :, :64], is_causal=True)
     torch.testing.assert_close(attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_before_every_start_are_left_out() -> None:
+    """Catches a window that is masked but computed: NaN in blocks of keys that it hides would reach the results."""
+    tensors = inputs(256, 256, 16, torch.float32)
+    starts = (torch.arange(256) - 20).clamp(min=64).expand(2, -1)
+    expected = both(attention_reference, tensors, SLOPES, None, starts)
+    for x in tensors[1:3]:
+        x[:, :, :64] = float("nan")
+    for ours, right in zip(both(attention, tensors, SLOPES, None, starts), expected, strict=True):
+        torch.testing.assert_close(ours, right.nan_to_num(), rtol=1e-5, atol=1e-5)

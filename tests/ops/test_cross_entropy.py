@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.cross_entropy import gradient, gradient_reference, statistics, statistics_reference
-from megads.parallel.cross_entropy import vocab_parallel_token_losses
+from megads.ops.cross_entropy import gradient_, gradient_reference, loss_, statistics, statistics_reference
+from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
 from tests.ops.accuracy import check_error
 
@@ -17,12 +17,30 @@ pytestmark = pytest.mark.usefixtures("kernels")
 AXIS = single_rank_grid().tp
 
 
-def losses_and_gradient(logits: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+def weights_of(labels: Tensor) -> Tensor:
+    return torch.linspace(0.5, 2.0, labels.numel()).view_as(labels)
+
+
+def eager(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of the tokens, and the gradient of their weighted sum."""
     logits = logits.detach().requires_grad_()
-    losses = vocab_parallel_token_losses(logits, labels, logits.shape[-1], AXIS, fused)
-    (losses * torch.linspace(0.5, 2.0, labels.numel()).view_as(labels)).sum().backward()
+    losses = vocab_parallel_token_losses(logits, labels, logits.shape[-1], AXIS)
+    (losses * weights_of(labels)).sum().backward()
     assert logits.grad is not None
     return losses.detach(), logits.grad
+
+
+def fused(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by the kernels, from a copy of the logits."""
+    vocabulary = logits.shape[-1]
+    found = statistics(logits.flatten(0, 1).contiguous(), labels.flatten(), vocabulary, 0)
+    largest, total, target = found
+    losses = (total.log() - (target - largest)).view_as(labels)
+    logits = logits.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    loss = loss_in_place(logits, labels, weights_of(labels), vocabulary, AXIS)
+    torch.testing.assert_close(loss, (losses.double() * weights_of(labels)).sum(), equal_nan=True)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return losses, gradient
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,13 +50,32 @@ def test_error_is_that_of_the_dtype(vocabulary: int, dtype: torch.dtype) -> None
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (4 * torch.randn(2, 9, vocabulary, generator=generator, dtype=torch.float64)).to(dtype)
     labels = torch.randint(0, vocabulary, (2, 9), generator=generator)
-    exact = losses_and_gradient(logits.double(), labels, True)
-    found, eager = losses_and_gradient(logits, labels, True), losses_and_gradient(logits, labels, False)
+    found = fused(logits, labels)
     if vocabulary == 1:
         assert (found[0] == 0).all() and (found[1] == 0).all()
         return
-    for ours, theirs, right in zip(found, eager, exact, strict=True):
+    for ours, theirs, right in zip(found, eager(logits, labels), eager(logits.double(), labels), strict=True):
         check_error(ours, theirs, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_pass_is_two(dtype: torch.dtype) -> None:
+    """Catches a row that is overwritten before it is read, and bits that depend on the number of threads."""
+    logits, labels = torch.randn(50, 3000).to(dtype), torch.randint(0, 3000, (50,))
+    weights = torch.linspace(-1, 1, 50)
+    largest, total, target = statistics(logits, labels, 2990, 0)
+    expected = logits.clone()
+    gradient_(expected, labels, largest, total, weights, 2990, 0)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found = logits.clone()
+            for ours, right in zip(loss_(found, labels, weights, 2990, 0), (largest, total, target), strict=True):
+                assert torch.equal(ours, right)
+            assert torch.equal(found, expected)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("valid", "start"), [(100, 0), (77, 100), (0, 300)])
@@ -49,9 +86,9 @@ def test_a_part_of_the_vocabulary(valid: int, start: int) -> None:
     for ours, right in zip(found, statistics_reference(logits.double(), labels, valid, start), strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-6, atol=1e-6)
     whole = (torch.full((8,), 3.0), torch.full((8,), 900.0), torch.linspace(-1, 1, 8))
-    ours = gradient(logits, labels, *whole, valid, start)
     right = gradient_reference(logits.double(), labels, *(x.double() for x in whole), valid, start)
-    torch.testing.assert_close(ours.double(), right, rtol=1e-6, atol=1e-9)
+    gradient_(logits, labels, *whole, valid, start)
+    torch.testing.assert_close(logits.double(), right, rtol=1e-6, atol=1e-9)
 
 
 def test_extreme_logits() -> None:
@@ -60,31 +97,52 @@ def test_extreme_logits() -> None:
     logits = torch.tensor([[1e4, 0.0, -1e4], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [0.0, infinity, 0.0]])
     labels = torch.tensor([0, 1, 0, 0])
     expected = F.cross_entropy(logits.double(), labels, reduction="none")
-    losses, grad = losses_and_gradient(logits[None].repeat(1, 1, 7)[..., :3], labels[None], True)
+    losses, grad = fused(logits[None].repeat(1, 1, 7)[..., :3], labels[None])
     torch.testing.assert_close(losses[0, :2].double(), expected[:2])
     assert not losses[0, 2:].isfinite().any() and not grad[0, 2:].isfinite().all(-1).any()
 
 
-def test_keeps_the_logits_alone_and_leaves_them_as_they_are() -> None:
-    """Catches an fp32 copy of the logits kept for backward, which is what the kernel is there to save."""
-    logits = torch.randn(1, 4, 5000, dtype=torch.bfloat16, requires_grad=True)
-    before, kept = logits.detach().clone(), []
+def test_the_gradient_takes_the_memory_of_the_logits() -> None:
+    """Catches a second tensor of their size, which is what the kernel is there to save."""
+    hidden = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    logits, kept = hidden @ torch.randn(8, 5000).bfloat16(), []
+    place = logits.data_ptr()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        losses = vocab_parallel_token_losses(logits, torch.zeros(1, 4, dtype=torch.int64), 5000, AXIS, True)
-    assert sum(x.numel() * x.itemsize for x in kept if x.data_ptr() != logits.data_ptr()) < 100
-    losses.sum().backward()
-    assert torch.equal(logits.detach(), before) and logits.grad is not None and logits.grad.dtype == torch.bfloat16
+        loss = loss_in_place(logits, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4), 5000, AXIS)
+    assert [x.data_ptr() for x in kept] == [place]
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.data_ptr() == place and gradient.dtype == torch.bfloat16
+
+
+def test_nobody_reads_overwritten_logits() -> None:
+    """Catches a wrong gradient without a word where another operation kept the logits for its own backward pass."""
+    logits = torch.randn(1, 4, 9, requires_grad=True) * 1
+    squares = logits.square().sum()
+    loss_in_place(logits, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4), 9, AXIS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+def test_without_a_gradient_the_logits_stay() -> None:
+    """Catches a validation that destroys logits, and a loss scaled after the fact whose gradient is not."""
+    logits, labels = torch.randn(1, 4, 9), torch.zeros(1, 4, dtype=torch.int64)
+    before = logits.clone()
+    value = loss_in_place(logits, labels, torch.ones(1, 4), 9, AXIS)
+    assert torch.equal(logits, before)
+    leaf = logits.clone().requires_grad_()
+    (tripled,) = torch.autograd.grad(3 * loss_in_place(leaf, labels, torch.ones(1, 4), 9, AXIS), leaf)
+    other = logits.clone().requires_grad_()
+    same = F.cross_entropy(other[0], labels[0], reduction="sum")
+    torch.testing.assert_close(value.float(), same)
+    torch.testing.assert_close(tripled, torch.autograd.grad(3 * same, other)[0])
 
 
 def test_nothing_and_views() -> None:
     """Catches a batch of no tokens, and logits that are not contiguous."""
-    assert vocab_parallel_token_losses(
-        torch.empty(0, 3, 7), torch.empty(0, 3, dtype=torch.int64), 7, AXIS, True
-    ).shape == (0, 3)
+    none = loss_in_place(torch.empty(0, 3, 7), torch.empty(0, 3, dtype=torch.int64), torch.empty(0, 3), 7, AXIS)
+    assert none == 0
     logits, labels = torch.randn(3, 2, 7).transpose(0, 1), torch.tensor([[0, 1, 2], [3, 4, 6]])
-    for ours, right in zip(
-        losses_and_gradient(logits, labels, True), losses_and_gradient(logits, labels, False), strict=True
-    ):
+    for ours, right in zip(fused(logits, labels), eager(logits, labels), strict=True):
         torch.testing.assert_close(ours, right)
 
 
@@ -92,4 +150,5 @@ def test_what_torch_must_know() -> None:
     """Catches a schema or a fake implementation under which torch.compile goes wrong."""
     logits, labels, row = torch.randn(3, 9), torch.tensor([1, 2, 8]), torch.ones(3)
     torch.library.opcheck(torch.ops.megads.cross_entropy_forward.default, (logits, labels, 9, 0))
-    torch.library.opcheck(torch.ops.megads.cross_entropy_backward.default, (logits, labels, row, row, row, 9, 0))
+    torch.library.opcheck(torch.ops.megads.cross_entropy_gradient_.default, (logits, labels, row, row, row, 9, 0))
+    torch.library.opcheck(torch.ops.megads.cross_entropy_loss_.default, (logits, labels, row, 9, 0))

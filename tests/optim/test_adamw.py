@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import Parameter
 
@@ -17,7 +18,9 @@ def test_bits_are_those_of_torch() -> None:
     def groups(parameters: list[Parameter]) -> list[dict]:
         return [{"params": [p], "weight_decay": decay} for p, decay in zip(parameters, (0.1, 0.0), strict=True)]
 
-    mine = FusedAdamW(groups(ours), 1e-3, (0.9, 0.95), 1e-6)
+    working = [torch.empty_like(start, dtype=torch.bfloat16) for start in starts]
+    with_weights = [group | {"weights": [weights]} for group, weights in zip(groups(ours), working, strict=True)]
+    mine = FusedAdamW(with_weights, 1e-3, (0.9, 0.95), 1e-6)
     stock = torch.optim.AdamW(groups(theirs), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, fused=True)
     for step in range(5):
         for a, b in zip(ours, theirs, strict=True):
@@ -27,6 +30,30 @@ def test_bits_are_those_of_torch() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * (step + 1)
             optimizer.step()
-    for a, b, start in zip(ours, theirs, starts, strict=True):
+    for a, b, start, weights in zip(ours, theirs, starts, working, strict=True):
+        assert torch.equal(weights, a.bfloat16())
         assert torch.equal(a, b) and not torch.equal(a, start)
         assert all(torch.equal(mine.state[a][kind], stock.state[b][kind]) for kind in ("step", "exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("clip", [1.0, 0.25])
+def test_the_kernel_takes_the_same_steps(clip: float) -> None:
+    """Catches a kernel that counts steps otherwise than checkpoints do, and another group's decay or learning rate."""
+    start, runs = torch.randn(1000, generator=torch.Generator().manual_seed(0)), []
+    for fused in (False, True):
+        masters, weights = [start.clone(), start.clone()], [torch.empty(1000, dtype=torch.bfloat16) for _ in range(2)]
+        groups = [
+            {"params": [master], "weights": [working], "weight_decay": decay, "lr": lr}
+            for master, working, decay, lr in zip(masters, weights, (0.1, 0.0), (1e-2, 1e-3), strict=True)
+        ]
+        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-8, fused)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for master in masters:
+                master.grad = torch.randn(1000, generator=generator)
+            optimizer.step(clip)
+        assert [optimizer.state[master]["step"].item() for master in masters] == [4.0, 4.0]
+        runs.append(masters)
+    for by_torch, by_kernel in zip(*runs, strict=True):
+        torch.testing.assert_close(by_kernel, by_torch, rtol=1e-6, atol=1e-7)

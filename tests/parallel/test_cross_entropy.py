@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.parallel.cross_entropy import vocab_parallel_token_losses
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.tensor import padded_rows
 from tests.distributed import run_ranks
@@ -94,6 +96,35 @@ def test_bf16_logits_give_an_fp32_loss() -> None:
         torch.testing.assert_close(torch.from_numpy(found["losses"]).double(), losses, rtol=1e-6, atol=1e-6)
     gathered = torch.cat([torch.from_numpy(found["grad"]) for found in results], dim=-1)[..., :7]
     torch.testing.assert_close(gathered, grad, rtol=2**-8, atol=1e-6)
+
+
+def _in_place(vocab_size: int, dtype: str) -> dict[str, Any]:
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    axis = tensor_axis()
+    rows = padded_rows(vocab_size, axis.size)
+    whole = F.pad(logits_of(vocab_size), (0, rows * axis.size - vocab_size), value=50.0)
+    logits = whole[..., axis.rank * rows : (axis.rank + 1) * rows].to(getattr(torch, dtype)).requires_grad_()
+    weights = cotangent_of(vocab_size).float()
+    loss = loss_in_place(logits, labels_of(vocab_size), weights, vocab_size, axis)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return {"loss": loss.item(), "grad": gradient.double().numpy()}
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
+def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
+    """Catches sums over own rows only, padding that counts, and a gradient written before the ranks' sums are known."""
+    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
+        results = run_ranks(_in_place, size, vocab_size, dtype)
+        losses, grad = expected(vocab_size, 3.0, getattr(torch, dtype))
+        loss = (losses * cotangent_of(vocab_size)).sum()
+        assert all(
+            abs(found["loss"] - loss) <= 1e-6 * (losses * cotangent_of(vocab_size)).abs().sum() for found in results
+        )
+        gathered = torch.cat([torch.from_numpy(found["grad"]) for found in results], dim=-1)
+        torch.testing.assert_close(gathered[..., :vocab_size], grad, rtol=tolerance, atol=1e-6)
+        assert (gathered[..., vocab_size:] == 0).all(), "padding rows got a gradient"
 
 
 def test_one_rank_is_the_plain_cross_entropy() -> None:

@@ -1,0 +1,242 @@
+// Blocks of queries and of keys: which keys a query sees, and operands laid out for matrix products.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "matrix_product.h"
+
+namespace megads {
+
+// Blocks are cut into tiles, of queries where a row is a query's and of keys where it is a key's.
+constexpr int64_t kQueryBlock = 96, kKeyBlock = 64;
+constexpr int kQueryRows = 6, kKeyRows = 4;
+static_assert(kQueryBlock % kQueryRows == 0 && kKeyBlock % kKeyRows == 0 && kKeyBlock % kLanes == 0);
+
+constexpr int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
+
+constexpr int64_t rounded_up(int64_t count, int64_t multiple) { return blocks_of(count, multiple) * multiple; }
+
+// Work grows or shrinks from block to block: the first is paired with the last, so that neighbours in this order have
+// equal shares.
+constexpr int64_t balanced(int64_t index, int64_t count) { return index % 2 ? count - 1 - index / 2 : index / 2; }
+
+// Keys that a query sees: first..last, both included.
+struct Visible {
+  int64_t first, last;
+
+  bool none() const { return first > last; }
+
+  void add(Visible other) {
+    if (!other.none()) *this = {std::min(first, other.first), std::max(last, other.last)};
+  }
+};
+
+inline Visible visible_keys(const Attention& shape, int64_t b, int64_t query) {
+  if (query >= shape.queries) return {shape.keys, -1};
+  const int64_t place = shape.places ? shape.places[query] : query;
+  const int64_t start = shape.starts ? shape.starts[b * shape.queries + query] : 0;
+  return {std::max<int64_t>(start, 0), std::min(place, shape.keys - 1)};
+}
+
+// From the first to the last key that any of the queries sees.
+inline Visible visible_to(const Attention& shape, int64_t b, int64_t query, int64_t count) {
+  Visible all{shape.keys, -1};
+  for (int64_t r = 0; r < count; ++r) all.add(visible_keys(shape, b, query + r));
+  return all;
+}
+
+// Columns first..last-1 of a block of keys, in whole vectors: those that any query of a tile sees.
+struct Columns {
+  int64_t first, last;
+
+  Columns(const Visible& keys, int64_t key)
+      : first(std::max<int64_t>(keys.first - key, 0) / kLanes * kLanes),
+        last(rounded_up(std::clamp<int64_t>(keys.last - key + 1, 0, kKeyBlock), kLanes)) {
+    if (first >= last) first = last = 0;
+  }
+
+  bool none() const { return first == last; }
+};
+
+// What one query sees of a block of keys, and how it is biased.
+class ScoreRow {
+ public:
+  ScoreRow(const Attention& shape, int64_t b, int64_t h, int64_t query, int64_t key) {
+    const Visible keys = visible_keys(shape, b, query);
+    const bool inside = query < shape.queries;
+    const int64_t place = shape.places && inside ? shape.places[query] : query;
+    scale_ = shape.scale * kLog2E;
+    slope_ = shape.slopes ? shape.slopes[h] * kLog2E : 0.0f;
+    distance_ = float(key - place);
+    first_ = int32_t(std::clamp<int64_t>(keys.first - key, 0, kKeyBlock));
+    last_ = int32_t(std::clamp<int64_t>(keys.last - key, -1, kKeyBlock - 1));
+    if (!inside) distance_ = 0.0f;
+  }
+
+  // Whether it sees all of these columns.
+  bool sees(int64_t first, int64_t last) const { return first_ <= first && last - 1 <= last_; }
+
+  // All ones in the lanes that it sees.
+  Ints seen(int64_t column) const {
+    const Ints columns = lane_numbers() + int32_t(column);
+    return (columns >= first_) & (columns <= last_);
+  }
+
+  // Products of query and keys as scores times log2(e): weights are powers of two, which cost less than those of e.
+  Floats biased(Floats products, int64_t column) const {
+    const Floats distance = __builtin_convertvector(lane_numbers() + int32_t(column), Floats) + distance_;
+    return products * scale_ + slope_ * distance;
+  }
+
+ private:
+  static constexpr float kLog2E = 1.44269504088896341f;
+
+  float scale_, slope_;
+  float distance_;        // from the query to the block's first key, exact in fp32 up to 2^24
+  int32_t first_, last_;  // columns it sees, both included
+};
+
+// Scratch of one thread; every piece starts at a cache line.
+class Scratch {
+ public:
+  template <typename U>
+  U* take(int64_t elements) {
+    void* piece = ::operator new(size_t(elements) * sizeof(U) + kMore, kLine);
+    pieces_.emplace_back(piece);
+    return static_cast<U*>(piece);
+  }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  static constexpr size_t kMore = 64;  // vectors may reach past the end
+
+  struct Delete {
+    void operator()(void* piece) const { ::operator delete(piece, kLine); }
+  };
+
+  std::vector<std::unique_ptr<void, Delete>> pieces_;
+};
+
+// Sizes of a row of `dim` numbers as operand: units that count, units with padding, and numbers with padding.
+template <typename T>
+struct Width {
+  static constexpr int kValues = Operand<T>::kValues;
+
+  explicit Width(int64_t dim)
+      : units(blocks_of(dim, kValues)), row(rounded_up(units, kLanes)), numbers(rounded_up(dim, kLanes)) {}
+
+  int64_t units, row, numbers;
+};
+
+// The vector of a row that starts at column d; zeros beyond its end.
+template <typename T>
+inline Floats load_within(const T* row, int64_t d, int64_t dim) {
+  if (d + kLanes <= dim) return load(row + d);
+  return d < dim ? load_some(row + d, dim - d, 0.0f) : Floats{};
+}
+
+// A vector of units that start at `from`, each with the numbers below it; zeros where `count` ends.
+template <typename T, typename Unit>
+inline void interleave(Unit* to, const T* from, int64_t stride, int64_t count) {
+#if defined(__AVX512BF16__)
+  if constexpr (Operand<T>::kValues == 2) {
+    if (count >= kLanes) {
+      Halves even, odd;
+      std::memcpy(&even, from, sizeof even);
+      std::memcpy(&odd, from + stride, sizeof odd);
+      store(to, __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16);
+      return;
+    }
+  }
+#endif
+  Floats together[Operand<T>::kValues];
+  for (int v = 0; v < Operand<T>::kValues; ++v) together[v] = load_within(from + v * stride, 0, count);
+  store_interleaved(to, together);
+}
+
+// Rows as left operand, units along dim: [padded_rows, width.row]; those from `rows` on are zero.
+template <typename T, typename Unit>
+void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t dim, Unit* to) {
+  constexpr int kValues = Operand<T>::kValues;
+  const int64_t row = Width<T>(dim).row;
+  std::fill(to + rows * row, to + padded_rows * row, Unit{});
+  for (int64_t r = 0; r < rows; ++r, from += stride, to += row) {
+    if constexpr (sizeof(Unit) == kValues * sizeof(T)) {
+      std::memcpy(to, from, size_t(dim) * sizeof(T));
+      std::memset(reinterpret_cast<char*>(to) + size_t(dim) * sizeof(T), 0, size_t(row * kValues - dim) * sizeof(T));
+    } else {
+      for (int64_t d = 0; d < row; d += kLanes) store_beside(to + d, load_within(from, d, dim));
+    }
+  }
+}
+
+// Rows as right operand, units along rows: [padded_rows / kValues, width.numbers].
+template <typename T, typename Unit>
+void pack_interleaved(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t dim, Unit* to) {
+  constexpr int kValues = Operand<T>::kValues;
+  const int64_t numbers = Width<T>(dim).numbers;
+  for (int64_t r = 0; r < padded_rows; r += kValues, to += numbers, from += kValues * stride) {
+    if (r + kValues <= rows) {
+      for (int64_t d = 0; d < dim; d += kLanes) interleave(to + d, from + d, stride, dim - d);
+    } else {
+      std::fill(to, to + numbers, Unit{});
+      if (r < rows)  // one row of two
+        for (int64_t d = 0; d < dim; d += kLanes) {
+          const Floats together[] = {load_within(from, d, dim), Floats{}};
+          store_interleaved(to + d, together);
+        }
+    }
+  }
+}
+
+// One step of a transposition: swaps the lanes of `low` whose number has the bit kStep with those of `high` that have
+// not.
+template <int kStep, typename Vector, int... kLane>
+inline void exchange(Vector& low, Vector& high, std::integer_sequence<int, kLane...>) {
+  const Vector before = low;
+#if __has_builtin(__builtin_shufflevector)
+  low = __builtin_shufflevector(before, high, (kLane & kStep ? kLane - kStep + kLanes : kLane)...);
+  high = __builtin_shufflevector(before, high, (kLane & kStep ? kLane + kLanes : kLane + kStep)...);
+#else
+  low = __builtin_shuffle(before, high, Ints{(kLane & kStep ? kLane - kStep + kLanes : kLane)...});
+  high = __builtin_shuffle(before, high, Ints{(kLane & kStep ? kLane + kLanes : kLane + kStep)...});
+#endif
+}
+
+template <int kStep, typename Vector>
+inline void transpose_square(Vector* square) {
+  if constexpr (kStep > 0) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r)
+      if (!(r & kStep)) exchange<kStep>(square[r], square[r + kStep], std::make_integer_sequence<int, kLanes>());
+    transpose_square<kStep / 2>(square);
+  }
+}
+
+// Packed rows of a block of keys [kKeyBlock, width.row] as right operand, units along dim: [width.row, kKeyBlock].
+template <typename Unit>
+void transpose(const Unit* from, int64_t row, Unit* to) {
+  for (int64_t unit = 0; unit < row; unit += kLanes)
+    for (int64_t r = 0; r < kKeyBlock; r += kLanes) {
+      decltype(load(from)) square[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) square[lane] = load(from + (r + lane) * row + unit);
+      transpose_square<kLanes / 2>(square);
+      for (int lane = 0; lane < kLanes; ++lane) store(to + (unit + lane) * kKeyBlock + r, square[lane]);
+    }
+}
+
+template <typename T>
+void unpack(const float* from, int64_t from_row, int64_t rows, int64_t dim, float factor, T* to, int64_t row) {
+  for (int64_t r = 0; r < rows; ++r, from += from_row, to += row) {
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) store(to + d, load(from + d) * factor);
+    if (d < dim) store_some(to + d, load(from + d) * factor, dim - d);
+  }
+}
+
+}  // namespace megads

@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""1,000 steps on real text with ops.impl=fused against torch: the same curve, and the same model at the end.
+
+    python -m scripts.bench.long_run --folder runs/long_run --picture docs/pictures/long_run.png
+
+Trains a small model on the demo's text by the real command from three seeds with each implementation. In fp32 every
+loss of the first 200 steps must be within 1e-4 of the other implementation's, relative; --precision bf16 rounds more
+than that. At the end validation losses are held to what chance does: their difference must be within the spread
+(largest minus smallest) of the seeds. The same command again continues runs that were stopped, and shows those that
+are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megads.runtime.environment import available_cores
+from megads.runtime.metrics import read_json_lines
+from scripts.bench.results import add_results_option, record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SEEDS = (1, 2, 3)
+IMPLEMENTATIONS = ("torch", "fused")
+COMPARED = 200
+BOUND = {"fp32": 1e-4, "bf16": math.inf}
+"""Of the first steps, by precision."""
+SMOOTHED = 20
+SHAPE = {
+    "model.num_layers": 2,
+    "model.hidden_size": 128,
+    "model.num_heads": 4,
+    "model.max_seq_len": 128,
+    "tokenizer.vocab_size": 2048,
+    "train.seq_len": 128,
+    "train.global_batch_size": 8,
+    "train.micro_batch_size": 8,
+    "optim.lr": 2e-3,
+    "optim.min_lr": 2e-4,
+    "schedule.warmup_samples": 400,
+    "data.split": "[0.97, 0.03]",
+    "cluster.threads_per_rank": 1,
+    "cluster.peak_tflops": 1,
+    "logging.console": "quiet",
+    "logging.wandb.mode": "disabled",
+}
+"""Overrides of every run: 0.66 M parameters, 1,024 tokens a step."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run.
+
+    Attributes:
+        losses: of every step.
+        validation: token mean over the validation set after the last step.
+    """
+
+    losses: list[float]
+    validation: float
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Curve:
+        """From metrics.jsonl of a finished run."""
+        lines = list(read_json_lines(run_dir / "metrics.jsonl"))
+        ended = next(line for line in reversed(lines) if "loss" not in line)
+        return cls(
+            [line["loss"] for line in lines if "loss" in line],
+            next(value for key, value in ended.items() if key.endswith("/loss") and key.startswith("valid/")),
+        )
+
+
+Curves = dict[tuple[str, int], Curve]
+"""By implementation and seed."""
+
+
+def command(*words: str) -> None:
+    """Runs a command of this Python; ends the program with what it said where it fails."""
+    done = subprocess.run(
+        [sys.executable, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\nended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        folder: text and runs; absolute.
+        steps: of every run.
+        precision: fp32 or bf16.
+    """
+
+    folder: Path
+    steps: int
+    precision: str
+
+    @property
+    def overrides(self) -> list[str]:
+        """What all runs share."""
+        shape = [f"{key}={value}" for key, value in SHAPE.items()]
+        data = [f"data.raw={self.folder / 'text.jsonl'}", f"data.cache_dir={self.folder / 'cache'}"]
+        return [*shape, *data, f"train.steps={self.steps}", f"train.precision={self.precision}"]
+
+    def run_dir(self, implementation: str, seed: int) -> Path:
+        return self.folder / f"{self.precision}_{implementation}_{seed}"
+
+
+def prepare(work: Comparison, megabytes: float) -> None:
+    """Text, tokenizer and index maps, once."""
+    folder = work.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "text.jsonl"
+    if not text.exists():
+        sizes = ("--min-megabytes", str(megabytes / 2), "--max-megabytes", str(megabytes))
+        command("scripts/demo/collect_corpus.py", "--output", str(text), *sizes)
+    first = f"run.dir={folder / 'prepared'}"
+    command("-m", "megads.cli.main", "train", *work.overrides, first, "run.prepare_only=true")
+
+
+def train(work: Comparison, implementation: str, seed: int) -> Curve:
+    """One run, continued where it was stopped."""
+    run_dir = work.run_dir(implementation, seed)
+    own = (f"ops.impl={implementation}", f"train.seed={seed}", f"run.dir={run_dir}")
+    command("-m", "megads.cli.main", "train", *work.overrides, *own)
+    return Curve.read(run_dir)
+
+
+def train_all(work: Comparison) -> Curves:
+    """Every implementation from every seed, as many at a time as there are cores."""
+    runs = [(implementation, seed) for seed in SEEDS for implementation in IMPLEMENTATIONS]
+    with ThreadPoolExecutor(available_cores()) as pool:
+        curves = pool.map(lambda run: train(work, *run), runs)
+        return dict(zip(runs, curves, strict=True))
+
+
+def drift(curves: Curves, seed: int) -> list[float]:
+    """Relative difference of the two implementations' losses, step by step."""
+    return [
+        abs(fused / torchs - 1)
+        for fused, torchs in zip(curves["fused", seed].losses, curves["torch", seed].losses, strict=True)
+    ]
+
+
+def spread(curves: Curves, implementation: str) -> float:
+    """Largest minus smallest validation loss over the seeds."""
+    ends = [curves[implementation, seed].validation for seed in SEEDS]
+    return max(ends) - min(ends)
+
+
+def verdict(curves: Curves, precision: str) -> list[str]:
+    """What does not hold."""
+    wrong, bound = [], BOUND[precision]
+    allowed = spread(curves, "torch")
+    for seed in SEEDS:
+        largest = max(drift(curves, seed)[:COMPARED])
+        apart = abs(curves["fused", seed].validation - curves["torch", seed].validation)
+        if not largest <= bound:
+            wrong.append(
+                f"seed {seed}: a loss of the first {COMPARED} steps is off by {largest:.1e}, bound {bound:.0e}"
+            )
+        if not apart <= allowed:
+            wrong.append(f"seed {seed}: final losses {apart:.4f} apart, the seeds' spread is {allowed:.4f}")
+    return wrong
+
+
+def show(curves: Curves) -> None:
+    """Prints a table."""
+    print(
+        f"| seed | largest difference in steps 1-{COMPARED} | in all | validation, torch | validation, fused | apart |"
+    )
+    print("|---|---|---|---|---|---|")
+    for seed in SEEDS:
+        torchs, fused, by_step = curves["torch", seed], curves["fused", seed], drift(curves, seed)
+        print(
+            f"| {seed} | {max(by_step[:COMPARED]):.1e} | {max(by_step):.1e} | {torchs.validation:.4f} "
+            f"| {fused.validation:.4f} | {fused.validation - torchs.validation:+.4f} |"
+        )
+    means = [statistics.mean(curves[name, seed].validation for seed in SEEDS) for name in IMPLEMENTATIONS]
+    print(
+        f"means {means[0]:.4f} and {means[1]:.4f}; spread over the seeds {spread(curves, 'torch'):.4f} (torch), "
+        f"{spread(curves, 'fused'):.4f} (fused)"
+    )
+
+
+def draw(curves: Curves, precision: str) -> Figure:
+    """Left the losses, right how far the implementations are apart."""
+    from matplotlib.figure import Figure
+
+    from megads.report.series import smooth
+    from megads.report.style import BLUE, CYCLE, INK, MUTED, ORANGE, WIDE_INCHES
+
+    steps = range(1, len(curves["torch", SEEDS[0]].losses) + 1)
+    figure = Figure(figsize=WIDE_INCHES)
+    figure.suptitle(f"{len(steps):,} steps in {precision}, ops.impl=fused against torch", x=0.01, ha="left", color=INK)
+    left, right = figure.subplots(1, 2)
+    for seed in SEEDS:
+        for name, colour, width in (("torch", ORANGE, 2.2), ("fused", BLUE, 0.7)):
+            label = f"ops.impl={name}" if seed == SEEDS[0] else None
+            losses = smooth(np.array(curves[name, seed].losses), SMOOTHED)
+            left.plot(steps, losses, color=colour, linewidth=width, label=label)
+        # Where the losses are equal there is nothing to draw on a log scale.
+        apart = [(step, value) for step, value in zip(steps, drift(curves, seed), strict=True) if value]
+        right.plot(*zip(*apart, strict=True), ".", markersize=3, color=CYCLE[seed - 1], label=f"seed {seed}")
+    if math.isfinite(bound := BOUND[precision]):
+        right.plot([1, min(COMPARED, len(steps))], [bound, bound], color=MUTED, linestyle=(0, (5, 3)), label="bound")
+    right.set_yscale("log")
+    right.yaxis.set_major_formatter(lambda value, _place: f"{value:.0e}")
+    for axes, label in (
+        (left, f"nats per token, mean of {SMOOTHED} steps"),
+        (right, "relative difference of the losses"),
+    ):
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.legend()
+    return figure
+
+
+def save(curves: Curves, precision: str, path: Path, say: Callable[[str], None]) -> None:
+    """Draws into a file."""
+    from megads.report.style import house_style, png
+
+    with house_style():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(draw(curves, precision)))
+    say(f"picture: {path}")
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/long_run"), help="text and runs")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--precision", choices=BOUND, default="fp32")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
+    parser.add_argument("--picture", type=Path, help="PNG to write")
+    add_results_option(parser)
+    arguments = parser.parse_args()
+    work = Comparison(arguments.folder.resolve(), arguments.steps, arguments.precision)
+    prepare(work, arguments.megabytes)
+    curves = train_all(work)
+    show(curves)
+    if arguments.picture:
+        save(curves, work.precision, arguments.picture, print)
+    wrong = verdict(curves, work.precision)
+    print("\n".join(wrong) or "the same curve, and the same model at the end")
+    figures = {"steps": work.steps, "precision": work.precision}
+    runs = {f"{name}, seed {seed}": curve.validation for (name, seed), curve in curves.items()}
+    record(arguments.append, "long_run", {**figures, "validation": runs, "faults": wrong})
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Benchmark 1: one training step, megads against Hugging Face BLOOM with AdamW, eager and compiled, fp32 and bf16.
+
+    python -m scripts.bench.train_step [--rounds 5] [--threads 2] [--precision bf16] [--eager-only]
+
+Every side works in a process of its own, all with a rank's threads and allocator settings; they take turns, step by
+step. All start at the same weights (a table of names carries ours into theirs), see the same tokens, clip and decay
+alike; where a side's losses or gradient norms are not ours, nothing is judged, and the exit code is 1. In bf16 Hugging
+Face keeps weights and moments in bf16, as its users do, or, under autocast, all in fp32; ours keeps fp32 masters,
+gradients and moments beside bf16 weights. Targets are judged by the fastest step after the warm-up, or, with
+--by processor_ms --threads 1, by processor time: where others use the machine, the clock says little. The limit is
+model FLOPs (causal attention in full, nothing recomputed) at the best matrix product measured between the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megads.ops.choice import prepare
+from megads.ops.config import OpsConfig
+from megads.runtime.environment import available_cores
+from scripts.bench.processes import Taken, Turn, in_turns, side_processes
+from scripts.bench.results import Verdict, add_results_option, against_time, record
+from scripts.bench.training_sides import DTYPES, TrainingWork, hugging_face_side, machine_side, megads_side
+from scripts.bench.turns import COLUMNS, Times, add_judge_option
+
+ROW = 1
+OURS, OURS_TORCH = "megads, ops.impl=fused", "megads, ops.impl=torch"
+EAGER, COMPILED = "Hugging Face, eager", "Hugging Face, compiled"
+AUTOCAST = "Hugging Face, autocast"
+MACHINE = "machine"
+SMALL = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 2, "seq_len": 32}
+GEMM_SHARE = 0.85
+"""Target in fp32."""
+TARGETS = {("bf16", EAGER): 1.5}
+"""How many times as fast as a peer; at least as fast as every other."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far apart, relative, the same training may be by rounding.
+
+    Attributes:
+        first: losses of the first step.
+        norm: gradient norms of the first step.
+        curve: losses of any later step.
+    """
+
+    first: float
+    norm: float
+    curve: float
+
+
+BOUNDS = {"fp32": Bounds(first=1e-6, norm=1e-5, curve=1e-5), "bf16": Bounds(first=2e-4, norm=1e-2, curve=2e-3)}
+"""fp32: N3 of docs/numerics.md for the first step. bf16: N4 for the first loss; without fp32 masters Hugging Face loses
+what is smaller than half a unit in the last place of a weight, so that the curves drift apart."""
+
+
+def sides_of(work: TrainingWork, with_compiled: bool) -> dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]]:
+    """What takes turns."""
+    sides: dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]] = {
+        OURS: (megads_side, (work, "fused")),
+        OURS_TORCH: (megads_side, (work, "torch")),
+        EAGER: (hugging_face_side, (work, False)),
+    }
+    if work.precision == "bf16":
+        sides[AUTOCAST] = (hugging_face_side, (work, False, True))
+    if with_compiled:
+        sides[COMPILED] = (hugging_face_side, (work, True))
+    return sides | {MACHINE: (machine_side, (work,))}
+
+
+def apart(value: float, other: float) -> float:
+    """Relative difference."""
+    return abs(value / other - 1)
+
+
+def losses(steps: list[dict[str, float]]) -> list[float]:
+    """Of every step."""
+    return [step["loss"] for step in steps]
+
+
+def faults(reference: list[dict[str, float]], other: list[dict[str, float]], precision: str) -> list[str]:
+    """Where two trainings differ by more than rounding; empty where they are the same.
+
+    Args:
+        reference: loss and grad_norm of every step.
+        other: likewise.
+        precision: of both.
+    """
+    bounds = BOUNDS[precision]
+    found = [
+        f"step 1: {key} {other[0][key]:.7g} against {reference[0][key]:.7g}, off by {off:.1e}, bound {bound:.0e}"
+        for key, bound in (("loss", bounds.first), ("grad_norm", bounds.norm))
+        if not (off := apart(other[0][key], reference[0][key])) <= bound
+    ]
+    found += [
+        f"step {number}: loss {theirs:.7g} against {ours:.7g}, off by {off:.1e}, bound {bounds.curve:.0e}"
+        for number, (ours, theirs) in enumerate(zip(losses(reference), losses(other), strict=True), start=1)
+        if not (off := apart(theirs, ours)) <= bounds.curve
+    ]
+    return found
+
+
+def figures_of(work: TrainingWork, taken: list[Taken], peak_flops_per_s: float, by: str) -> dict[str, float]:
+    """Of one side, from its timed turns; speeds are by the time that targets are judged by."""
+    times = Times([1e3 * turn.clock_s for turn in taken], [1e3 * turn.processor_s for turn in taken]).summary
+    seconds = times[by] / 1e3
+    return times | {
+        "tokens_per_s": work.tokens / seconds,
+        "share_of_gemm_peak": work.flops / seconds / peak_flops_per_s,
+        "peak_bytes": float(max(turn.peak_bytes for turn in taken)),
+    }
+
+
+def verdicts_of(
+    work: TrainingWork, sides: dict[str, dict[str, float]], peak_flops_per_s: float, by: str
+) -> list[Verdict]:
+    """Ours against other sides and the limit; none if ours did not run."""
+    if OURS not in sides:
+        return []
+    name, ours_ms = f"train step, {work.precision}", sides[OURS][by]
+    limit_ms = 1e3 * work.flops / peak_flops_per_s
+    share = GEMM_SHARE if work.precision == "fp32" else None
+    return [
+        against_time(ROW, name, ours_ms, "GEMM peak", limit_ms, share, limit=True),
+        *(
+            against_time(ROW, name, ours_ms, peer, found[by], TARGETS.get((work.precision, peer), 1.0))
+            for peer, found in sides.items()
+            if peer != OURS
+        ),
+    ]
+
+
+def show(sides: dict[str, dict[str, float]]) -> None:
+    """Prints a table."""
+    heads = ("side", *(f"{title}, ms" for title in COLUMNS.values()), "tokens/s", "of GEMM peak", "peak memory")
+    print(f"\n| {' | '.join(heads)} |\n|{len(heads) * '---|'}")
+    for name, found in sides.items():
+        cells = [name, *(f"{found[key]:.0f}" for key in COLUMNS), f"{found['tokens_per_s']:,.0f}"]
+        cells += [f"{found['share_of_gemm_peak']:.0%}", f"{found['peak_bytes'] / 2**30:.2f} GiB"]
+        print(f"| {' | '.join(cells)} |")
+    print(flush=True)
+
+
+def take(work: TrainingWork, arguments: argparse.Namespace) -> tuple[dict[str, list[Taken]], dict[str, float]]:
+    """Every side's turns, and the best rates of the machine between them."""
+    with side_processes(sides_of(work, with_compiled=not arguments.eager_only), arguments.threads, print) as sides:
+        taken = in_turns(sides, arguments.warm_up, arguments.rounds)
+    rates = [turn.found for turn in taken.pop(MACHINE)]
+    return taken, {key: max(found[key] for found in rates) for key in rates[0]}
+
+
+def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
+    """Measures one precision; returns whether all sides trained the same."""
+    taken, machine = take(work, arguments)
+    peak = machine["flops_per_s"]
+    found = {name: [turn.found for turn in turns] for name, turns in taken.items()}
+    reference = next(iter(found.values()))
+    wrong = {name: differ for name, steps in found.items() if (differ := faults(reference, steps, work.precision))}
+    timed = {name: figures_of(work, turns[arguments.warm_up :], peak, arguments.by) for name, turns in taken.items()}
+    print(f"{work.text}: {work.flops / 1e9:.0f} GFLOP a step; best matrix product {peak / 1e9:.0f} GFLOP/s, "
+          f"best copy {machine['copied_bytes_per_s'] / 1e9:.1f} GB/s read and written")  # fmt: skip
+    show({name: figures for name, figures in timed.items() if name not in wrong})
+    for name, differ in wrong.items():
+        print(f"{name} trains something else, so nothing is judged: {'; '.join(differ[:3])}")
+    figures = {"threads": arguments.threads, "rounds": arguments.rounds, "by": arguments.by, "faults": wrong}
+    record(
+        arguments.append,
+        "train_step",
+        {
+            **asdict(work),
+            **figures,
+            **machine,
+            "sides": timed,
+            "losses": {name: losses(of) for name, of in found.items()},
+        },
+        [] if wrong else verdicts_of(work, timed, peak, arguments.by),
+    )
+    return not wrong
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before; they count in the comparison of losses")
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--precision", choices=DTYPES, action="append")
+    parser.add_argument("--eager-only", action="store_true", help="without torch.compile, which takes long to compile")
+    parser.add_argument("--small", action="store_true", help="a tiny model: does it run?")
+    add_judge_option(parser)
+    add_results_option(parser)
+    arguments = parser.parse_args()
+    print(f"{arguments.threads} threads, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    prepare(OpsConfig(), print, cuda=False)
+    shape = SMALL if arguments.small else {}
+    precisions = arguments.precision or list(DTYPES)
+    same = [measure(TrainingWork(**shape, precision=precision), arguments) for precision in precisions]
+    return 0 if all(same) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""One training step of the same BLOOM-like model: megads' engine, Hugging Face's model with torch's AdamW, and a limit.
+
+All start at the same weights, see the same tokens, clip at the same norm and decay the same parameters. Hugging Face
+shifts labels itself and leaves out the last position of a sample, so ours masks it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import cycle
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.model.config import ModelConfig
+from megads.model.gpt import GPT
+from megads.model.initialise import InitialValue
+from megads.ops.config import Implementation, OpsConfig
+from megads.optim.config import OptimConfig
+from megads.plan.flops import model_flops_per_token
+from scripts.bench.bloom_names import bloom_state
+from scripts.bench.processes import Turn, UnavailableError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIM = OptimConfig(lr=1e-3, clip_grad=1.0)
+SEED = 1
+BATCHES = 8
+GEMM_SIZES = (1024, 2048)
+GEMM_S = 0.5
+
+
+@dataclass(frozen=True)
+class TrainingWork:
+    """What every side trains.
+
+    Attributes:
+        layers, hidden, heads, vocabulary: of the model.
+        batch, seq_len: samples a step, tokens a sample.
+        precision: a key of DTYPES.
+    """
+
+    layers: int = 8
+    hidden: int = 512
+    heads: int = 8
+    vocabulary: int = 32000
+    batch: int = 4
+    seq_len: int = 512
+    precision: str = "fp32"
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocabulary,
+            max_seq_len=self.seq_len,
+        )  # fmt: skip
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
+
+    @property
+    def tokens(self) -> int:
+        """A step."""
+        return self.batch * self.seq_len
+
+    @property
+    def flops(self) -> int:
+        """Model FLOPs of a step, as megads.plan.flops counts them."""
+        return self.tokens * model_flops_per_token(self.model, self.seq_len)
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.layers} layers x {self.hidden}, {self.heads} heads, V {self.vocabulary}, B{self.batch} "
+            f"S{self.seq_len}, {self.precision}"
+        )
+
+    def token_batches(self) -> list[Tensor]:
+        """int64 [b, s] each; frequencies follow Zipf's law, so that there is something to learn."""
+        random = np.random.default_rng(SEED)
+        cumulated = np.cumsum(1.0 / np.arange(1, self.vocabulary + 1))
+        drawn = random.random((BATCHES, self.batch, self.seq_len)) * cumulated[-1]
+        return list(torch.from_numpy(np.searchsorted(cumulated, drawn)).clamp_(max=self.vocabulary - 1))
+
+
+def megads_side(work: TrainingWork, implementation: str) -> Turn:
+    """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
+
+    Args:
+        work: what is trained.
+        implementation: ops.impl.
+
+    Raises:
+        UnavailableError: the kernels cannot be had.
+    """
+    import torch.distributed as dist
+
+    from megads.engine.build import build_train_engine
+    from megads.errors import ConfigError
+    from megads.ops.choice import load
+    from megads.parallel.config import ParallelConfig
+    from megads.parallel.grid import build_grid
+
+    try:
+        fused = load(OpsConfig(Implementation(implementation)), print, cuda=False).fused
+    except ConfigError as error:
+        raise UnavailableError(str(error)) from None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layout = ParallelConfig()
+    engine = build_train_engine(
+        work.model, layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype, micro_batch_size=work.batch,
+        seed=SEED, device=torch.device("cpu"), fused=fused,
+    )  # fmt: skip
+    mask_bs = torch.ones(work.batch, work.seq_len)
+    mask_bs[:, -1] = 0.0
+    info = BatchInfo(torch.arange(work.batch), seq_len=work.seq_len)
+    batches = cycle([MicroBatch(info, tokens_bs, tokens_bs.roll(-1, 1), mask_bs) for tokens_bs in work.token_batches()])
+
+    def turn() -> dict[str, float]:
+        result = engine.step([next(batches)], OPTIM.lr)
+        assert not result.skipped
+        return {"loss": result.loss, "grad_norm": result.grad_norm}
+
+    return turn
+
+
+def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) -> nn.Module:
+    """BloomForCausalLM with our weights in the precision of the work.
+
+    Args:
+        work: what is trained.
+        value: initial weights; None is the model's own initialisation.
+
+    Raises:
+        UnavailableError: transformers is not installed.
+    """
+    try:
+        from transformers import BloomConfig, BloomForCausalLM
+    except ImportError as error:
+        remedy = "pip install -c constraints.txt 'megads[bench]'"
+        raise UnavailableError(f"transformers cannot be imported ({error}): {remedy}") from None
+    model = BloomForCausalLM(
+        BloomConfig(
+            vocab_size=work.vocabulary, hidden_size=work.hidden, n_layer=work.layers, n_head=work.heads,
+            layer_norm_epsilon=work.model.norm_eps, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False,
+        )
+    )  # fmt: skip
+    names = [name for name, _ in model.named_parameters()]
+    ours = {name: weight.detach() for name, weight in GPT(work.model, SEED, value).parameters_by_name().items()}
+    model.load_state_dict(bloom_state(ours, names), strict=False)
+    return model.to(work.dtype).train()
+
+
+def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False) -> Turn:
+    """BloomForCausalLM and AdamW(fused) as their users train them; in bf16 weights and optimizer are bf16.
+
+    Args:
+        work: what is trained.
+        compiled: through torch.compile.
+        autocast: keeps weights and optimizer in fp32 and computes in bf16 where torch.autocast does, as their Trainer
+            does with bf16=True.
+
+    Raises:
+        UnavailableError: transformers is not installed.
+    """
+    model = hugging_face_model(replace(work, precision="fp32") if autocast else work)
+    parameters = list(model.parameters())
+    matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=OPTIM.lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
+    )  # fmt: skip
+    call = torch.compile(model, dynamic=False) if compiled else model
+    batches = cycle(work.token_batches())
+
+    def turn() -> dict[str, float]:
+        tokens_bs = next(batches)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", work.dtype, enabled=autocast):
+            loss = call(input_ids=tokens_bs, labels=tokens_bs).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIM.clip_grad)
+        optimizer.step()
+        return {"loss": loss.item(), "grad_norm": norm.item()}
+
+    return turn
+
+
+def machine_side(work: TrainingWork) -> Turn:
+    """The best matrix product of the dtype, and the best copy, in half a second each."""
+    triples = [[torch.randn(size, size).to(work.dtype) for _ in range(3)] for size in GEMM_SIZES]
+    source = torch.zeros(2**26, dtype=torch.uint8)
+    target = torch.ones_like(source)
+
+    def fastest_s(call: Callable[[], object]) -> float:
+        best, stop = float("inf"), time.perf_counter() + GEMM_S / len(triples)
+        while time.perf_counter() < stop:
+            begin = time.perf_counter()
+            call()
+            best = min(best, time.perf_counter() - begin)
+        return best
+
+    def turn() -> dict[str, float]:
+        rates = [
+            2 * len(left) ** 3 / fastest_s(partial(torch.mm, left, right, out=out)) for left, right, out in triples
+        ]
+        copied = 2 * source.numel() / fastest_s(partial(target.copy_, source))
+        return {"flops_per_s": max(rates), "copied_bytes_per_s": copied}
+
+    return turn

@@ -1,0 +1,84 @@
+"""The AdamW kernel against fp64 and against torch's fused one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+from megads.ops.adamw import AdamWStep, adamw, adamw_reference
+from tests.ops.accuracy import relative_error
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+HOW = AdamWStep(clip=0.37, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=1)
+
+
+def state(numel: int, weights: torch.dtype) -> list[Tensor]:
+    """Master, moments and room for the working weights."""
+    master = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    return [master, torch.zeros(numel), torch.zeros(numel), torch.empty(numel, dtype=weights)]
+
+
+def by_torch(tensors: list[Tensor], grad: Tensor, how: AdamWStep) -> None:
+    """What megads does with ops.impl=torch."""
+    master, exp_avg, exp_avg_sq, weights = tensors
+    torch_adamw(
+        [master], [grad * how.clip], [exp_avg], [exp_avg_sq], [], [torch.tensor(how.step - 1.0)],
+        fused=True, amsgrad=False, beta1=how.betas[0], beta2=how.betas[1], lr=how.lr, weight_decay=how.weight_decay,
+        eps=how.eps, maximize=False,
+    )  # fmt: skip
+    weights.copy_(master)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("numel", [1, 15, 1031, 70_001])
+def test_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> None:
+    """Catches a wrong bias correction, decay after the update, a gradient that is not clipped or clipped twice, a tail
+    behind the last whole vector that is not updated, and weights that are not the rounded masters."""
+    ours, theirs = state(numel, weights), state(numel, weights)
+    exact = [tensor.double() for tensor in ours]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 13):
+        # Gradients of 1e-12 to 1e4: both the root and eps decide somewhere.
+        grad = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-12, 5, (numel,), generator=generator)
+        how = replace(HOW, step=step)
+        adamw(*ours, grad, how)
+        by_torch(theirs, grad, how)
+        adamw_reference(*exact, grad.double(), how)
+    for found, torchs, right in zip(ours[:3], theirs, exact, strict=False):
+        assert relative_error(found, right) <= max(1.05 * relative_error(torchs, right), 1e-7)
+    assert torch.equal(ours[3], ours[0].to(weights))
+
+
+def test_bits_depend_neither_on_threads_nor_on_the_cut() -> None:
+    """Catches elements that are updated twice or never where threads meet, and replicas that part (N8)."""
+    grad = torch.randn(50_003)
+    whole, cut = state(50_003, torch.bfloat16), state(50_003, torch.bfloat16)
+    threads = torch.get_num_threads()
+    adamw(*whole, grad, HOW)
+    try:
+        torch.set_num_threads(3)
+        for piece in (slice(0, 17_001), slice(17_001, None)):
+            adamw(*(tensor[piece] for tensor in cut), grad[piece], HOW)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+def test_refused_and_empty() -> None:
+    """Catches a kernel that reads past a shorter tensor or a strided one, and one that falls over nothing."""
+    adamw(*state(0, torch.bfloat16), torch.empty(0), HOW)
+    with pytest.raises(RuntimeError, match="one length"):
+        adamw(*state(8, torch.bfloat16), torch.ones(7), HOW)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        adamw(*state(8, torch.bfloat16), torch.ones(16)[::2], HOW)
+
+
+def test_what_torch_must_know() -> None:
+    """Catches a schema that hides what is written, so that torch.compile would drop or reorder the update."""
+    arguments = (*state(33, torch.bfloat16), torch.ones(33), 1.0, 1e-3, 0.1, 0.9, 0.95, 1e-8, 2)
+    torch.library.opcheck(torch.ops.megads.adamw_step.default, arguments)
