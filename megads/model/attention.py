@@ -106,8 +106,7 @@ class AttentionCore(nn.Module):
         if self.kind is AttentionKind.augmented and q_bnsd.dtype is torch.bfloat16:
             own_slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop)
             return augmented_attention(q_bnsd, k_bmtd, v_bmtd, own_slopes_n)
-        # There is no kernel of attention for GPUs: torch's are as good there.
-        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd) and device.type == "cpu"
+        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd)
         slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi and fused else None
         starts_bs = self.starts(info, queries, device) if fused else None
 

@@ -41,7 +41,7 @@ MOST_REGISTERS = {
 OPERATORS = (
     "softmax_forward", "softmax_backward", "norm_forward", "add_norm_forward", "norm_backward", "gelu_forward",
     "gelu_backward", "bias_gelu_forward", "bias_gelu_backward", "swiglu_forward", "swiglu_backward", "rotary",
-    "cross_entropy_forward", "cross_entropy_backward",
+    "cross_entropy_forward", "cross_entropy_gradient_", "cross_entropy_loss_", "square_sums", "adamw_step",
 )  # fmt: skip
 
 
