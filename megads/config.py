@@ -13,7 +13,7 @@ from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig,
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import AUGMENTED_LONGEST, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
@@ -181,12 +181,33 @@ def _check_attention(config: RootConfig) -> None:
             f"model.attention = {kind} needs megads' own kernels, but ops.impl = {config.ops.impl} can do without: set "
             "ops.impl=fused, or model.attention=auto"
         )
+    if kind is not AttentionKind.augmented:
+        return
+    for wrong, found, wanted in (
+        (config.train.precision is not Precision.bf16, "train.precision = fp32", "train.precision=bf16"),
+        (config.parallel.cp > 1, f"parallel.cp = {config.parallel.cp}", "parallel.cp=1"),
+        (config.data.document_mask, "data.document_mask = true", "data.document_mask=false"),
+        (
+            config.train.seq_len > AUGMENTED_LONGEST,
+            f"train.seq_len = {config.train.seq_len:,}",
+            f"{AUGMENTED_LONGEST:,} or less",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"model.attention = augmented is a plain causal kernel in bf16 with ALiBi inside, but {found}: set "
+                f"{wanted}, or model.attention=auto"
+            )
 
 
 def _check_layout(config: RootConfig) -> None:
     """The model must divide over tensor parallel ranks and pipeline stages, samples over context parallel ranks."""
     model, tp = config.model, config.parallel.tp
-    for name, value in (("num_heads", model.num_heads), ("ffn_width", model.ffn_width)):
+    for name, value in (
+        ("num_heads", model.num_heads),
+        ("num_kv_heads", model.kv_heads),
+        ("ffn_width", model.ffn_width),
+    ):
         if value % tp:
             shown = "model.ffn_size (4 * hidden_size unless set)" if name == "ffn_width" else f"model.{name}"
             raise ConfigError(

@@ -106,8 +106,8 @@ def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> in
 
     build = train.build_engine
 
-    def build_broken(config: Any, grid: Any, device: Any) -> Any:
-        engine = build(config, grid, device)
+    def build_broken(config: Any, grid: Any, device: Any, ops: Any) -> Any:
+        engine = build(config, grid, device, ops)
         if grid.rank == FAULTY_RANK:
             _before_step(engine, FAULTY_STEP, lambda: break_engine(engine))
         return engine

@@ -40,6 +40,7 @@ from megads.verify.scenario import MODEL, Scenario, hot_value, initial_weights, 
 from tests.distributed import run_ranks
 
 __all__ = [
+    "EVERY_CHECK",
     "LAYOUTS",
     "LAYOUT_CASES",
     "MODEL",
@@ -76,7 +77,7 @@ LAYOUTS = {
     "tp3": ParallelConfig(tp=3),
     "tp2pp2": ParallelConfig(tp=2, pp=2),
     "pp2dp2": ParallelConfig(pp=2, dp=2, bucket_elements=SMALL_BUCKET),
-    "tp2dp2": ParallelConfig(tp=2, dp=2),
+    "tp2dp2": ParallelConfig(tp=2, dp=2, tp_chunks=2),
     "pp2dp3": ParallelConfig(pp=2, dp=3),
     "tp2pp2dp2": ParallelConfig(tp=2, pp=2, dp=2, bucket_elements=SMALL_BUCKET),
     "pp2dp2, ZeRO-0": ParallelConfig(pp=2, dp=2, zero_stage=0),
@@ -86,7 +87,7 @@ LAYOUTS = {
     "pp2dp2 dualpipe_v": ParallelConfig(pp=2, dp=2, schedule=ScheduleName.dualpipe_v, bucket_elements=SMALL_BUCKET),
     "tp2sp": ParallelConfig(tp=2, sequence_parallel=True),
     "tp2pp2sp": ParallelConfig(tp=2, pp=2, sequence_parallel=True),
-    "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True),
+    "tp2dp2sp": ParallelConfig(tp=2, dp=2, sequence_parallel=True, tp_chunks=3),
     "cp2": ParallelConfig(cp=2),
     "cp3": ParallelConfig(cp=3),
     "tp2cp2": ParallelConfig(tp=2, cp=2),
@@ -224,7 +225,7 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
     scenario = fitted(scenario, parallel)
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
     ranks: list[RankRun] = [result["run"] for result in results]
-    joined = verified.join(ranks, scenario.model.num_heads)
+    joined = verified.join(ranks, scenario.model)
     run = Run(**{item.name: getattr(joined, item.name) for item in fields(joined)})
     for result in results:
         for name, value in result["working"].items():
@@ -249,3 +250,14 @@ def check_dropout_streams(run: Run, reference: Run) -> list[str]:
         if len(set(by_rank.values())) != wanted:
             faults.append(f"{site}: {len(set(by_rank.values()))} masks on {len(by_rank)} ranks, want {wanted}")
     return faults
+
+
+EVERY_CHECK = (
+    check_initial_weights,
+    check_first_step,
+    check_curve,
+    check_replicas,
+    check_reduction_dtype,
+    check_validation,
+)
+"""What every layout has to pass, dropout streams aside."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,11 +34,12 @@ def write_dataset(folder: Path, vocab_size: int = TOKENS) -> Path:
     return folder / "corpus"
 
 
-def model_config(position: Position = Position.alibi) -> ModelConfig:
+def model_config(position: Position = Position.alibi, **changes: Any) -> ModelConfig:
     """Two rows more than the tokenizer has tokens, as a vocabulary that is rounded up has."""
     return ModelConfig(
-        num_layers=2, hidden_size=48, num_heads=6, vocab_size=TOKENS + 2, max_seq_len=32, position=position
-    )
+        num_layers=2, hidden_size=48, num_heads=6, vocab_size=TOKENS + 2, max_seq_len=32, position=position,
+        **changes,
+    )  # fmt: skip
 
 
 def hot_model(config: ModelConfig) -> GPT:

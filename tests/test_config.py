@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import RootConfig, check_config, planned_steps
+from megads.config import Precision, RootConfig, check_config, planned_steps
 from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
@@ -42,6 +42,10 @@ def test_good_config_passes() -> None:
         ([change("train.steps", 0)], "train.steps = 0"),
         ([change("train.seed", -1)], "train.seed = -1"),
         ([change("parallel.tp", 3)], "model.num_heads = 4"),
+        (
+            [change("parallel.tp", 4), change("model.num_kv_heads", 2)],
+            "model.num_kv_heads = 2 is not divisible by parallel.tp = 4",
+        ),
         ([change("parallel.tp", 4), change("model.ffn_size", 130)], "model.ffn_size"),
         (
             [change("parallel.tp", 4), change("parallel.sequence_parallel", True), change("train.seq_len", 126)],
@@ -63,6 +67,9 @@ def test_good_config_passes() -> None:
         ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
         ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
         ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
+        ([change("model.attention", AttentionKind.augmented), change("train.precision", Precision.fp32)], "bf16"),
+        ([change("model.attention", AttentionKind.augmented), change("data.document_mask", True)], "document_mask"),
+        ([change("model.attention", AttentionKind.augmented), change("model.window", 9)], "window = 9"),
         (
             [change("model.attention", AttentionKind.fused), change("model.attention_dropout", 0.1)],
             "model.attention_dropout = 0.1",

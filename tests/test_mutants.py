@@ -22,7 +22,10 @@ import megads.engine.sharded_training
 import megads.engine.stage_pipeline
 import megads.engine.token_mean
 import megads.engine.training
+import megads.model.attention
+import megads.model.stages
 import megads.parallel.recompute
+import megads.parallel.tensor
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine import instructions
 from megads.engine.bucket import Bucket
@@ -31,9 +34,10 @@ from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.sharded_engine import ShardedEngine
 from megads.engine.token_mean import TokenMeanLoss
-from megads.model.attention import AttentionCore
-from megads.model.config import Position
+from megads.model.attention import Attention, AttentionCore
+from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
+from megads.model.stages import Block
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, context, cross_entropy
@@ -41,10 +45,11 @@ from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
 from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
-from megads.parallel.weight_gradients import PutOff
+from megads.parallel.weight_gradients import PutOff, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
@@ -207,12 +212,15 @@ def tied_gradient_of_one_stage_added_in_its_own_dtype() -> None:
 
 
 def no_backward_all_reduce_of_column_layers() -> None:
-    collectives._EnterRegion.backward = staticmethod(lambda ctx, grad: (grad, None))
+    def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
+        return linear(x, weight, bias, gradients)
+
+    megads.parallel.tensor.opening_linear = opening_linear
 
 
 def row_bias_on_every_rank() -> None:
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        return leave_region(F.linear(x, self.weight, self.bias), self.axis)
+        return leave_region(F.linear(x, self.weight, self.bias), self.region.axis)
 
     RowParallelLinear.forward = forward
 
@@ -271,6 +279,11 @@ def no_sum_of_sequence_partial_gradients() -> None:
         return stage
 
     megads.engine.stage_pipeline.materialise = materialise
+
+
+def parts_of_tokens_out_of_order() -> None:
+    inner = Region.parts
+    Region.parts = lambda self, tokens: inner(self, tokens)[:1] + inner(self, tokens)[:0:-1]
 
 
 def own_slice_for_a_reduce_scatter() -> None:
@@ -474,10 +487,87 @@ def dropout_of_local_places() -> None:
     Dropout.forward = forward
 
 
+def query_heads_deal_the_keys_out() -> None:
+    """Head i reads the keys of head i modulo their number: neighbours should share."""
+    inner = megads.model.attention.masked_attention
+
+    def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        return inner(q, k.repeat(1, group, 1, 1), v.repeat(1, group, 1, 1), bias)
+
+    megads.model.attention.masked_attention = masked_attention
+
+
+def key_gradients_of_one_query_head() -> None:
+    inner = megads.model.attention.masked_attention
+
+    def masked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = (torch.stack([x, *[x.detach()] * (group - 1)], dim=2).flatten(1, 2) for x in (k, v))
+        return inner(q, k, v, bias)
+
+    megads.model.attention.masked_attention = masked_attention
+
+
+def queries_keys_and_values_apart() -> None:
+    """All queries, then all keys, then all values; the same where a rank has one head of keys."""
+
+    def parts(self: Attention, hidden: Tensor, info: BatchInfo) -> tuple[Tensor, ...]:
+        heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
+        groups = heads.shape[2] // (self.queries_per_kv + 2)
+        return heads.split((self.queries_per_kv * groups, groups, groups), dim=2)
+
+    Attention._queries_keys_values = parts
+
+
+def window_one_token_too_long() -> None:
+    inner = AttentionCore.__init__
+
+    def init(self: AttentionCore, *args: Any) -> None:
+        inner(self, *args)
+        self.window += 1
+
+    AttentionCore.__init__ = init
+
+
+def window_of_local_places() -> None:
+    """A query's window ends at its number among the tokens of its rank."""
+    inner = AttentionCore.bias
+
+    def bias(self: AttentionCore, *args: Any) -> Tensor:
+        window, self.window = self.window, None
+        found = inner(self, *args)
+        self.window = window
+        queries, keys = (torch.arange(size) for size in found.shape[-2:])
+        return found.masked_fill(keys <= queries[:, None] - window, -1e9)
+
+    AttentionCore.bias = bias
+
+
+def gates_before_ups() -> None:
+    """The first half of a rank's columns as gates: on another rank lie those that they belong to."""
+
+    def swiglu(gate_up: Tensor, fused: bool) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    megads.model.stages.swiglu = swiglu
+
+
+def mlp_reads_what_attention_added() -> None:
+    def forward(self: Block, hidden: Tensor, info: BatchInfo) -> Tensor:
+        hidden = hidden + self.attention(self.input_norm(hidden), info)
+        return hidden + self.mlp(self.input_norm(hidden))
+
+    Block.forward = forward
+
+
 PACKED = scenario_with(masked=True, documents=True)
 PACKED_LEARNED = replace(PACKED, model=replace(MODEL, position=Position.learned))
 ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
-DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2))
+FEATURES = scenario_with(
+    model=replace(MODEL, num_kv_heads=2, window=5, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, parallel_block=True)
+)
 
 
 @dataclass(frozen=True)
@@ -517,6 +607,7 @@ CASES = [
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
     Case(no_sum_of_sequence_partial_gradients, "tp2sp", parity.check_first_step),
+    Case(parts_of_tokens_out_of_order, "tp2dp2sp", parity.check_first_step),
     Case(own_slice_for_a_reduce_scatter, "tp2sp", parity.check_first_step),
     Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
     Case(positions_from_zero_on_every_shard, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
@@ -538,6 +629,13 @@ CASES = [
     Case(document_mask_local_to_the_chunk, "cp2", parity.check_first_step, PACKED),
     Case(document_mask_lost, "pp2", parity.check_first_step, PACKED),
     Case(restarted_positions_ignored, "cp2", parity.check_first_step, PACKED_LEARNED),
+    Case(query_heads_deal_the_keys_out, "pp2", parity.check_first_step, FEATURES),
+    Case(key_gradients_of_one_query_head, "tp2", parity.check_first_step, FEATURES),
+    Case(queries_keys_and_values_apart, "pp2", parity.check_first_step, FEATURES),
+    Case(window_one_token_too_long, "pp2", parity.check_first_step, FEATURES),
+    Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),
+    Case(gates_before_ups, "tp2", parity.check_first_step, FEATURES),
+    Case(mlp_reads_what_attention_added, "pp2", parity.check_first_step, FEATURES),
 ]
 
 

@@ -108,17 +108,24 @@ CHAIN = [
     ("dp3", {"dp": 3}),
     ("single", {}),
 ]
+FEATURES = {
+    "model__num_kv_heads": 3, "model__window": 6, "model__norm": "rmsnorm", "model__mlp": "swiglu",
+    "model__parallel_block": True, "model__position": "rope",
+}  # fmt: skip
+FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
 
 
-def test_resume_in_another_layout(corpus: Path, megads: StartCommand) -> None:
-    """N6, N2. Catches rows of padding that are read as weights, ZeRO parts put at wrong places, and samples skipped."""
+@pytest.mark.parametrize(("chain", "model"), [(CHAIN, {}), (FEATURES_CHAIN, FEATURES)], ids=["plain", "features"])
+def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads: StartCommand) -> None:
+    """N6, N2. Catches rows of padding that are read as weights, ZeRO parts put at wrong places, and samples skipped;
+    heads whose queries and keys come apart, and gates that do."""
     run_dir = megads.folder / "run"
     continued: dict[int, dict] = {}
-    for number, (name, layout) in enumerate(CHAIN):
+    for number, (name, layout) in enumerate(chain):
         sizes = {f"parallel__{key}": size for key, size in layout.items()}
         overrides = small_model(
             corpus, train__steps=2 * (number + 2), checkpoint__every_steps=2, optim__lr=1e-2,
-            schedule__name="constant", run__id="chain", run__dir=run_dir, **sizes,
+            schedule__name="constant", run__id="chain", run__dir=run_dir, **sizes, **model,
         )  # fmt: skip
         ended = megads("train", *overrides).end()
         assert ended.code == 0, ended.err
@@ -129,7 +136,7 @@ def test_resume_in_another_layout(corpus: Path, megads: StartCommand) -> None:
             assert lines[first]["batch_hash"] == continued[first]["batch_hash"], name
             for key, bound in (("loss", 1e-6), ("grad_norm", 1e-5)):
                 off = abs(lines[first][key] / continued[first][key] - 1)
-                print(f"{CHAIN[number - 1][0]} -> {name}: first {key} off by {off:.1e}")
+                print(f"{chain[number - 1][0]} -> {name}: first {key} off by {off:.1e}")
                 assert off <= bound, (name, key)
             assert events_of(run_dir, "resume")[-1]["step"] == first - 1
         continued = lines

@@ -18,8 +18,7 @@ void require_rows(const Tensor& x, const Tensor& other) {
 }
 
 Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes,
-                               const std::optional<Tensor>& places, const std::optional<Tensor>& starts,
-                               double scale) {
+                       const std::optional<Tensor>& places, const std::optional<Tensor>& starts, double scale) {
   for (const Tensor* x : {&q, &k, &v}) require_rows(*x, q);
   require(k.size(2) == v.size(2) && k.size(1) == v.size(1), "keys and values must be as many");
   require(k.size(1) == q.size(1) || (k.size(1) > 0 && q.size(1) % k.size(1) == 0),

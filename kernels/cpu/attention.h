@@ -49,8 +49,8 @@ struct AttentionBackward {
 };
 
 // The backward pass in tasks independent of each other. Either by heads of keys, each with all its gradients, or, where
-// heads are too few for all threads, first of blocks of queries and then of blocks of keys, for which scores and weights
-// are computed twice. Every sum has the same order either way: the bits do not depend on the number of threads.
+// heads are too few for all threads, first of blocks of queries and then of blocks of keys, for which scores and
+// weights are computed twice. Every sum has the same order either way: no bit depends on the number of threads.
 enum class BackwardPart { heads, queries, keys };
 
 bool backward_by_heads(const Attention& shape, int64_t threads);

@@ -194,7 +194,8 @@ void pack_interleaved(const T* from, int64_t stride, int64_t rows, int64_t padde
   }
 }
 
-// One step of a transposition: swaps the lanes of `low` whose number has the bit kStep with those of `high` that have not.
+// One step of a transposition: swaps the lanes of `low` whose number has the bit kStep with those of `high` that have
+// not.
 template <int kStep, typename Vector, int... kLane>
 inline void exchange(Vector& low, Vector& high, std::integer_sequence<int, kLane...>) {
   const Vector before = low;

@@ -19,8 +19,8 @@ struct LogitRows {
 template <typename T>
 void cross_entropy_forward(const LogitRows<T>& rows, float* statistics, int64_t first, int64_t last);
 
-// Writes (softmax - one at the label) * grad of the row over the logits of rows first..last-1; 0 in columns from `valid`
-// on. largest, total: of the row over the whole vocabulary.
+// Writes (softmax - one at the label) * grad of the row over the logits of rows first..last-1; 0 in columns from
+// `valid` on. largest, total: of the row over the whole vocabulary.
 template <typename T>
 void cross_entropy_gradient(const LogitRows<T>& rows, const float* largest, const float* total, const float* grad,
                             int64_t first, int64_t last);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megads.checkpoint.store import recover
 from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
+from megads.model.config import ModelConfig
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
@@ -193,10 +194,13 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
 
 
 def _comparable(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say what the weights mean, defaults filled in."""
-    config = {key: value for key, value in model_config.items() if key not in _IRRELEVANT_MODEL_KEYS}
-    if config.get("ffn_size") is None and "hidden_size" in config:
+    """The keys that say what the weights mean, defaults filled in: an older run knew fewer keys."""
+    config = {**asdict(ModelConfig()), **model_config}
+    config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
+    if config["ffn_size"] is None:
         config["ffn_size"] = 4 * config["hidden_size"]
+    if config["num_kv_heads"] is None:
+        config["num_kv_heads"] = config["num_heads"]
     if config.get("position") == "alibi":
         # ALiBi has no table of positions: the same weights serve any length.
         config.pop("max_seq_len", None)

@@ -17,6 +17,7 @@ from megads.runtime.config import ClusterConfig, LoggingConfig, WandbConfig, Wan
 
 VOCAB_SIZE = 512
 _SEQ_LEN = 32
+_WINDOW = 8
 _MICRO_BATCHES = 2
 
 
@@ -50,8 +51,9 @@ def scaled_run(
 ) -> RootConfig:
     """Returns what is really trained in place of a run.
 
-    Kept are the kinds of position, norms, dropout, optimizer, precision, ZeRO, schedule and recomputation, how the run
-    saves and loads, and its name; everything that has a size is small, and nobody outside is told.
+    Kept are the kinds of position, attention, norms, MLP and blocks, dropout, optimizer, precision, ZeRO, schedule and
+    recomputation, how the run saves and loads, and its name; everything that has a size is small, and nobody outside is
+    told.
 
     Args:
         config: the run, checked, with run.id.
@@ -71,11 +73,14 @@ def scaled_run(
     )
     # A path names a checkpoint of the full model; what a restart loads is the run's own.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
+    # Both nodes compute where there are ranks for both; a job of one rank keeps its spare.
+    spare_nodes = max(0, nodes - parallel.world_size)
     # Afresh: containers and further options of srun are the site's.
     cluster = ClusterConfig(
         kind=config.cluster.kind,
         threads_per_rank=1,
-        ranks_per_node=parallel.world_size // nodes,
+        ranks_per_node=parallel.world_size // (nodes - spare_nodes),
+        spare_nodes=spare_nodes,
         # Measuring the CPU takes seconds.
         peak_tflops=1.0,
         max_requeues=config.cluster.max_requeues,
@@ -103,7 +108,12 @@ def _scaled_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     return ModelConfig(
         num_layers=2 * parallel.num_stages,
         vocab_size=VOCAB_SIZE,
+        num_kv_heads=None if model.queries_per_kv == 1 else 2,
         position=model.position,
+        window=None if model.window is None else min(model.window, _WINDOW),
+        norm=model.norm,
+        mlp=model.mlp,
+        parallel_block=model.parallel_block,
         embedding_norm=model.embedding_norm,
         tie_embeddings=model.tie_embeddings,
         hidden_dropout=model.hidden_dropout,

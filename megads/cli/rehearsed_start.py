@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megads.cli.memory_check import Machine, choose_recompute, memory_line, refuse_unfit
+from megads.cli.memory_check import Machine, memory_line, refuse_unfit, settle_auto
 from megads.cli.placement import place_ranks
 from megads.cli.rehearsal_scale import scaled_run
 from megads.cli.train import place
@@ -119,7 +119,7 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
     machine = Machine(int(size * 2**30), per_gpu=True)
 
     def look() -> str:
-        chosen, _ = choose_recompute(config, machine)
+        chosen, _ = settle_auto(config, machine)
         refuse_unfit(chosen, machine)
         return memory_line(chosen, machine)
 

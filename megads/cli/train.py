@@ -25,6 +25,7 @@ from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, batch_size_schedule, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
+from megads.model.config import ModelConfig
 from megads.ops.choice import Choice, choose, prepare
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
@@ -232,8 +233,8 @@ def describe(config: RootConfig, data: str, choices: Sequence[str], machine: Mac
         "run": config.run.id,
         "writes to": config.run.dir,
         "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}",
-        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads, "
-        f"{model.position}; {vocabulary}",
+        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
+        f"{vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "memory": memory,
@@ -251,6 +252,12 @@ def describe(config: RootConfig, data: str, choices: Sequence[str], machine: Mac
     elif parallel.world_size > 1:
         lines += [*schedule_text(config, machine, _TABLE_WIDTH), rank_text(config, _TABLE_WIDTH)]
     return "\n".join(lines)
+
+
+def _heads(model: ModelConfig) -> str:
+    """As in 8 heads, or 8 heads on 2 of keys."""
+    shared = f" on {model.kv_heads} of keys" if model.queries_per_kv > 1 else ""
+    return f"{model.num_heads} heads{shared}"
 
 
 def _pipeline_rows(config: RootConfig) -> dict[str, str]:

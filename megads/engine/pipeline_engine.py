@@ -22,7 +22,8 @@ from megads.engine.stage_pipeline import StagePipeline
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
-from megads.runtime.spans import Span, SpanRecorder
+from megads.runtime.span import Span
+from megads.runtime.spans import SpanRecorder
 
 Key = tuple[int, int]
 """A micro-batch and a virtual stage."""

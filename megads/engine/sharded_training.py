@@ -27,7 +27,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
-from megads.runtime.spans import Span
+from megads.runtime.span import Span
 
 
 class ShardedTrainEngine:

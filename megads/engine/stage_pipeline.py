@@ -33,7 +33,6 @@ from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_blocks
 from megads.parallel.sharding import Placement, materialise, shard_stage
-from megads.parallel.weight_gradients import choose_products
 
 
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
@@ -47,12 +46,12 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         device: torch.device,
         *,
         tied: bool,
-        sequence_parallel: bool,
+        parallel: ParallelConfig,
         fused: bool,
     ) -> None:
         super().__init__(nn.Module)
         self.spec, self.grid, self.value, self.device = spec, grid, value, device
-        self.tied, self.sequence_parallel, self.fused = tied, sequence_parallel, fused
+        self.tied, self.parallel, self.fused = tied, parallel, fused
 
     def __repr__(self) -> str:
         return self.spec.name
@@ -64,10 +63,14 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         if self.fused:
             use_kernels(stage)
         stage, placements = shard_stage(
-            stage, self.spec.name, SHARDING, self.grid.tp, sequence_parallel=self.sequence_parallel
+            stage,
+            self.spec.name,
+            SHARDING,
+            self.grid.tp,
+            sequence_parallel=self.parallel.sequence_parallel,
+            chunks=self.parallel.tp_chunks,
+            fused=self.fused,
         )
-        if self.fused:
-            choose_products(stage)
         gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
@@ -166,9 +169,11 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = model.tie_embeddings, model.hidden_size
         self.grid, self.parallel = grid, parallel
-        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel, "fused": fused}
         super().__init__(
-            [StageLayerSpec(spec, grid, value, device, **options) for spec in specs],
+            [
+                StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)
+                for spec in specs
+            ],
             topology=GridTopology(parallel),
             loss_fn=loss,
         )

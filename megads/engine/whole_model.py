@@ -51,9 +51,12 @@ class WholeModel(nn.Module):
         self.loss = loss
         self.tied_key = TIED_PARAMETER if model.tie_embeddings else None
         stages: dict[str, nn.Module] = {}
-        options = {"tied": model.tie_embeddings, "sequence_parallel": parallel.sequence_parallel, "fused": fused}
         for spec in stage_specs(model, seed):
-            stage = StageLayerSpec(spec, grid, value, device, **options).build().to(precision)
+            stage = (
+                StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)
+                .build()
+                .to(precision)
+            )
             if model.tie_embeddings and spec.name == HEAD:
                 stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
             if shard is not None:

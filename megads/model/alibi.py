@@ -37,11 +37,13 @@ def causal_bias(
     device: torch.device,
     dtype: torch.dtype,
     places_s: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Additive attention mask of a contiguous range of heads, [1, heads, s, seq_len] ([1, 1, ...] without ALiBi).
 
-    Holds slope * (key - query) up to the query's own place and -inf beyond it. The relative form is used, not
-    slope * key, because its values near the query, where most of the probability lies, stay exact in low precision.
+    Holds slope * (key - query) up to the query's own place, and -inf beyond it and before its window. The relative form
+    is used, not slope * key, because its values near the query, where most of the probability lies, stay exact in low
+    precision.
 
     The result is cached, by the identity of `places_s`: give the same tensor every time.
 
@@ -54,9 +56,11 @@ def causal_bias(
         device: of the result.
         dtype: of the result.
         places_s: integer place of every query; None: all places.
+        window: keys that a query sees, the one at its own place being the last; None: all.
     """
     queries_s = torch.arange(seq_len, device=device) if places_s is None else places_s
-    return causal_bias_at(num_heads, first_head, last_head, queries_s[None], seq_len, alibi, dtype)
+    keys_t = torch.arange(seq_len, device=device)
+    return causal_bias_at(num_heads, first_head, last_head, queries_s[None], keys_t, alibi, dtype, window)
 
 
 def causal_bias_at(
@@ -64,29 +68,32 @@ def causal_bias_at(
     first_head: int,
     last_head: int,
     positions_bs: Tensor,
-    num_keys: int,
+    keys_t: Tensor,
     alibi: bool,
     dtype: torch.dtype,
+    window: int | None = None,
 ) -> Tensor:
-    """The same for queries anywhere in their sequences and keys at 0..num_keys-1, [b, heads or 1, s, num_keys].
+    """The same for queries and keys anywhere in their sequences, [b, heads or 1, s, t].
 
     Args:
         num_heads: heads of the whole model.
         first_head: first head of the range.
         last_head: the one after the last.
         positions_bs: integer position of every query.
-        num_keys: keys of every sequence; those beyond a query's position are masked.
+        keys_t: integer position of every key; those beyond a query's position are masked.
         alibi: False leaves the causal mask alone.
         dtype: of the result.
+        window: keys that a query sees; None: all.
     """
-    keys = torch.arange(num_keys, device=positions_bs.device, dtype=torch.float32)
-    distance_bst = keys - positions_bs[:, :, None]
-    future_bst = distance_bst > 0
+    distance_bst = keys_t.float() - positions_bs[:, :, None]
+    hidden_bst = distance_bst > 0
+    if window is not None:
+        hidden_bst |= distance_bst <= -window
     if not alibi:
-        return torch.zeros_like(distance_bst).masked_fill_(future_bst, -math.inf)[:, None].to(dtype)
+        return torch.zeros_like(distance_bst).masked_fill_(hidden_bst, -math.inf)[:, None].to(dtype)
     slopes = alibi_slopes(num_heads)[first_head:last_head].to(positions_bs.device)
     bias_bnst = slopes[:, None, None] * distance_bst[:, None]
-    return bias_bnst.masked_fill_(future_bst[:, None], -math.inf).to(dtype)
+    return bias_bnst.masked_fill_(hidden_bst[:, None], -math.inf).to(dtype)
 
 
 def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The model one piece of a sequence at a time: keys and values of what it has read are kept.
 
-Shape suffixes: b = batch, s = position in the new piece, t = key position, n = heads, d = head dim, h = hidden size,
-v = vocabulary.
+Shape suffixes: b = batch, s = position in the new piece, t = key position, n = heads, m = heads of keys and values,
+d = head dim, h = hidden size, v = vocabulary.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.alibi import causal_bias_at, hide_other_documents
-from megads.model.attention import Attention, AttentionCore, bias_dtype
+from megads.model.attention import Attention, AttentionCore, bias_dtype, masked_attention
 from megads.model.config import Position
 from megads.model.gpt import GPT
 
@@ -27,85 +26,93 @@ class Pass:
 
     Args:
         places_bs: place of every new token in its sequence.
-        num_keys: keys that any query of the pass may see.
+        keys: places of all keys that any query of this pass or a later one may see.
         starts_bs: place at which the document of every new token starts; None: every row is one document.
     """
 
-    def __init__(self, places_bs: Tensor, num_keys: int, starts_bs: Tensor | None) -> None:
+    def __init__(self, places_bs: Tensor, keys: range, starts_bs: Tensor | None) -> None:
         self.places_bs = places_bs
-        self.num_keys = num_keys
+        self.keys = keys
         self.starts_bs = starts_bs
         self._bias: Tensor | None = None
 
     def bias(self, core: AttentionCore, dtype: torch.dtype) -> Tensor:
-        """Additive mask [b, n or 1, s, num_keys], made once for all layers: they hold the same heads."""
+        """Additive mask [b, n or 1, s, t] over `keys`, made once for all layers: they hold the same heads."""
         if self._bias is None:
             self._bias = causal_bias_at(
                 core.num_heads,
                 core.heads.start,
                 core.heads.stop,
                 self.places_bs,
-                self.num_keys,
+                torch.arange(self.keys.start, self.keys.stop, device=self.places_bs.device),
                 core.alibi,
                 dtype,
+                core.window,
             )
             if self.starts_bs is not None:
-                self._bias = hide_other_documents(self._bias, self.starts_bs)
+                self._bias = hide_other_documents(self._bias, self.starts_bs - self.keys.start)
         return self._bias
 
 
 class CachingCore(nn.Module):
     """The same attention over all tokens of the sequences so far; takes the place of an AttentionCore.
 
-    Slot t of a row holds key and value of the token at place t. A row that is shorter than its neighbours has padding
-    in the slots beyond its length; causality hides them, because no query of the row is that far, until real tokens
-    take their place. So rows of different lengths need no mask of their own and compute what each would compute alone.
+    Slot i of a row holds key and value of the token at place first + i. A row that is shorter than its neighbours has
+    padding in the slots beyond its length; causality hides them, because no query of the row is that far, until real
+    tokens take their place. So rows of different lengths need no mask of their own and compute what each would compute
+    alone. Slots that have left every row's window are given up when room is needed.
     """
 
     def __init__(self, core: AttentionCore) -> None:
         super().__init__()
         self.core = core
         self.current: Pass | None = None
-        self.keys_btnd: Tensor | None = None
-        self.values_btnd: Tensor | None = None
+        self.first = 0
+        self.keys_btmd: Tensor | None = None
+        self.values_btmd: Tensor | None = None
 
     def clear(self) -> None:
         """Forgets everything."""
-        self.keys_btnd = self.values_btnd = None
+        self.first, self.keys_btmd, self.values_btmd = 0, None, None
 
     def keep(self, rows: Tensor) -> None:
         """Forgets all rows but these."""
-        if self.keys_btnd is not None and self.values_btnd is not None:
-            self.keys_btnd, self.values_btnd = self.keys_btnd[rows], self.values_btnd[rows]
+        if self.keys_btmd is not None and self.values_btmd is not None:
+            self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
 
-    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
+    def forward(self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
-        assert self.current is not None
-        self.keys_btnd = self._stored(self.keys_btnd, k_bnsd)
-        self.values_btnd = self._stored(self.values_btnd, v_bnsd)
-        seen = slice(self.current.num_keys)
-        return F.scaled_dot_product_attention(
+        current = self.current
+        assert current is not None
+        self._make_room(current.keys, k_bmsd)
+        assert self.keys_btmd is not None and self.values_btmd is not None
+        rows = torch.arange(len(k_bmsd), device=k_bmsd.device)[:, None]
+        slots_bs = current.places_bs - self.first
+        self.keys_btmd[rows, slots_bs] = k_bmsd.transpose(1, 2)
+        self.values_btmd[rows, slots_bs] = v_bmsd.transpose(1, 2)
+        seen = slice(current.keys.start - self.first, current.keys.stop - self.first)
+        return masked_attention(
             q_bnsd,
-            self.keys_btnd[:, seen].transpose(1, 2),
-            self.values_btnd[:, seen].transpose(1, 2),
-            attn_mask=self.current.bias(self.core, bias_dtype(q_bnsd)),
+            self.keys_btmd[:, seen].transpose(1, 2),
+            self.values_btmd[:, seen].transpose(1, 2),
+            current.bias(self.core, bias_dtype(q_bnsd)),
         )
 
-    def _stored(self, cache_btnd: Tensor | None, new_bnsd: Tensor) -> Tensor:
-        """The cache with the new keys or values in their slots; its room doubles when it is full."""
-        assert self.current is not None
-        batch, heads, _, dim = new_bnsd.shape
-        capacity = 0 if cache_btnd is None else cache_btnd.shape[1]
-        if capacity < self.current.num_keys:
-            # Zeros: a masked slot has probability zero, and zero times an uninitialised NaN would be NaN.
-            larger = new_bnsd.new_zeros(batch, max(self.current.num_keys, 2 * capacity), heads, dim)
-            if cache_btnd is not None:
-                larger[:, :capacity] = cache_btnd
-            cache_btnd = larger
-        assert cache_btnd is not None
-        rows = torch.arange(batch, device=new_bnsd.device)[:, None]
-        cache_btnd[rows, self.current.places_bs] = new_bnsd.transpose(1, 2)
-        return cache_btnd
+    def _make_room(self, keys: range, like_bmsd: Tensor) -> None:
+        """Makes slots for keys up to the last of `keys`; where that takes new room, it doubles what is still seen."""
+        batch, heads, _, dim = like_bmsd.shape
+        capacity = 0 if self.keys_btmd is None else self.keys_btmd.shape[1]
+        if keys.stop - self.first <= capacity:
+            return
+        seen = slice(keys.start - self.first, capacity)
+        held = max(0, capacity - seen.start)
+        # Zeros: a masked slot has probability zero, and zero times an uninitialised NaN would be NaN.
+        larger = like_bmsd.new_zeros(2, batch, max(len(keys), 2 * held), heads, dim)
+        if self.keys_btmd is not None and self.values_btmd is not None:
+            larger[0, :, :held] = self.keys_btmd[:, seen]
+            larger[1, :, :held] = self.values_btmd[:, seen]
+        self.keys_btmd, self.values_btmd = larger.unbind()
+        self.first = keys.start
 
 
 class IncrementalGPT:
@@ -122,6 +129,7 @@ class IncrementalGPT:
     def __init__(self, model: GPT, reset_positions: bool = False) -> None:
         self.model = model.eval()
         self.reset_positions = reset_positions
+        self.window = model.config.window
         learned = model.config.position is Position.learned
         self.max_length = model.config.max_seq_len if learned else None
         self.device = next(model.parameters()).device
@@ -169,7 +177,8 @@ class IncrementalGPT:
         last_bh: Tensor | None = None
         for start in range(0, longest, PIECE):
             now = slice(start, start + PIECE)
-            hidden_bsh, info = self._hidden(tokens_bs[:, now], start, None if starts_bs is None else starts_bs[:, now])
+            known_starts_bs = None if starts_bs is None else starts_bs[:, now]
+            hidden_bsh, info = self._hidden(tokens_bs[:, now], start, lengths, known_starts_bs)
             # Of a row that ended before this piece the last hidden state is already known.
             index_b = counts_b - 1 - start
             here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
@@ -184,12 +193,24 @@ class IncrementalGPT:
         longest = max(len(row) for row in rows)
         return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
 
-    def _hidden(self, tokens_bs: Tensor, offset: int, starts_bs: Tensor | None) -> tuple[Tensor, BatchInfo]:
-        """Hidden states [b, s, h] before the head of tokens that follow each row's length + offset."""
+    def _hidden(
+        self, tokens_bs: Tensor, offset: int, ends: Sequence[int], starts_bs: Tensor | None
+    ) -> tuple[Tensor, BatchInfo]:
+        """Hidden states [b, s, h] before the head of tokens that follow each row's length + offset.
+
+        Args:
+            tokens_bs: padded beyond the rows' ends.
+            offset: tokens since the rows' lengths.
+            ends: each row's length after all pieces of this call.
+            starts_bs: of the tokens' documents.
+        """
         batch, count = tokens_bs.shape
         first_b = torch.tensor(self.lengths, device=self.device) + offset
         places_bs = first_b[:, None] + torch.arange(count, device=self.device)
-        current = Pass(places_bs, max(self.lengths) + offset + count, starts_bs)
+        # Of a row that has ended the next query is just behind its end.
+        next_query = min(min(length + offset, end) for length, end in zip(self.lengths, ends, strict=True))
+        first_key = 0 if self.window is None else max(0, next_query - self.window + 1)
+        current = Pass(places_bs, range(first_key, max(self.lengths) + offset + count), starts_bs)
         for core in self._cores:
             core.current = current
         positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs

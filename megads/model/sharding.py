@@ -15,6 +15,7 @@ SHARDING = ShardingTable(
         "blocks.*.attention.qkv": Cut.column,
         "blocks.*.attention.dense": Cut.row,
         "blocks.*.mlp.up": Cut.column,
+        "blocks.*.mlp.gate_up": Cut.column,
         "blocks.*.mlp.down": Cut.row,
         "head": Cut.vocab_head,
     },

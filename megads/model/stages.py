@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.ops.gelu import gelu
-from megads.ops.norm import add_layer_norm, layer_norm
+from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.ops.swiglu import swiglu
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) of every token, with gains.
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of every token, with gains, as the model says.
 
     Attributes:
         fused: take megads' own kernel for it.
@@ -33,19 +34,24 @@ class Norm(nn.Module):
         self.fused = False
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
-        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+        centred = config.norm is NormKind.layernorm
+        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if centred else None
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
+        if self.bias is None:
+            return rms_norm(hidden_bsh, self.weight, self.eps, self.fused)
         return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused)
 
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; the kernel makes both in one pass."""
+        if self.bias is None:
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused)
         return add_layer_norm(hidden_bsh, residual_bsh, self.weight, self.bias, self.eps, self.fused)
 
 
 class Embedding(nn.Module):
-    """Word embedding, learned positions if any, BLOOM's embedding LayerNorm if asked for, dropout."""
+    """Word embedding, learned positions if any, BLOOM's embedding norm if asked for, dropout."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
@@ -85,12 +91,38 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
         out_bsh: Tensor = self.down(gelu(self.up(hidden_bsh), self.fused))
         return out_bsh
 
 
+class GatedMLP(nn.Module):
+    """down(silu(gate) * up): SwiGLU (Shazeer 2020), gates and ups made by one projection.
+
+    Row 2 i of its weight is gate i, row 2 i + 1 is up i: a contiguous share of the rows, as tensor parallelism cuts
+    them, holds matching gates and ups, and is the same share of the columns of `down`.
+
+    Attributes:
+        fused: take megads' own kernel for it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.fused = False
+        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows)
+        self.down = nn.Linear(config.ffn_width, config.hidden_size)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.down(swiglu(self.gate_up(hidden_bsh), self.fused))
+        return out_bsh
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): a pre-LayerNorm transformer block."""
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) with a second norm.
+
+    A parallel block, as in GPT-J and PaLM (Chowdhery et al. 2022), is x + attention(norm(x)) + mlp(norm(x)), with one.
+    """
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
@@ -98,18 +130,24 @@ class Block(nn.Module):
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
-        self.post_attention_norm = Norm(config)
-        self.mlp = MLP(config)
+        self.post_attention_norm = None if config.parallel_block else Norm(config)
+        self.mlp = GatedMLP(config) if config.mlp is MLPKind.swiglu else MLP(config)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
-        attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
-        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
+        normed_bsh = self.input_norm(hidden_bsh)
+        attended_bsh = self.attention(normed_bsh, info)
+        if self.post_attention_norm is None:
+            hidden_bsh = self.attention_dropout.add(attended_bsh, hidden_bsh, info)
+        else:
+            normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(
+                self.attention_dropout(attended_bsh, info), hidden_bsh
+            )
         return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
 
 
 class FinalNorm(Norm):
-    """The LayerNorm after the last block."""
+    """The norm after the last block."""
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:  # type: ignore[override]
         return super().forward(hidden_bsh)
@@ -155,7 +193,7 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 def use_kernels(stage: nn.Module) -> None:
     """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
     for module in stage.modules():
-        if isinstance(module, Attention | AttentionCore | Dropout | MLP | Norm):
+        if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
             module.fused = True
 
 

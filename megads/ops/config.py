@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+AUGMENTED_FEATURES = 8
+"""What augmented attention adds to a head: four features are used, and kernels want a multiple of eight."""
+AUGMENTED_LONGEST = 256 * 256
+"""Keys whose places augmented attention can say in bf16."""
+
 
 class Implementation(StrEnum):
-    """Where attention, GELU and cross entropy are computed."""
+    """Whose operators compute: attention, matrix products, norms, activations, the loss, the optimizer."""
 
     auto = "auto"
     fused = "fused"

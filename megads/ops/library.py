@@ -24,8 +24,18 @@ from megads.ops import (
 from megads.ops.build import LIBRARY, KernelsUnavailable
 
 OPERATORS = (
-    *(adamw, attention, bias_gelu, cross_entropy, dropout, gelu),
-    *(linear, norm, rotary, softmax, square_sums, swiglu),
+    adamw,
+    attention,
+    bias_gelu,
+    cross_entropy,
+    dropout,
+    gelu,
+    linear,
+    norm,
+    rotary,
+    softmax,
+    square_sums,
+    swiglu,
 )
 
 

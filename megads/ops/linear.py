@@ -38,6 +38,14 @@ def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, fused: bool) 
     return F.linear(x_mi, weight_oi, bias_o)
 
 
+def linear_into(out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, fused: bool) -> None:
+    """Writes x W^T into rows of two dims that lie beside each other; see `linear`."""
+    if fused and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
+        torch.ops.megads.gemm(out_mo, x_mi, weight_oi, None, False)
+    else:
+        torch.mm(x_mi, weight_oi.t(), out=out_mo)
+
+
 def input_gradient(grad_mo: Tensor, weight_oi: Tensor, fused: bool) -> Tensor:
     """dL/dy W, [..., i]: the gradient of the input of `linear`."""
     if fused and _gemm_takes(grad_mo, weight_oi, prod(grad_mo.shape[:-1]), weight_oi.shape[1]):
@@ -82,7 +90,9 @@ def _unflattened(out_mo: Tensor, like: Tensor) -> Tensor:
 
 
 def _inner_product_takes(x_mi: Tensor, weight_oi: Tensor) -> bool:
-    bf16 = x_mi.device.type == "cpu" and x_mi.dtype is torch.bfloat16 and weight_oi.dtype is torch.bfloat16
+    # Inductor takes it with constant weights only.
+    eager = x_mi.device.type == "cpu" and not torch.compiler.is_compiling()
+    bf16 = eager and x_mi.dtype is torch.bfloat16 and weight_oi.dtype is torch.bfloat16
     return bf16 and x_mi.numel() > 0 and weight_oi.numel() > 0 and _has_inner_product()
 
 

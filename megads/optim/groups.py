@@ -11,11 +11,11 @@ from torch.nn import Parameter
 
 _MATRIX = re.compile(
     r"embedding\.(word|position)\.weight"
-    r"|blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|down))\.weight"
+    r"|blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.weight"
     r"|head\.weight"
 )
 _VECTOR = re.compile(
-    r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|down))\.bias"
+    r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.bias"
     r"|(embedding\.norm|blocks\.\d+\.(input_norm|post_attention_norm)|final_norm)\.(weight|bias)"
 )
 

@@ -62,6 +62,10 @@ class ParallelConfig:
     """Cut norms, dropouts and residuals along the sequence over the tensor-parallel ranks, which otherwise all compute
     them whole (Korthikanti et al. 2022): smaller activations and pipeline messages, for one more all-gather where a
     region's gradient is computed. Of no effect at tp = 1."""
+    tp_chunks: int = 1
+    """Parts into which a micro-batch's tokens are cut where tensor-parallel regions begin and end, so that the message
+    of one part travels while the matrix product of another is computed (Jiang et al. 2024, MegaScale, section 3.2). 1:
+    messages and products take turns. Of no effect at tp = 1."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
     """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
     zero_stage: int = 1
@@ -160,8 +164,9 @@ class ParallelConfig:
             raise ConfigError(
                 f"parallel.rank_order = {self.rank_order}: must name each of {', '.join(AXES)} once, innermost first"
             )
-        if self.bucket_elements < 1:
-            raise ConfigError(f"parallel.bucket_elements = {self.bucket_elements}: must be at least 1")
+        for name in ("bucket_elements", "tp_chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
         self._check_zero()
         self._check_pipeline()
         self._check_partition()

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Set
 
 from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
-from megads.parallel.schedule_clock import StuckSchedule, run_clock, unit_costs
+from megads.parallel.schedule_clock import StuckSchedule, advance, run_clock, unit_costs
 from megads.parallel.schedule_messages import message_from, message_to
 
 _BACKWARDS = (ActionKind.backward, ActionKind.backward_weight)
@@ -205,27 +205,20 @@ def _ends(schedule: Schedule, ahead: int) -> bool:
             if message is not None:
                 channels[message.send] = channels[message.receive] = message.sender, message.receiver
                 sends[message.receive] = message.send
-    ranks = range(len(schedule.actions))
-    positions = [0 for _ in ranks]
     sent: Counter[tuple[int, int]] = Counter()
     received: Counter[tuple[int, int]] = Counter()
     done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank in ranks:
-            row = schedule.actions[rank]
-            while positions[rank] < len(row):
-                action = row[positions[rank]]
-                if action.kind.sends:
-                    if sent[channels[action]] >= received[channels[action]] + ahead:
-                        break
-                    sent[channels[action]] += 1
-                    done.add(action)
-                elif action.kind.receives:
-                    if sends[action] not in done:
-                        break
-                    received[channels[action]] += 1
-                positions[rank] += 1
-                moved = True
-    return all(position == len(row) for position, row in zip(positions, schedule.actions, strict=True))
+
+    def run(_rank: int, action: Action) -> bool:
+        if action.kind.sends:
+            if sent[channels[action]] >= received[channels[action]] + ahead:
+                return False
+            sent[channels[action]] += 1
+            done.add(action)
+        elif action.kind.receives:
+            if sends[action] not in done:
+                return False
+            received[channels[action]] += 1
+        return True
+
+    return not advance(schedule, run)

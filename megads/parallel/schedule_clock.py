@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
@@ -95,41 +95,54 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     Raises:
         StuckSchedule: a rank waits for a message that is never sent.
     """
-    ranks = range(len(schedule.actions))
-    positions, now = [0 for _ in ranks], [0.0 for _ in ranks]
-    spans: list[list[Span]] = [[] for _ in ranks]
+    now = [0.0 for _ in schedule.actions]
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
     arrivals: dict[tuple[ActionKind, int, int], float] = {}
     occupied: dict[tuple[int, int], float] = {}
     placement = schedule.placement
-    moved = True
-    while moved:
-        moved = False
-        for rank in ranks:
-            row = schedule.actions[rank]
-            while positions[rank] < len(row):
-                action = row[positions[rank]]
-                start = end = now[rank]
-                if action.kind.receives:
-                    arrival = arrivals.get((action.kind, action.micro_batch, action.stage))
-                    if arrival is None:
-                        break
-                    end = max(start, arrival)
-                elif action.kind.sends:
-                    forth = action.kind is ActionKind.send_activation
-                    user = action.stage + (1 if forth else -1)
-                    way = rank, placement.rank_of(user)
-                    occupied[way] = max(start, occupied.get(way, 0.0)) + costs.transfer
-                    receive = ActionKind.receive_activation if forth else ActionKind.receive_gradient
-                    arrivals[receive, action.micro_batch, user] = occupied[way] + costs.latency
-                else:
-                    end = start + costs.of(action)
-                spans[rank].append(Span(action, start, end))
-                now[rank] = end
-                positions[rank] += 1
-                moved = True
-    stuck = [
-        str(row[position]) for row, position in zip(schedule.actions, positions, strict=True) if position < len(row)
-    ]
+
+    def run(rank: int, action: Action) -> bool:
+        start = end = now[rank]
+        if action.kind.receives:
+            arrival = arrivals.get((action.kind, action.micro_batch, action.stage))
+            if arrival is None:
+                return False
+            end = max(start, arrival)
+        elif action.kind.sends:
+            forth = action.kind is ActionKind.send_activation
+            user = action.stage + (1 if forth else -1)
+            way = rank, placement.rank_of(user)
+            occupied[way] = max(start, occupied.get(way, 0.0)) + costs.transfer
+            receive = ActionKind.receive_activation if forth else ActionKind.receive_gradient
+            arrivals[receive, action.micro_batch, user] = occupied[way] + costs.latency
+        else:
+            end = start + costs.of(action)
+        spans[rank].append(Span(action, start, end))
+        now[rank] = end
+        return True
+
+    stuck = [str(action) for action in advance(schedule, run)]
     if stuck:
         raise StuckSchedule(f"{schedule.name} stands still; its ranks wait for: {'; '.join(stuck)}")
     return Timeline(tuple(map(tuple, spans)))
+
+
+def advance(schedule: Schedule, run: Callable[[int, Action], bool]) -> list[Action]:
+    """Runs every rank's actions in program order, rank after rank as far as each comes, until none comes further.
+
+    Args:
+        schedule: what to run.
+        run: is given a rank and its next action; False: the action has to wait for another rank.
+
+    Returns:
+        What the ranks that are not done wait at; nothing where all came to the end.
+    """
+    positions = [0 for _ in schedule.actions]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.actions):
+            while positions[rank] < len(row) and run(rank, row[positions[rank]]):
+                positions[rank] += 1
+                moved = True
+    return [row[at] for row, at in zip(schedule.actions, positions, strict=True) if at < len(row)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megads.errors import ConfigError
 from megads.parallel.grid import Axis
+from megads.parallel.region_linear import Region
 from megads.parallel.table import Cut, ShardingTable, Stream
 from megads.parallel.tensor import (
     ColumnParallelLinear,
@@ -52,20 +53,22 @@ class Placement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
-def _parallel_layer(layer: nn.Module, path: str, cut: Cut, axis: Axis, sequence_parallel: bool) -> nn.Module:
+def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn.Module:
+    axis = region.axis
     if cut in (Cut.column, Cut.row):
         assert isinstance(layer, nn.Linear)
         divided = layer.out_features if cut is Cut.column else layer.in_features
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
         make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
-        return make(layer.in_features, layer.out_features, axis, sequence_parallel)
+        return make(layer.in_features, layer.out_features, region)
     assert isinstance(layer.weight, Tensor)
     rows, hidden_size = layer.weight.shape
     if cut is Cut.sequence:
-        return PositionShardEmbedding(rows, hidden_size, axis) if sequence_parallel else layer
-    make_vocab = VocabParallelEmbedding if cut is Cut.vocab else VocabParallelHead
-    return make_vocab(rows, hidden_size, axis, sequence_parallel)
+        return PositionShardEmbedding(rows, hidden_size, axis) if region.sequence_parallel else layer
+    if cut is Cut.vocab:
+        return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
+    return VocabParallelHead(rows, hidden_size, region)
 
 
 def _placement(
@@ -110,7 +113,14 @@ def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[n
 
 
 def shard_stage(
-    stage: nn.Module, name: str, table: ShardingTable, axis: Axis, *, sequence_parallel: bool
+    stage: nn.Module,
+    name: str,
+    table: ShardingTable,
+    axis: Axis,
+    *,
+    sequence_parallel: bool,
+    chunks: int = 1,
+    fused: bool = False,
 ) -> tuple[nn.Module, dict[str, Placement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
@@ -121,6 +131,8 @@ def shard_stage(
         axis: the tensor-parallel axis; size 1 runs the same layers without their collectives.
         sequence_parallel: outside of the regions each rank holds its share of dim 1 of the activations; of no effect
             on one rank.
+        chunks: parts in which messages travel beside products; see `megads.parallel.region_linear.Region`.
+        fused: products by `megads.ops.linear`'s choice, not by torch's.
 
     Returns:
         The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
@@ -129,6 +141,7 @@ def shard_stage(
         ConfigError: a size does not divide.
     """
     sequence_parallel = sequence_parallel and axis.size > 1
+    region = Region(axis, sequence_parallel, chunks, fused)
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"
@@ -147,7 +160,7 @@ def shard_stage(
         if cut is None:
             continue
         with torch.device("meta"):
-            layer = _parallel_layer(module, full_path, cut, axis, sequence_parallel)
+            layer = _parallel_layer(module, full_path, cut, region)
         if path:
             stage.set_submodule(path, layer)
         else:

@@ -14,25 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.parallel.collectives import enter_region, gathered_linear, leave_region, scatter_sequence
+from megads.parallel.collectives import leave_region, scatter_sequence
 from megads.parallel.grid import Axis
+from megads.parallel.region_linear import Region, closing_linear, opening_linear
 from megads.parallel.weight_gradients import SplitLayer, linear
 
 
 class ColumnParallelLinear(SplitLayer):
     """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, region: Region) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.weight = nn.Parameter(torch.empty(out_features // axis.size, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features // axis.size))
+        self.region = region
+        self.weight = nn.Parameter(torch.empty(out_features // region.axis.size, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features // region.axis.size))
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
-        if self.sequence_parallel:
-            return gathered_linear(x_bti, self.weight, self.bias, self.axis, self.weight_gradients, self.fused)
-        return linear(enter_region(x_bti, self.axis), self.weight, self.bias, self.weight_gradients, self.fused)
+        return opening_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
 
 
 class RowParallelLinear(SplitLayer):
@@ -41,19 +40,18 @@ class RowParallelLinear(SplitLayer):
     The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
     """
 
-    def __init__(self, in_features: int, out_features: int, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, region: Region) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.weight = nn.Parameter(torch.empty(out_features, in_features // axis.size))
+        self.region = region
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // region.axis.size))
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x_bsi: Tensor) -> Tensor:
         """[b, s, in / size] -> [b, t, out]."""
-        if self.axis.size == 1:
+        if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
-            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.fused)
-        close = scatter_sequence if self.sequence_parallel else leave_region
-        return close(linear(x_bsi, self.weight, None, self.weight_gradients, self.fused), self.axis) + self.bias
+            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
+        return closing_linear(x_bsi, self.weight, self.region, self.weight_gradients) + self.bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
@@ -100,13 +98,11 @@ class PositionShardEmbedding(nn.Module):
 class VocabParallelHead(SplitLayer):
     """Output projection whose rows are cut over the axis. The region it opens is closed by the loss."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, region: Region) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, axis.size), hidden_size))
+        self.region = region
+        self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, region.axis.size), hidden_size))
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included."""
-        if self.sequence_parallel:
-            return gathered_linear(hidden_bth, self.weight, None, self.axis, self.weight_gradients, self.fused)
-        return linear(enter_region(hidden_bth, self.axis), self.weight, None, self.weight_gradients, self.fused)
+        return opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)

@@ -124,12 +124,10 @@ class SplitLayer(nn.Module):
 
     Attributes:
         weight_gradients: of the rank, where its schedule splits the backward pass.
-        fused: products by `megads.ops.linear`'s choice, not by torch's.
     """
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None = None
-    fused: bool = False
 
 
 def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
@@ -142,14 +140,3 @@ def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
     for layer in module.modules():
         if isinstance(layer, SplitLayer):
             layer.weight_gradients = gradients
-
-
-def choose_products(module: nn.Module) -> None:
-    """Lets the tensor-parallel linear layers of a module multiply by `megads.ops.linear`'s choice.
-
-    Args:
-        module: cut already; changed in place.
-    """
-    for layer in module.modules():
-        if isinstance(layer, SplitLayer):
-            layer.fused = True

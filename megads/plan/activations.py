@@ -11,15 +11,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megads.model.config import Position
+from megads.model.config import MLPKind, Position
+from megads.ops.config import AUGMENTED_FEATURES
 from megads.parallel.config import Recompute
 from megads.plan.dropout import explicit_attention, hidden_dropout
 from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.tape import Op, recomputed
 
 
+def _norm_op(p: Pass, name: str, *, beside: int = 0, backward: int) -> Op:
+    """A norm: its input is kept, its output is not its own.
+
+    Args:
+        p: the micro-batch.
+        name: which norm.
+        beside: bytes that are alive beside it forward.
+        backward: of the gradients that are alive together.
+    """
+    # The square, or the product, beside the output.
+    working = p.norm_working
+    forward = beside + p.hidden + working
+    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_sums)
+
+
 def embedding_ops(p: Pass) -> list[Op]:
-    """Word embedding, learned positions, embedding LayerNorm, dropout."""
+    """Word embedding, learned positions, embedding norm, dropout."""
     model, hidden = p.model, p.hidden
     mask, drawing = hidden_dropout(p)
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
@@ -32,7 +48,7 @@ def embedding_ops(p: Pass) -> list[Op]:
         backward=p.closed_backward(p.region_hidden),
         gradient=words + positions,
     )
-    norm = Op("embedding norm", kept=hidden + p.norm_statistics, forward=hidden, backward=2 * hidden + p.norm_sums)
+    norm = _norm_op(p, "embedding norm", backward=2 * hidden)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
@@ -46,19 +62,30 @@ def document_mask_ops(p: Pass) -> list[Op]:
     return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
 
 
-def _rotary_ops(p: Pass) -> list[Op]:
-    """Queries and keys turned, values copied; all of it is kept by the attention core alone.
+def _copied_ops(p: Pass) -> list[Op]:
+    """Queries and keys turned, or queries of several groups put beside each other; values copied.
 
-    Forward, beside the QKV projection and the turned queries, the keys are cast to fp32, turned in halves and joined;
-    backward runs the same way for each.
+    All of it is kept by the attention core alone. Turning, beside the QKV projection and the turned queries, the keys
+    are cast to fp32, turned in halves and joined; backward runs the same way for each.
     """
+    grouped = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
     if p.model.position is not Position.rope:
-        return []
-    if p.fused:  # the kernel has no temporaries; the projection is there until attention returns
-        return [Op("rotary", forward=7 * p.attention, backward=p.hidden + 6 * p.attention)]
-    fp32 = FP32 * p.attention // p.weight_bytes
-    turning = 2 * fp32 + (fp32 + p.attention if p.weight_bytes < FP32 else 0)
-    return [Op("rotary", forward=4 * p.attention + turning, backward=p.hidden + 3 * p.attention + turning)]
+        return [Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)] if grouped else []
+    there = p.projection + grouped
+    if p.fused:  # the kernel has no temporaries
+        return [Op("rotary", forward=there + p.projection, backward=p.hidden + grouped + 2 * p.projection)]
+
+    def turning(size: int) -> int:
+        fp32 = FP32 * size // p.weight_bytes
+        return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
+
+    return [
+        Op(
+            "rotary",
+            forward=there + max(turning(p.attention), p.attention + turning(p.keys)),
+            backward=p.hidden + there + turning(p.attention),
+        )
+    ]
 
 
 def _gather_op(p: Pass) -> list[Op]:
@@ -75,7 +102,7 @@ def _gather_op(p: Pass) -> list[Op]:
         Op(
             "gathered keys and values",
             kept=p.gathered_keys_and_values,
-            forward=3 * p.attention + 2 * p.attention + p.gathered_keys_and_values * (1 if p.cuda else 2),
+            forward=p.projection + 2 * p.keys + p.gathered_keys_and_values * (1 if p.cuda else 2),
             backward=p.hidden
             + p.attention
             + p.gathered_keys_and_values
@@ -95,23 +122,40 @@ def _attention_op(p: Pass) -> Op:
     The explicit product saves contiguous copies of queries, keys and values beside its probabilities; the QKV
     projection, which nobody saves, is alive beside it.
     """
-    inputs = p.attention if p.cp > 1 else 3 * p.attention
-    made = p.attention + (p.gathered_keys_and_values or 2 * p.attention)
+    inputs = p.attention if p.cp > 1 else p.projection
+    made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
+    if p.augmented_attention:
+        return _augmented_attention_op(p)
     if not p.explicit_attention:
         # Our own kernel keeps two numbers of every row in its place.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
             "attention",
             kept=inputs + p.attention + logsumexp,
-            forward=0 if p.cp == 1 else 3 * p.attention,
+            forward=0 if p.cp == 1 else p.projection,
             backward=p.hidden + p.attention + made,
         )
+    one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
+    if one_group and p.cp == 1 and p.model.position is not Position.rope:
+        inputs += p.attention  # the queries are copied, keys and values are views of the projection
     kept, forward, backward = explicit_attention(p)
     return Op(
         "attention",
         kept=inputs + kept,
-        forward=3 * p.attention + forward,
+        forward=p.projection + forward,
         backward=p.hidden + max(2 * p.attention, made) + backward,
+    )
+
+
+def _augmented_attention_op(p: Pass) -> Op:
+    """Longer copies of queries, keys, values and the output, and of the output what the next product reads."""
+    length = p.model.head_dim + AUGMENTED_FEATURES
+    wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
+    return Op(
+        "attention",
+        kept=wide + p.attention + FP32 * p.tokens * p.heads,
+        forward=p.projection,
+        backward=p.hidden + p.attention + wide,
     )
 
 
@@ -120,7 +164,7 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
     ops = [*_gather_op(p), _attention_op(p)]
     if not recompute:
         return ops
-    projection = 3 * p.attention
+    projection = p.projection
     if p.cp > 1 or p.explicit_attention:  # what is kept otherwise are copies
         ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
     # The gradients of the core's output and of the residual beside it.
@@ -129,25 +173,25 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
 
 def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
-    hidden, attention, width = p.hidden, p.attention, p.model.hidden_size
+    hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
     mask, drawing = hidden_dropout(p)
     dropped = hidden if mask else 0
-    qkv = p.matrix(3 * width // p.tp, width)
+    qkv = p.matrix(p.model.qkv_width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
-    copied, still_there = (attention, 4 * attention) if p.explicit_attention else (0, 0)
+    copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
     if recompute_core:
         copied, still_there = attention, attention if p.explicit_attention else 0
     return [
-        Op("input norm", kept=hidden + p.norm_statistics, forward=hidden, backward=3 * hidden + p.norm_sums),
+        _norm_op(p, "input norm", backward=3 * hidden),
         Op(
             "qkv",
             kept=hidden,
-            forward=p.opened(3 * attention),
-            backward=hidden + p.opened_backward(3 * attention, qkv),
+            forward=p.opened(projection),
+            backward=hidden + p.opened_backward(projection, qkv),
             gradient=qkv,
-            deferred=hidden + 3 * attention,
+            deferred=hidden + projection,
         ),
-        *_rotary_ops(p),
+        *_copied_ops(p),
         *_core_ops(p, recompute_core),
         Op(
             "attention output",
@@ -161,35 +205,49 @@ def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     ]
 
 
+def _inner_op(p: Pass, attended: int) -> tuple[Op, int]:
+    """What is between the MLP's projections, and the bytes of its input.
+
+    Of GELU that is kept, and of our own kernel of SwiGLU; torch's also keeps silu(gate), and backward has the gradients
+    of both factors before they are put together.
+    """
+    hidden, ffn = p.hidden, p.ffn
+    if p.model.mlp is MLPKind.gelu:
+        return Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn), ffn
+    silu, apart = (0, 0) if p.fused else (ffn, 2 * ffn)
+    kept, backward = 2 * ffn + silu, hidden + 3 * ffn + apart
+    return Op("swiglu", kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
+
+
 def mlp_ops(p: Pass) -> list[Op]:
-    """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
+    """x + dropout(mlp(norm(x))). The output of attention lives until the block returns.
+
+    In a parallel block the norm is attention's, whose QKV projection keeps it.
+    """
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
-    attended = hidden
+    attended, normed = hidden, 0 if p.model.parallel_block else hidden
     mask, drawing = hidden_dropout(p)
     dropped = hidden if mask else 0
-    matrix = p.matrix(p.model.ffn_width // p.tp, width)
+    inner, opened = _inner_op(p, attended)
+    into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
+    norm = _norm_op(p, "post-attention norm", beside=attended + dropped, backward=3 * hidden)
     return [
-        Op(
-            "post-attention norm",
-            kept=hidden + p.norm_statistics,
-            forward=attended + dropped + hidden,
-            backward=3 * hidden + p.norm_sums,
-        ),
+        *([] if p.model.parallel_block else [norm]),
         Op(
             "mlp up",
-            kept=hidden,
-            forward=attended + p.opened(ffn),
-            backward=hidden + p.opened_backward(ffn, matrix),
-            gradient=matrix,
-            deferred=hidden + ffn,
+            kept=normed,
+            forward=attended + p.opened(opened),
+            backward=hidden + p.opened_backward(opened, into),
+            gradient=into,
+            deferred=normed + opened,
         ),
-        Op("gelu", kept=ffn, forward=attended + ffn, backward=hidden + 2 * ffn),
+        inner,
         Op(
             "mlp down",
             kept=ffn + mask,
             forward=attended + max(p.closed(), hidden + drawing),
             backward=hidden + dropped + p.closed_backward(ffn),
-            gradient=matrix,
+            gradient=out_of,
             deferred=ffn + p.region_hidden,
         ),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
@@ -203,13 +261,19 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
         p: the micro-batch.
         mode: what is recomputed of it.
     """
-    ops = [*attention_ops(p, mode is Recompute.selective), *mlp_ops(p)]
+    ops = attention_ops(p, mode is Recompute.selective)
+    if p.model.parallel_block:
+        # What the MLP's backward pass made of the norm's gradient waits for attention's share.
+        ops = [replace(op, backward=op.backward + p.hidden) for op in ops]
+    ops += mlp_ops(p)
+    if mode is Recompute.full and p.norm_in_steps and p.weight_bytes < FP32:  # a copy is kept, not the input
+        ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
 
 def final_norm_ops(p: Pass) -> list[Op]:
-    """The LayerNorm after the last block."""
-    return [Op("final norm", kept=p.hidden + p.norm_statistics, forward=p.hidden, backward=2 * p.hidden + p.norm_sums)]
+    """The norm after the last block."""
+    return [_norm_op(p, "final norm", backward=2 * p.hidden)]
 
 
 def head_ops(p: Pass) -> list[Op]:
@@ -242,6 +306,7 @@ def head_ops(p: Pass) -> list[Op]:
             kept=p.hidden,
             forward=p.opened(p.logits),
             backward=p.opened_backward(p.logits, matrix),
+            arriving=p.logits,
             gradient=matrix,
             deferred=p.hidden + p.logits,
         ),

@@ -35,9 +35,20 @@ class LayerFlops:
 
 def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
     """Of one block: its matrices and attention's two products, as PaLM counts them."""
-    matrices = 2 * (4 * config.hidden_size**2 + 2 * config.hidden_size * config.ffn_width)
-    attention = 4 * config.hidden_size * seq_len
+    matrices = sum(_matrices(config))
+    attention = 2 * _product(config, seq_len)
     return LayerFlops(matrices + attention, matrices + 2 * attention, matrices)
+
+
+def _matrices(config: ModelConfig) -> tuple[int, int, int]:
+    """Operations a token of a block's projections: attention's, those into the MLP, and the one out of it."""
+    twice = 2 * config.hidden_size
+    return twice * (config.qkv_width + config.hidden_size), twice * config.mlp_rows, twice * config.ffn_width
+
+
+def _product(config: ModelConfig, seq_len: int) -> int:
+    """Operations a token of one of attention's two products; a window is as many keys as a token sees at most."""
+    return 2 * config.hidden_size * min(seq_len, config.window or seq_len)
 
 
 def head_flops(config: ModelConfig) -> LayerFlops:
@@ -49,7 +60,8 @@ def head_flops(config: ModelConfig) -> LayerFlops:
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*h*S.
 
-    The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B).
+    The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
+    window takes the place of S where it is smaller.
 
     Args:
         config: the model; L = num_layers, h = hidden_size.
@@ -77,12 +89,12 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
 
 def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     """Operations a token that a block's backward pass does again, by what is recomputed of it."""
-    hidden, ffn = config.hidden_size, config.ffn_width
-    scores = values = 2 * hidden * seq_len
+    attention, into, out_of = _matrices(config)
+    product = _product(config, seq_len)
     explicit = config.attention_dropout or config.attention is AttentionKind.fused_softmax
-    core = scores + (0 if explicit else values)
-    matrices = 8 * hidden * hidden + (4 if config.hidden_dropout else 2) * hidden * ffn
-    return {Recompute.none: 0, Recompute.selective: core, Recompute.full: matrices + scores + values}
+    core = product if explicit else 2 * product
+    full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
+    return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}
 
 
 def hardware_tflops_bloom(

@@ -1,8 +1,9 @@
 """One micro-batch on one rank: the sizes from which the plan's operations are made.
 
 Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
-rank's share of the attention width and the MLP width; n = this rank's heads, s = tokens of a whole sample. With
-sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of them.
+rank's share of the attention width and the MLP width, k/t of that of the keys; n = this rank's heads, s = tokens of a
+whole sample. With sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, NormKind, Position
 from megads.parallel.tensor import padded_rows
 
 FP32, INT64 = 4, 8
@@ -30,7 +31,7 @@ class Pass:
         cuda: on a GPU; else on a CPU.
         sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
         document_mask: packed documents are hidden from each other.
-        fused: megads' own kernels compute attention, norms, GELU and the loss.
+        fused: megads' own kernels compute attention, norms, what is between the MLP's projections, and the loss.
     """
 
     model: ModelConfig
@@ -71,8 +72,18 @@ class Pass:
 
     @property
     def attention(self) -> int:
-        """T h/t w: bytes of this rank's queries, keys, values or context."""
+        """T h/t w: bytes of this rank's queries or context."""
         return self.region_hidden // self.tp
+
+    @property
+    def keys(self) -> int:
+        """T k/t w: bytes of this rank's keys, or values."""
+        return self.attention // self.model.queries_per_kv
+
+    @property
+    def projection(self) -> int:
+        """Bytes of this rank's queries, keys and values together."""
+        return self.attention + 2 * self.keys
 
     @property
     def reordered(self) -> int:
@@ -139,9 +150,28 @@ class Pass:
         return self.tokens * self.vocab_rows * self.weight_bytes
 
     @property
-    def norm_statistics(self) -> int:
-        """Mean and reciprocal deviation of a LayerNorm: torch's on a CPU in the weights' dtype, else in fp32."""
-        return 2 * self.tokens // self.shards * (FP32 if self.cuda or self.fused else self.weight_bytes)
+    def norm_in_steps(self) -> bool:
+        """Torch's RMSNorm on a CPU, which has no kernel: products in fp32, whose factors are kept."""
+        return self.model.norm is NormKind.rmsnorm and not self.fused and not self.cuda
+
+    @property
+    def norm_kept(self) -> int:
+        """Bytes that a norm keeps: its input and two statistics of every token, in fp32.
+
+        Torch's LayerNorm has them in the weights' dtype on a CPU; its RMSNorm has one of them alone.
+        """
+        tokens = self.tokens // self.shards
+        if self.norm_in_steps:
+            return FP32 * tokens * (2 * self.model.hidden_size + 1)
+        if self.fused:
+            return self.hidden + 2 * FP32 * tokens
+        count = 1 if self.model.norm is NormKind.rmsnorm else 2
+        return self.hidden + count * tokens * (FP32 if self.cuda else self.weight_bytes)
+
+    @property
+    def norm_working(self) -> int:
+        """Bytes of the fp32 products that are alive beside a norm's output, or beside the gradient of its input."""
+        return FP32 * self.tokens // self.shards * self.model.hidden_size if self.norm_in_steps else 0
 
     @property
     def norm_sums(self) -> int:
@@ -164,12 +194,17 @@ class Pass:
     @property
     def fused_attention(self) -> bool:
         """Megads' own kernel computes the whole of attention."""
-        return self.masked_by_kernel and not self.explicit_attention
+        return self.masked_by_kernel and not self.explicit_attention and not self.augmented_attention
+
+    @property
+    def augmented_attention(self) -> bool:
+        """Torch's causal kernel computes attention on longer queries, keys and values."""
+        return self.model.attention is AttentionKind.augmented and self.weight_bytes < FP32
 
     @property
     def bias_table(self) -> int:
         """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
-        if self.masked_by_kernel:
+        if self.masked_by_kernel or self.augmented_attention:
             return 0
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 
@@ -186,7 +221,7 @@ class Pass:
     @property
     def gathered_keys_and_values(self) -> int:
         """Bytes of the whole sample's keys and values where samples are cut, else 0."""
-        return 2 * self.cp * self.attention if self.cp > 1 else 0
+        return 2 * self.cp * self.keys if self.cp > 1 else 0
 
     def matrix(self, *shape: int) -> int:
         """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -12,7 +12,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, ffn = config.hidden_size, config.ffn_width
 
     def norm(name: str) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)}
+        parts = ("weight", "bias") if config.norm is NormKind.layernorm else ("weight",)
+        return {f"{name}.{part}": (hidden,) for part in parts}
 
     def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
@@ -24,10 +25,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= norm("embedding.norm")
     for block in range(config.num_layers):
         shapes |= norm(f"blocks.{block}.input_norm")
-        shapes |= linear(f"blocks.{block}.attention.qkv", 3 * hidden, hidden)
+        shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
         shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
-        shapes |= norm(f"blocks.{block}.post_attention_norm")
-        shapes |= linear(f"blocks.{block}.mlp.up", ffn, hidden)
+        if not config.parallel_block:
+            shapes |= norm(f"blocks.{block}.post_attention_norm")
+        into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
+        shapes |= linear(f"blocks.{block}.mlp.{into}", config.mlp_rows, hidden)
         shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
     shapes |= norm("final_norm")
     if not config.tie_embeddings:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from megads.ops.library import loaded_kernels
+from megads.ops.linear import linear_into
+
 KNOWN_BF16_TFLOPS = (
     ("B200", 2250.0),
     ("GH200", 989.0),
@@ -41,8 +44,8 @@ def device_peak_tflops(
     """Peak TFLOPs of one device.
 
     The configured figure, else the data sheet's for a known GPU in bf16, else the best matrix product measured on this
-    device, which is cached. Where several ranks share a CPU, call it on one rank while the others wait: they would
-    measure each other.
+    device, torch's or that of the kernels this process has loaded, which is cached. Where several ranks share a CPU,
+    call it on one rank while the others wait: they would measure each other.
 
     Args:
         device: where the rank computes.
@@ -60,14 +63,15 @@ def device_peak_tflops(
             return known
     else:
         name = _cpu_model()
-    key = {"device": name, "threads": threads, "dtype": str(dtype), "torch": torch.__version__}
+    kernels = loaded_kernels()
+    key = {"device": name, "threads": threads, "dtype": str(dtype), "torch": torch.__version__, "kernels": kernels}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_dir if cache_dir is not None else Path.home() / ".cache" / "megads"
     path = folder / f"peak_{digest}.json"
     cached = _read_cache(path, key)
     if cached is not None:
         return cached
-    measured = _measure_tflops(device, dtype, threads)
+    measured = max(_measure_tflops(device, dtype, threads, fused) for fused in {False, kernels != "torch"})
     _write_cache(path, {**key, "tflops": measured})
     return measured
 
@@ -102,7 +106,7 @@ def _write_cache(path: Path, entry: dict[str, object]) -> None:
         pass
 
 
-def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int, fused: bool) -> float:
     """TFLOPs of the fastest of several square matrix products, in about a second."""
     size = _GEMM_SIZE.get(device.type, 1024)
     left = torch.ones(size, size, dtype=dtype, device=device)
@@ -112,7 +116,7 @@ def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int) -> f
         stop = time.perf_counter() + _MEASURE_S
         while time.perf_counter() < stop:
             start = time.perf_counter()
-            torch.mm(left, right, out=product)
+            linear_into(product, left, right, fused)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             best_s = min(best_s, time.perf_counter() - start)

@@ -11,37 +11,13 @@ from typing import Any
 
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule_clock import ScheduleCosts, Timeline
+from megads.runtime.span import Span
 
 _SENDS: Mapping[str, tuple[str, int]] = {
     ActionKind.send_activation: (ActionKind.receive_activation, 1),
     ActionKind.send_gradient: (ActionKind.receive_gradient, -1),
 }
 """What receives a message, and how many stages further."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """Something that a rank did.
-
-    Attributes:
-        kind: an ActionKind, or what follows the schedule; a receive is the wait for it.
-        micro_batch: for which; None for what concerns all.
-        stage: of which virtual stage; None likewise.
-        start_s: seconds since the first thing that any rank did.
-        end_s: likewise.
-    """
-
-    kind: str
-    micro_batch: int | None
-    stage: int | None
-    start_s: float
-    end_s: float
-
-    @property
-    def name(self) -> str:
-        """As in forward 3."""
-        words = self.kind.replace("_", " ")
-        return words if self.micro_batch is None else f"{words} {self.micro_batch}"
 
 
 @dataclass(frozen=True)
@@ -52,13 +28,13 @@ class RankTrace:
         rank: global rank; the place in the pipeline of a simulated one.
         pipeline_rank: its place in the pipeline.
         replica: what tells its pipeline from others: places along the other axes.
-        bars: by their starts.
+        bars: by their starts; times are seconds since the first thing that any rank did.
     """
 
     rank: int
     pipeline_rank: int
     replica: tuple[int, ...]
-    bars: tuple[Bar, ...]
+    bars: tuple[Span, ...]
 
 
 def simulated_step(timeline: Timeline) -> list[RankTrace]:
@@ -69,7 +45,7 @@ def simulated_step(timeline: Timeline) -> list[RankTrace]:
             rank,
             (),
             tuple(
-                Bar(span.action.kind.value, span.action.micro_batch, span.action.stage, span.start, span.end)
+                Span(span.action.kind.value, span.action.micro_batch, span.action.stage, span.start, span.end)
                 for span in row
                 if span.end > span.start or span.action.kind.sends or span.action.kind.receives
             ),
@@ -88,7 +64,7 @@ def idle_share(traces: Sequence[RankTrace]) -> float:
     return 1 - sum(bar.end_s - bar.start_s for bar in every) / (len(traces) * whole)
 
 
-def _is_pass(bar: Bar) -> bool:
+def _is_pass(bar: Span) -> bool:
     return bar.kind in list(ActionKind) and ActionKind(bar.kind).computes
 
 

@@ -18,6 +18,8 @@ class Op:
             is among it, unless it is kept.
         backward: most that is alive while it runs backward beside everything kept up to it, its own included; the
             gradient of its weight is not among it.
+        arriving: the gradient of its output among `backward`, which is freed before the gradient of its weight is added
+            to the fp32 sums; 0 where it is too little to matter.
         gradient: of its weight, as backward makes it, before it is added to the fp32 sums.
         deferred: what its gradient is made from where it is put off to the weight part of the backward pass: its input
             and the gradient of its output; 0 where it cannot be.
@@ -29,6 +31,7 @@ class Op:
     kept: int = 0
     forward: int = 0
     backward: int = 0
+    arriving: int = 0
     gradient: int = 0
     deferred: int = 0
     shared: bool = False
@@ -153,11 +156,14 @@ def backward_moments(
     made = 0
     for op in reversed(ops):
         gradient = 0 if split and op.deferred else op.gradient
-        made += 0 if op.shared else gradient * widening
-        temporary = op.backward + gradient
+        running = op.backward + gradient
+        adding = running - op.arriving
         if cast:  # once the operation is done and has freed what it kept
-            temporary = max(temporary, temporary + gradient * widening - op.kept)
-        yield _moment(f"{op.name}, backward", op, temporary, Moment("", sums(made), activations, loss))
+            adding += max(0, gradient * widening - op.kept)
+        name, before = f"{op.name}, backward", Moment("", sums(made), activations, loss)
+        made += 0 if op.shared else gradient * widening
+        after = replace(before, gradients=sums(made))
+        yield max(_moment(name, op, running, before), _moment(name, op, adding, after), key=lambda m: m.total)
         activations -= 0 if op.is_loss else op.kept
         activations += op.deferred if split else 0
         loss -= op.kept if op.is_loss else 0

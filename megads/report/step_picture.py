@@ -11,8 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megads.parallel.pipeline_actions import ActionKind
-from megads.plan.step_trace import Bar, RankTrace, idle_share
+from megads.plan.step_trace import RankTrace, idle_share
 from megads.report.style import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PINK, REGULAR_INCHES, WIDE_INCHES
+from megads.runtime.span import Span
 
 _LOOKS = {
     "forward": (BLUE, (ActionKind.forward,)),
@@ -85,7 +86,7 @@ def _shown(traces: Sequence[RankTrace]) -> list[RankTrace]:
     return rows[:_MOST_ROWS]
 
 
-def _look(bar: Bar) -> tuple[str, str]:
+def _look(bar: Span) -> tuple[str, str]:
     return next(((label, color) for label, (color, kinds) in _LOOKS.items() if bar.kind in kinds), (_OTHERS, PINK))
 
 

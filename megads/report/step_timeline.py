@@ -14,9 +14,10 @@ from matplotlib.figure import Figure
 from megads.errors import ConfigError
 from megads.parallel.schedule import Schedule, build_schedule
 from megads.parallel.schedule_clock import run_clock
-from megads.plan.step_trace import Bar, RankTrace, mean_costs, measured_layer_costs, perfetto_trace, simulated_step
+from megads.plan.step_trace import RankTrace, mean_costs, measured_layer_costs, perfetto_trace, simulated_step
 from megads.report.history import RunHistory, number
 from megads.report.step_picture import Panel, draw_steps
+from megads.runtime.span import Span
 
 TIMELINE_FOLDER = "timeline"
 _FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
@@ -55,7 +56,7 @@ def _traces(records: Sequence[Mapping[str, Any]]) -> list[RankTrace]:
     begin = min((bar.start_s for _, bars in rows.values() for bar in bars), default=0.0)
     traces = []
     for rank, (record, bars) in sorted(rows.items()):
-        moved = [Bar(bar.kind, bar.micro_batch, bar.stage, bar.start_s - begin, bar.end_s - begin) for bar in bars]
+        moved = [Span(bar.kind, bar.micro_batch, bar.stage, bar.start_s - begin, bar.end_s - begin) for bar in bars]
         replica = tuple(_place(record, axis) for axis in ("dp", "cp", "tp"))
         ordered = tuple(sorted(moved, key=lambda bar: (bar.start_s, -bar.end_s)))
         traces.append(RankTrace(rank, _place(record, "pp"), replica, ordered))
@@ -67,7 +68,7 @@ def _place(record: Mapping[str, Any], axis: str) -> int:
     return int(value) if math.isfinite(value) else 0
 
 
-def _bars(record: Mapping[str, Any]) -> list[Bar]:
+def _bars(record: Mapping[str, Any]) -> list[Span]:
     offset = number(record.get("clock_offset_s", 0.0))
     offset = offset if math.isfinite(offset) else 0.0
     bars = []
@@ -76,7 +77,7 @@ def _bars(record: Mapping[str, Any]) -> list[Bar]:
             continue
         start, end = (number(span.get(key)) + offset for key in ("start_s", "end_s"))
         if start <= end:
-            bars.append(Bar(span["kind"], _index(span.get("micro_batch")), _index(span.get("stage")), start, end))
+            bars.append(Span(span["kind"], _index(span.get("micro_batch")), _index(span.get("stage")), start, end))
     return bars
 
 

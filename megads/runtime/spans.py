@@ -11,27 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megads.runtime.span import Span
+
 PINGS = 8
 """Round trips by which two clocks are compared; the fastest one counts."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One thing that a rank did.
-
-    Attributes:
-        kind: what: an action of the pipeline's schedule, or what follows it.
-        micro_batch: for which; None for what concerns all.
-        stage: of which virtual stage; None likewise.
-        start_s: when it began, on this rank's monotonic clock.
-        end_s: when it was over.
-    """
-
-    kind: str
-    micro_batch: int | None
-    stage: int | None
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)

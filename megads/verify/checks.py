@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megads.model.config import ModelConfig
 from megads.verify.run import Run
 
 Array = npt.NDArray[Any]
@@ -61,11 +62,12 @@ def relative(value: Array, reference: Array) -> float:
     return float(np.linalg.norm(value.astype(np.float64) - wanted) / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
-def without_key_bias(name: str, values: Array, num_heads: int) -> Array:
+def without_key_bias(name: str, values: Array, model: ModelConfig) -> Array:
     """Leaves out the key biases: softmax does not feel them, their gradient is rounding noise that Adam blows up."""
     if not name.endswith("attention.qkv.bias"):
         return values
-    return np.delete(values.reshape(num_heads, 3, -1), 1, axis=1)
+    queries = model.queries_per_kv
+    return np.delete(values.reshape(model.kv_heads, queries + 2, -1), queries, axis=1)
 
 
 def _scalar(what: str, found: float, wanted: float, bound: float) -> Deviation:
@@ -142,11 +144,11 @@ def measure_norms(run: Run, reference: Run) -> list[Deviation]:
 
 def measure_weights(run: Run, reference: Run) -> list[Deviation]:
     """N3: every weight after the last step, relative to its norm; key biases excepted."""
-    heads = reference.num_heads
+    model = reference.model
     return [
         Deviation(
             name,
-            relative(without_key_bias(name, run.weights[name], heads), without_key_bias(name, weight, heads)),
+            relative(without_key_bias(name, run.weights[name], model), without_key_bias(name, weight, model)),
             1e-4,
         )
         for name, weight in reference.weights.items()

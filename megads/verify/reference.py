@@ -27,7 +27,7 @@ def train_reference(scenario: Scenario) -> Run:
     groups = parameter_groups(masters.items(), tied_name=tied, weight_decay=scenario.optim.weight_decay)
     beta1, beta2 = scenario.optim.betas
     adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=(beta1, beta2), eps=scenario.optim.eps)
-    run = Run(validation=_validate(model, scenario), num_heads=scenario.model.num_heads)
+    run = Run(validation=_validate(model, scenario), model=scenario.model)
     run.initial = {name: m.detach().numpy().copy() for name, m in masters.items()}
     for step in range(scenario.steps):
         loss, tokens, gradients = _gradients(model, scenario, step)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megads.engine.interface import Shard
 from megads.errors import NumericalError
+from megads.model.config import ModelConfig
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -84,7 +85,7 @@ class Run:
         reductions: dtype and number of elements of every gradient reduction.
         disagreements: what ranks report differently although all report it of the whole run.
         stream: the samples; several digests where ranks were given different rows under one number.
-        num_heads: of the model, by which key biases are found.
+        model: what was trained, by which key biases are found.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -98,21 +99,21 @@ class Run:
     reductions: set[tuple[str, int]] = field(default_factory=set)
     disagreements: list[str] = field(default_factory=list)
     stream: Stream = field(default_factory=Stream)
-    num_heads: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
 
 
-def join(ranks: Sequence[RankRun], num_heads: int) -> Run:
+def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
     """Puts together what the ranks of one training hold.
 
     Args:
         ranks: of one training, in order.
-        num_heads: of the model.
+        model: what they trained.
 
     Raises:
         NumericalError: what ranks own overlaps or leaves holes.
     """
     first = ranks[0]
-    run = Run(first.losses, first.norms, first.tokens, validation=first.validation, num_heads=num_heads)
+    run = Run(first.losses, first.norms, first.tokens, validation=first.validation, model=model)
     for number, rank in enumerate(ranks):
         for what in ("losses", "norms", "tokens", "validation"):
             ours, theirs = getattr(rank, what), getattr(first, what)

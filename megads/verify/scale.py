@@ -16,6 +16,8 @@ DEFAULT_RANKS = 8
 # Data ranks only repeat each other; tensor ranks are where most can go wrong.
 _SHRINK_FIRST = ("dp", "pp", "cp", "tp")
 _HEAD_DIM = 8
+_WINDOW = 5
+"""Below any small sample."""
 _VOCABULARY = 509
 """Prime: every tensor-parallel layout pads it."""
 _SEQ_LEN, _SAMPLES = 16, 8
@@ -186,11 +188,22 @@ def scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelC
         num_layers=min(model.num_layers, max(3, 2 * parallel.num_stages - 1)),
         hidden_size=width,
         num_heads=heads,
+        num_kv_heads=_kv_heads(model, tp, heads, parallel.tp),
         ffn_size=ffn,
+        window=None if model.window is None else min(model.window, _WINDOW),
         vocab_size=min(model.vocab_size or _VOCABULARY, _VOCABULARY),
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
+
+
+def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | None:
+    """Heads of keys and values beside so many of queries: shared where they were, several a rank where there were."""
+    if model.queries_per_kv == 1:
+        return None
+    share = heads // small_tp
+    most = min(model.kv_heads // tp, share // 2)
+    return small_tp * max(count for count in range(1, most + 1) if share % count == 0)
 
 
 def _with_batches(
@@ -224,7 +237,7 @@ def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tupl
             f"layout: {', '.join(shrunk)}: {wanted.parallel.world_size} ranks are {parallel.world_size} here "
             "(verify.max_ranks)"
         )
-    names = ("num_layers", "hidden_size", "num_heads", "ffn_size", "vocab_size")
+    names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "window", "vocab_size")
     sizes = [
         f"{name} {getattr(wanted.model, name) or 'null'} -> {getattr(scenario.model, name)}"
         for name in names

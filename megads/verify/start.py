@@ -58,7 +58,7 @@ def run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]
         return code, []
     by_rank: list[list[RankRun]] = [pickle.loads(result_path(folder, rank).read_bytes()) for rank in range(ranks)]
     of_scenarios = zip(job.scenarios, zip(*by_rank, strict=True), strict=True)
-    return code, [join(runs, scenario.model.num_heads) for scenario, runs in of_scenarios]
+    return code, [join(runs, scenario.model) for scenario, runs in of_scenarios]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megads.cli.interactive import converse
 from megads.data.tokenizer import load_tokenizer
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
 from megads.evaluate.config import GenerateConfig
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT
 from tests.command import StartCommand, checkpoint_of, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset, write_run
@@ -77,6 +77,18 @@ def test_one_prompt(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None
     greedy.echo = False
     run(greedy, NOWHERE)
     assert capsys.readouterr().out == shown.out.removeprefix("def f(x, y")
+
+
+def test_a_model_with_every_feature(small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches keys of the model that a checkpoint does not carry, and a window that generation does not keep to."""
+    shape = model_config(
+        Position.rope, num_kv_heads=2, window=5, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, parallel_block=True
+    )
+    prefix = small_run.parent.parent / "data" / "corpus"
+    features = write_run(tmp_path / "features", prefix, hot_model(shape))
+    assert run(config(features, prompt="def f(x, y", temperature=0.0, end_of_document="none"), NOWHERE) == 0
+    carried = prefix.with_name("corpus.tokenizer.json")
+    assert capsys.readouterr().out == greedy_text(hot_model(shape), carried, "def f(x, y", 12) + "\n"
 
 
 def test_batches_and_their_file(small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,12 @@ def test_dry_run_shows_memory_and_refuses_nothing(capsys: pytest.CaptureFixture[
     assert re.search(r"memory .*: fits", capsys.readouterr().out)
 
 
+def test_dry_run_names_shared_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run that would not say whether its heads share keys."""
+    assert run(["train", "train.steps=1", "model=tiny_llama", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0
+    assert "2 layers, hidden 64, 4 heads on 2 of keys, rope; vocabulary 512" in capsys.readouterr().out
+
+
 def test_launcher_settles_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches auto that reaches a rank, that recomputes where there is room, or changes which run is continued.
 

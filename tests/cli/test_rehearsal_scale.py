@@ -11,6 +11,7 @@ from megads.data.blend_config import DatasetConfig
 from megads.data.config import DataConfig
 from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
+from megads.runtime.config import ClusterConfig, ClusterKind
 
 
 def test_every_layout_is_scaled_to_one_that_runs_on_its_nodes() -> None:
@@ -41,3 +42,14 @@ def test_a_large_run_becomes_a_small_one_of_its_kind(tmp_path: Path) -> None:
     assert (small.model.position, small.parallel.recompute) == (Position.rope, Recompute.full)
     assert small.run.dir == str(tmp_path / "run") and small.data.train[0].path == "small"
     assert small.cluster.ranks_per_node == 2
+
+
+def test_a_run_of_one_rank_keeps_its_spare_node(tmp_path: Path) -> None:
+    """Catches a rehearsal that shares one rank out over its node and the spare: none on each, and a refused config."""
+    config = RootConfig(
+        data=DataConfig(train=[DatasetConfig("data/bloom")]),
+        cluster=ClusterConfig(kind=ClusterKind.slurm, spare_nodes=1),
+    )
+    small = scaled_run(config, run_dir=tmp_path / "run", data="small", last_step=7, nodes=2, max_ranks=4)
+    small.cluster.check()
+    assert (small.cluster.ranks_per_node, small.cluster.spare_nodes) == (1, 1)

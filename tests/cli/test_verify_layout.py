@@ -56,6 +56,16 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.distributed
+def test_a_model_with_every_feature_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a small copy of a model with shared keys, a window and gates that cannot be cut, or that has none."""
+    grouped = ("model.num_heads=8", "model.num_kv_heads=2", "model.window=100", "model.position=rope")
+    gated = ("model.norm=rmsnorm", "model.mlp=swiglu", "model.parallel_block=true")
+    assert run(["verify_layout", "parallel.tp=2", "parallel.cp=2", *grouped, *gated, *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "num_heads 8 -> 4" in shown and "num_kv_heads" not in shown and "window 100 -> 5" in shown
+
+
+@pytest.mark.distributed
 def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a verdict that nobody can act on: the parameters by name, the cause, and exit code 7."""
     plant("no_backward_all_reduce_of_column_layers")

@@ -59,3 +59,10 @@ def test_first_loss_in_bf16(layout: str) -> None:
     """Catches a softmax or a sum in bf16."""
     found = train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]).losses[0]
     assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND
+
+
+def test_first_loss_of_augmented_attention() -> None:
+    """Catches slopes of the wrong heads, or rounded to bf16: N4."""
+    model = replace(FIRST.model, attention=AttentionKind.augmented)
+    found = train_layout(replace(FIRST, model=model, ops=FUSED), LAYOUTS["tp2pp2"]).losses[0]
+    assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND

@@ -34,23 +34,15 @@ pytestmark = pytest.mark.distributed
 SHARDED = ("zero2dp2", "zero3dp2")
 
 
-CHECKS = (
-    parity.check_initial_weights,
-    parity.check_first_step,
-    parity.check_curve,
-    parity.check_replicas,
-    parity.check_reduction_dtype,
-    parity.check_validation,
-)
-
-
 @pytest.mark.parametrize("layout", ["zero3tp2dp2", "hierarchical"])
 def test_three_steps_equal_the_reference(layout: str) -> None:
     """Catches what the 50 steps of tests/engine/test_parity.py catch in the slow tier: wrong gradients, norms,
     replicas, initial weights or validation where ZeRO-3 meets tensor parallelism or subgroups (N1, N3, N7 to N10)."""
     scenario = scenario_with(steps=3, masked=True)
     reference, run = parity.train_reference(scenario), parity.train_layout(scenario, LAYOUTS[layout])
-    assert {check.__name__: check(run, reference) for check in CHECKS} == {check.__name__: [] for check in CHECKS}
+    assert {check.__name__: check(run, reference) for check in parity.EVERY_CHECK} == {
+        check.__name__: [] for check in parity.EVERY_CHECK
+    }
 
 
 def _partial_gradients(layout: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 
 Weights = Mapping[str, Tensor]
 
@@ -35,6 +35,10 @@ def slope(head: int, num_heads: int) -> float:
 def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + bias
+
+
+def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gain
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -63,32 +67,48 @@ def attention(
     starts: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
 ) -> Tensor:
-    """One sequence; row (head * 3 + part) * d + i of the QKV weight is feature i of a head's q, k or v.
+    """One sequence. The rows of the QKV weight are blocks of d: of each head of keys its queries', then k, then v.
 
     `starts` has the place at which each query's document starts, `positions` what RoPE counts.
     """
     seq_len, hidden = x_sh.shape
-    num_heads = config.num_heads
-    dim = hidden // num_heads
+    num_heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
+    dim, shared = hidden // num_heads, num_heads // kv_heads
     starts = [0] * seq_len if starts is None else starts
     positions = range(seq_len) if positions is None else positions
     context = torch.zeros_like(x_sh)
+
+    def projected(block: int) -> Tensor:
+        rows = slice(block * dim, (block + 1) * dim)
+        return x_sh @ qkv_weight[rows].T + qkv_bias[rows]
+
     for head in range(num_heads):
-        q, k, v = (
-            x_sh @ qkv_weight[rows : rows + dim].T + qkv_bias[rows : rows + dim]
-            for rows in ((head * 3 + part) * dim for part in range(3))
-        )
+        group, within = divmod(head, shared)
+        first = group * (shared + 2)
+        q, k, v = projected(first + within), projected(first + shared), projected(first + shared + 1)
         if config.position is Position.rope:
             q = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(q, positions, strict=True)])
             k = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(k, positions, strict=True)])
         for query in range(seq_len):
-            seen = range(starts[query], query + 1)
+            window = config.window or seq_len
+            seen = [key for key in range(starts[query], query + 1) if query - key < window]
             scores = torch.stack([q[query] @ k[key] / math.sqrt(dim) for key in seen])
             if config.position is Position.alibi:
-                scores = scores + slope(head, num_heads) * torch.tensor(list(seen), dtype=x_sh.dtype)
+                scores = scores + slope(head, num_heads) * torch.tensor(seen, dtype=x_sh.dtype)
             weights = dict(zip(seen, scores.exp() / scores.exp().sum(), strict=True))
             context[query, head * dim : (head + 1) * dim] = sum(weights[key] * v[key] for key in seen)
     return context @ dense_weight.T + dense_bias
+
+
+def mlp(x: Tensor, weights: Weights, name: str, config: ModelConfig) -> Tensor:
+    """Gates are the even rows of `gate_up`, what they gate the odd ones."""
+    if config.mlp is MLPKind.gelu:
+        inner = gelu_tanh(x @ weights[f"{name}.up.weight"].T + weights[f"{name}.up.bias"])
+    else:
+        both = x @ weights[f"{name}.gate_up.weight"].T + weights[f"{name}.gate_up.bias"]
+        gate, up = both[:, 0::2], both[:, 1::2]
+        inner = gate / (1 + (-gate).exp()) * up
+    return inner @ weights[f"{name}.down.weight"].T + weights[f"{name}.down.bias"]
 
 
 def logits(
@@ -102,6 +122,8 @@ def logits(
     w, eps = {name: tensor.double() for name, tensor in weights.items()}, config.norm_eps
 
     def norm(name: str, x: Tensor) -> Tensor:
+        if config.norm is NormKind.rmsnorm:
+            return rms_norm(x, w[f"{name}.weight"], eps)
         return layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], eps)
 
     x = w["embedding.word.weight"][tokens_s]
@@ -113,8 +135,12 @@ def logits(
         projections = (
             w[f"{block}.attention.{part}"] for part in ("qkv.weight", "qkv.bias", "dense.weight", "dense.bias")
         )
-        x = x + attention(norm(f"{block}.input_norm", x), *projections, config, starts, positions)
-        up = norm(f"{block}.post_attention_norm", x) @ w[f"{block}.mlp.up.weight"].T + w[f"{block}.mlp.up.bias"]
-        x = x + gelu_tanh(up) @ w[f"{block}.mlp.down.weight"].T + w[f"{block}.mlp.down.bias"]
+        normed = norm(f"{block}.input_norm", x)
+        attended = attention(normed, *projections, config, starts, positions)
+        if config.parallel_block:
+            x = x + attended + mlp(normed, w, f"{block}.mlp", config)
+        else:
+            x = x + attended
+            x = x + mlp(norm(f"{block}.post_attention_norm", x), w, f"{block}.mlp", config)
     head = w["embedding.word.weight"] if config.tie_embeddings else w["head.weight"]
     return norm("final_norm", x) @ head.T

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import AttentionKind, ModelConfig, Position
 from tests.model import naive
 
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
@@ -27,6 +27,55 @@ def hidden(seq_len: int = 7) -> Tensor:
     return torch.randn(2, seq_len, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
+FEATURES = {"num_kv_heads": 2, "window": 4}
+# Rows packed differently; the fourth token sees less than its window.
+STARTS = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 7, 7]])
+PACKED = BatchInfo(torch.tensor([0, 1]), document_starts=STARTS)
+
+
+@pytest.mark.parametrize("info", [INFO, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("position", [Position.alibi, Position.rope])
+def test_shared_keys_and_a_window_equal_the_naive_implementation(position: Position, info: BatchInfo) -> None:
+    """Catches a query head that reads another group's keys, a window that is off by one, that hides what a document
+    leaves or opens what it hides."""
+    attention, x = hot_attention(position, **FEATURES), hidden(9)
+    weights = (attention.qkv.weight, attention.qkv.bias, attention.dense.weight, attention.dense.bias)
+    config = ModelConfig(hidden_size=24, num_heads=6, position=position, **FEATURES)
+    starts = [None, None] if info.document_starts is None else STARTS.tolist()
+    expected = torch.stack([naive.attention(row, *weights, config, at) for row, at in zip(x, starts, strict=True)])
+    torch.testing.assert_close(attention(x, info), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("info", [INFO, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("places", [None, [0, 1, 7, 8]], ids=["all", "a share"])
+@pytest.mark.parametrize("window", [1, 4, 20])
+@pytest.mark.parametrize("kind", [AttentionKind.fused, AttentionKind.fused_softmax])
+def test_the_kernels_compute_the_same_with_shared_keys_and_a_window(
+    kind: AttentionKind, window: int, places: list[int] | None, info: BatchInfo
+) -> None:
+    """Catches a start that is off by one, counted in this rank's tokens, or that forgets the document's; and gradients
+    of keys that miss some of the heads that share them."""
+    config = ModelConfig(hidden_size=48, num_heads=6, num_kv_heads=2, window=window, attention=kind)
+    index = None if places is None else torch.tensor(places)
+    starts = info.document_starts
+    held = starts if index is None or starts is None else starts[:, index]
+    info = BatchInfo(info.sample_ids, document_starts=held, sequence_index=index, seq_len=9)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 6, len(places or range(9)), 8, generator=generator)
+    inputs = [q, *(torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))]
+    found = []
+    for fused in (False, True):
+        core = AttentionCore(config, 0, "core")
+        core.fused = fused
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = core(*leaves, info)
+        out.backward(torch.arange(out.numel()).view(out.shape).sin())
+        found.append([out, *(x.grad for x in leaves)])
+    for fused, plain in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("position", Position)
 def test_equals_the_naive_implementation(position: Position) -> None:
     """Catches wrong scaling, slopes, mask, order of the QKV rows ([head, (q, k, v), dim]) and of the heads.
@@ -40,9 +89,10 @@ def test_equals_the_naive_implementation(position: Position) -> None:
     torch.testing.assert_close(attention(x, INFO), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_path_computes_the_same_attention() -> None:
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "shared keys, window"])
+def test_dropout_path_computes_the_same_attention(changes: dict) -> None:
     """Catches a second formula that drifts from the fused one: with next to no dropout they agree."""
-    attention, x = hot_attention(attention_dropout=1e-12), hidden()
+    attention, x = hot_attention(attention_dropout=1e-12, **changes), hidden()
     assert attention.train().core.dropout.active
     torch.testing.assert_close(attention(x, INFO), attention.eval()(x, INFO), rtol=1e-6, atol=1e-6)
 
@@ -67,19 +117,20 @@ def test_gradients_flow_back_in_time_only() -> None:
     assert (x.grad[:, 4:] == 0).all() and (x.grad[:, :4] != 0).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_shares_of_the_heads_keep_global_slopes(size: int) -> None:
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 6), (3, 6), (2, 2), (3, 3)])
+def test_shares_of_the_heads_keep_global_slopes(size: int, kv_heads: int) -> None:
     """Catches local ALiBi slopes: the shares' outputs are exactly the slices of the whole one."""
-    config = ModelConfig(hidden_size=24, num_heads=6)
+    config = ModelConfig(hidden_size=24, num_heads=6, num_kv_heads=kv_heads)
     generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(2, 6, 5, 4, dtype=torch.float64, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(2, n, 5, 4, dtype=torch.float64, generator=generator) for n in (6, kv_heads, kv_heads))
     whole = AttentionCore(config, 0, "core")(q, k, v, INFO)
     width = 6 // size
     for rank in range(size):
         share = AttentionCore(config, 0, "core")
         share.narrow(rank, size)
         heads = slice(rank * width, (rank + 1) * width)
-        torch.testing.assert_close(share(q[:, heads], k[:, heads], v[:, heads], INFO), whole[:, heads])
+        kv = slice(rank * kv_heads // size, (rank + 1) * kv_heads // size)
+        torch.testing.assert_close(share(q[:, heads], k[:, kv], v[:, kv], INFO), whole[:, heads])
 
 
 def test_narrow_twice_narrows_the_share() -> None:

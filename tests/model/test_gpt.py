@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT
 from megads.model.initialise import parameter_generator
 from megads.plan.parameters import parameter_shapes
@@ -39,6 +39,40 @@ def test_equals_the_naive_model(position: Position, tied: bool, norm: bool) -> N
     tokens, info = batch()
     expected = torch.stack([naive.logits(config, model.parameters_by_name(), row) for row in tokens])
     torch.testing.assert_close(model(tokens, info), expected, rtol=1e-10, atol=1e-10)
+
+
+# Each alone, and all together.
+FEATURES: dict[str, dict[str, object]] = {
+    "grouped queries": {"num_kv_heads": 2},
+    "one head of keys": {"num_kv_heads": 1},
+    "window": {"window": 3},
+    "RMSNorm": {"norm": NormKind.rmsnorm},
+    "SwiGLU": {"mlp": MLPKind.swiglu},
+    "parallel block": {"parallel_block": True},
+}
+ALL_FEATURES: dict[str, object] = {
+    "num_kv_heads": 3, "window": 2, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+    "position": Position.rope,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [*FEATURES.values(), ALL_FEATURES], ids=[*FEATURES, "all"])
+def test_features_equal_the_naive_model(changes: dict[str, object]) -> None:
+    """Catches a query head that reads the wrong keys, a window off by one, a mean or bias in RMSNorm, gates taken for
+    what they gate, and a parallel block whose MLP reads what attention added."""
+    config = model_config(**changes)
+    model = GPT(config, 0, hot_value).double()
+    tokens, info = batch()
+    expected = torch.stack([naive.logits(config, model.parameters_by_name(), row) for row in tokens])
+    torch.testing.assert_close(model(tokens, info), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
+def test_no_feature_is_ignored(changes: dict[str, object]) -> None:
+    """Catches a key that changes nothing, in both implementations alike."""
+    tokens, info = batch()
+    plain, changed = (GPT(model_config(**c), 0, hot_value)(tokens, info) for c in ({}, changes))
+    assert (plain - changed).norm() > 1e-2 * plain.norm()
 
 
 @pytest.mark.parametrize("tied", [True, False])

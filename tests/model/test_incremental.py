@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT
 from megads.model.incremental import PIECE, IncrementalGPT
 from tests.model.test_gpt import hot_value
@@ -15,10 +15,16 @@ from tests.model.test_gpt import hot_value
 VOCAB_SIZE = 50
 
 
-def config(position: Position = Position.alibi, max_seq_len: int = 24) -> ModelConfig:
+def config(position: Position = Position.alibi, max_seq_len: int = 24, **changes: object) -> ModelConfig:
     return ModelConfig(
-        num_layers=2, hidden_size=24, num_heads=6, vocab_size=VOCAB_SIZE, max_seq_len=max_seq_len, position=position
-    )
+        num_layers=2, hidden_size=24, num_heads=6, vocab_size=VOCAB_SIZE, max_seq_len=max_seq_len, position=position,
+        **changes,
+    )  # fmt: skip
+
+
+FEATURES = {
+    "num_kv_heads": 2, "window": 4, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+}  # fmt: skip
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
@@ -40,26 +46,28 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("position", Position)
 @pytest.mark.parametrize("prompt", [1, 2, 11])
-def test_every_position_has_the_logits_of_the_full_forward(position: Position, prompt: int) -> None:
-    """Catches a distance, mask, learned position or slot that is off by one, and a cache that grows wrongly."""
+def test_every_position_has_the_logits_of_the_full_forward(position: Position, prompt: int, changes: dict) -> None:
+    """Catches a distance, mask, window, learned position or slot that is off by one, and a cache that grows wrongly."""
     sequence = tokens(24)
-    expected = full_logits(config(position), sequence)
-    model = incremental(config(position))
+    expected = full_logits(config(position, **changes), sequence)
+    model = incremental(config(position, **changes))
     model.start(1)
     found = [model.append([sequence[:prompt]])]
     found += [model.append([[token]]) for token in sequence[prompt:]]
     assert largest_error(torch.cat(found), expected[prompt - 1 :]) <= 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("position", Position)
-def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Position) -> None:
+def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Position, changes: dict) -> None:
     """Catches padding that is attended to, shifts positions, or is still there when real tokens come; rows that stop
     and leave the batch; and padding beyond the last learned position."""
     sequences = [tokens(24, seed=1), tokens(9, seed=2), tokens(17, seed=3)]
-    expected = [full_logits(config(position), sequence) for sequence in sequences]
-    model = incremental(config(position))
+    expected = [full_logits(config(position, **changes), sequence) for sequence in sequences]
+    model = incremental(config(position, **changes))
     model.start(3)
     # The second piece begins at other positions in every row and pads the first far beyond its 24 positions.
     for pieces in ([12, 1, 5], [1, 7, 12], [11, 1, None]):
@@ -85,6 +93,31 @@ def test_alibi_goes_on_beyond_the_training_length() -> None:
     assert largest_error(found[1], full_logits(config(), short)[-1]) <= 1e-5
     rows = [found[0]] + [model.append([[token], [0]])[0] for token in sequence[prompt:]]
     assert largest_error(torch.stack(rows), expected[prompt - 1 :]) <= 1e-5
+
+
+def test_a_window_bounds_the_cache() -> None:
+    """Catches keys that are kept though no later token sees them, and those of a short row given up with its
+    neighbours': in the second piece of a long prompt, and when it goes on alone."""
+    windowed = config(window=6, num_kv_heads=2)
+    long, short = tokens(PIECE + 30), tokens(20, seed=1)
+    model = incremental(windowed)
+    model.start(2)
+    expected = [full_logits(windowed, sequence) for sequence in (long, short)]
+    found = model.append([long[: PIECE + 20], short[:9]])
+    assert largest_error(found, torch.stack([expected[0][PIECE + 19], expected[1][8]])) <= 1e-5
+    found = model.append([long[PIECE + 20 :], short[9:15]])
+    assert largest_error(found, torch.stack([expected[0][-1], expected[1][14]])) <= 1e-5
+    model.keep([1])
+    for token in short[15:]:
+        found = model.append([[token]])
+    assert largest_error(found[0], expected[1][-1]) <= 1e-5
+    model.start(1)
+    expected = full_logits(windowed, tokens(200, seed=2))
+    found = torch.cat([model.append([[token]]) for token in tokens(200, seed=2)])
+    assert largest_error(found, expected) <= 1e-5
+    for core in model._cores:
+        _, slots, kv_heads, _ = core.keys_btmd.shape
+        assert slots <= 2 * 6 and kv_heads == 2
 
 
 def test_a_new_start_forgets() -> None:

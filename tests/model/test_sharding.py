@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
 from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.model.sharding import SHARDING
 from megads.model.stages import stage_specs
 from megads.parallel.table import Cut, Stream
 
-CONFIG = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False)
+# Every option that adds a module; a block's MLP is one of two kinds.
+EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2)
+CONFIGS = [replace(EVERYTHING, mlp=mlp) for mlp in MLPKind]
 REPLICATED = {"embedding.norm", "final_norm"}
 
 
@@ -24,7 +27,7 @@ def modules() -> dict[str, torch.nn.Module]:
     """Every module of the model with every option on, by its full path."""
     found = {}
     with torch.device("meta"):
-        for spec in stage_specs(CONFIG, 0):
+        for spec in (spec for config in CONFIGS for spec in stage_specs(config, 0)):
             found |= {f"{spec.name}.{path}".rstrip("."): module for path, module in spec.build().named_modules()}
     return found
 
@@ -47,7 +50,8 @@ def test_cuts_pair_up_in_every_branch() -> None:
     cuts = {path: first_match(SHARDING.parameters, path) for path in modules()}
     for block in ("blocks.0", "blocks.1"):
         assert (cuts[f"{block}.attention.qkv"], cuts[f"{block}.attention.dense"]) == (Cut.column, Cut.row)
-        assert (cuts[f"{block}.mlp.up"], cuts[f"{block}.mlp.down"]) == (Cut.column, Cut.row)
+        assert cuts[f"{block}.mlp.up"] is cuts[f"{block}.mlp.gate_up"] is Cut.column
+        assert cuts[f"{block}.mlp.down"] is Cut.row
     assert (cuts["embedding.word"], cuts["head"]) == (Cut.vocab, Cut.vocab_head)
     assert cuts["embedding.position"] is Cut.sequence
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megads.batch import BatchInfo
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.stages import TIED_COPY, Embedding, stage_specs
 from megads.plan.parameters import parameter_count, parameter_shapes
@@ -36,6 +36,17 @@ def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: 
         num_layers=3, hidden_size=24, num_heads=6, ffn_size=40, vocab_size=50, max_seq_len=9,
         position=position, tie_embeddings=tied, embedding_norm=norm,
     )  # fmt: skip
+    assert list(built_shapes(config).items()) == list(parameter_shapes(config).items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_kv_heads": 2}, {"norm": NormKind.rmsnorm}, {"mlp": MLPKind.swiglu}, {"parallel_block": True}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_features_have_the_planned_parameters(changes: dict) -> None:
+    """Catches a projection, a gate, a bias or a second norm that the planner counts otherwise than the model has it."""
+    config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, ffn_size=40, vocab_size=50, **changes)
     assert list(built_shapes(config).items()) == list(parameter_shapes(config).items())
 
 

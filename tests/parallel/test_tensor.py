@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.parallel.grid import Axis
+from megads.parallel.region_linear import Region
 from megads.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -52,10 +53,11 @@ def own_tokens(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     return x.chunk(axis.size, dim=1)[axis.rank] if sequence_parallel else x
 
 
-def _pair(sequence_parallel: bool) -> list[Any]:
+def _pair(sequence_parallel: bool, chunks: int) -> list[Any]:
     axis = tensor_axis()
-    column = ColumnParallelLinear(HIDDEN, FFN, axis, sequence_parallel).double()
-    row = RowParallelLinear(FFN, HIDDEN, axis, sequence_parallel).double()
+    region = Region(axis, sequence_parallel, chunks)
+    column = ColumnParallelLinear(HIDDEN, FFN, region).double()
+    row = RowParallelLinear(FFN, HIDDEN, region).double()
     width = FFN // axis.size
     share = slice(axis.rank * width, (axis.rank + 1) * width)
     w1, b1, w2, b2 = pair_weights()
@@ -77,13 +79,14 @@ def _pair(sequence_parallel: bool) -> list[Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("chunks", [1, 2, 100])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_column_and_row_pair(size: int, sequence_parallel: bool) -> None:
-    """Catches a bias added on every rank, a missing sum in either direction, shares of the wrong rows or tokens, and a
-    gathered sequence that waits for the backward pass."""
+def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) -> None:
+    """Catches a bias added on every rank, a missing sum in either direction, shares or parts of the wrong rows
+    or tokens, and a gathered sequence that waits for the backward pass."""
     y, x_grad, (w1, b1, w2, b2) = whole_pair()
-    results = run_ranks(_pair, size, sequence_parallel)
+    results = run_ranks(_pair, size, sequence_parallel, chunks)
     for rank, found in enumerate(results):
         axis, share = Axis(rank, tuple(range(size)), None), slice(rank * FFN // size, (rank + 1) * FFN // size)
         mine = [own_tokens(t, axis, sequence_parallel) for t in (y, x_grad)]
@@ -134,7 +137,7 @@ def test_embedding(vocab_size: int, sequence_parallel: bool) -> None:
 
 def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelHead(vocab_size, HIDDEN, axis, sequence_parallel).double()
+    layer = VocabParallelHead(vocab_size, HIDDEN, Region(axis, sequence_parallel)).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
     x = own_tokens(random(2, 3, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()

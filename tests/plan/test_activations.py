@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
 from megads.model.stages import Block, Embedding, FinalNorm, use_kernels
@@ -18,6 +19,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
 from megads.parallel.recompute import recompute_module
+from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
 from megads.plan.micro_batch import FP32, Pass
@@ -59,20 +61,60 @@ def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Po
     Tensor parallelism is one rank's share, whose collectives save nothing and are left out.
     """
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
+    check_block(model, dtype, tp)
+
+
+FEATURES = {
+    "shared keys": {"num_kv_heads": 3},
+    "shared keys, rope": {"num_kv_heads": 3, "position": Position.rope},
+    "RMSNorm": {"norm": NormKind.rmsnorm},
+    "SwiGLU": {"mlp": MLPKind.swiglu},
+    "parallel": {"parallel_block": True},
+    "all": {
+        "num_kv_heads": 3, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+        "attention_dropout": 0.1, "hidden_dropout": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("features", FEATURES)
+def test_block_with_features(features: str, dtype: torch.dtype, fused: bool) -> None:
+    """Catches a projection that is kept beside its copies, a norm that parallel branches keep twice, gates that are
+    counted once where they are kept twice; with torch's operators and with our own."""
+    for tp in (1, 3):
+        check_block(replace(MODEL, **FEATURES[features]), dtype, tp, fused)
+
+
+@pytest.mark.parametrize("features", [{}, {"num_kv_heads": 3}])
+def test_block_with_augmented_attention(features: dict[str, Any]) -> None:
+    """Catches features of heads that are not counted, and a mask that is."""
+    model = replace(MODEL, attention=AttentionKind.augmented, **features)
+    for tp in (1, 3):
+        check_block(model, torch.bfloat16, tp)
+
+
+def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = False) -> None:
+    """Asserts that a block on one of `tp` ranks keeps what the plan says."""
     with torch.device("meta"):
         unsharded = Block(model, 0, 0)
+    if fused:
+        use_kernels(unsharded)
     block, placements = shard_stage(
         unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None), sequence_parallel=False
     )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
-        if hasattr(module, "axis"):
-            module.axis = Axis(0, (0,), None)
+        if hasattr(module, "region"):
+            module.region = Region(Axis(0, (0,), None))
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
-    one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize)
-    explicit = attention > 0
-    # The kernel saves the cached mask too, which the plan counts once for all blocks.
-    mask = one_pass.rotary_tables + (0 if explicit else one_pass.bias_table * 4)
+    one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize, fused=fused)
+    # The kernel saves the cached mask too, or the slopes, which the plan counts once for all blocks.
+    mask = one_pass.rotary_tables + (0 if model.attention_dropout else one_pass.bias_table * 4)
+    if one_pass.fused_attention and model.position is Position.alibi:
+        mask += 4 * model.num_heads // tp
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
-from megads.model.config import ModelConfig
+from megads.model.config import MLPKind, ModelConfig
 from megads.model.gpt import GPT
 from megads.model.stages import Block
 from megads.parallel.config import Recompute
@@ -31,19 +33,19 @@ def test_model_flops_equal_counted_ones() -> None:
     assert model_flops_per_token(config, seq_len) * seq_len == counter.get_total_flops()
 
 
+FEATURES = {"num_heads": 4, "num_kv_heads": 2, "mlp": MLPKind.swiglu, "parallel_block": True}
+
+
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("hidden", [0.0, 0.1])
 @pytest.mark.parametrize("mode", list(Recompute)[:3])
-def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float) -> None:
+def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, changes: dict) -> None:
     """Catches products counted that recomputation stops before, and products it does again that are not counted.
 
     Attention dropout chooses the explicit product: torch's counter does not know the CPU's fused kernel.
     """
     config = ModelConfig(
-        num_layers=2,
-        hidden_size=16,
-        num_heads=2,
-        ffn_size=40,
-        vocab_size=50,
+        **{"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 40, "vocab_size": 50} | changes,
         hidden_dropout=hidden,
         attention_dropout=0.1,
     )
@@ -54,6 +56,14 @@ def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float) -> No
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(seq_len)[None], BatchInfo(torch.zeros(1, dtype=torch.int64))).sum().backward()
     assert hardware_flops_per_token(config, seq_len, [mode, mode]) * seq_len == counter.get_total_flops()
+
+
+def test_a_window_is_what_a_token_sees() -> None:
+    """Catches products with keys that no token sees in MFU, and a window above the sample that adds some."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
+    whole, seen = model_flops_per_token(config, 12), model_flops_per_token(replace(config, window=5), 12)
+    assert whole - seen == 12 * 16 * (12 - 5)
+    assert model_flops_per_token(replace(config, window=13), 12) == whole
 
 
 def test_bloom_published_figure() -> None:

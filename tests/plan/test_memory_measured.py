@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
 from megads.ops.config import OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import place_of
@@ -28,6 +28,8 @@ MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=25
 DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq_len=256, global_batch_size=16)
 DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
 ROPE = replace(MODEL, position=Position.rope)
+LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False)
+PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # where there is a compiler; the plan follows
 FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
 
@@ -101,12 +103,33 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
     "single bf16, fused": (replace(SCENARIO, ops=FUSED), ParallelConfig()),
     "single, many tokens, fused": (replace(MANY_TOKENS, ops=FUSED), ParallelConfig()),
+    "single, llama": (replace(MANY_TOKENS, model=replace(LLAMA, vocab_size=512)), ParallelConfig()),
+    "single, llama, recompute=full": (
+        replace(DEEP, model=replace(LLAMA, num_layers=6)),
+        ParallelConfig(recompute=Recompute.full),
+    ),
+    "tp2 fp32, llama, fused": (replace(FP32, model=LLAMA, ops=FUSED), ParallelConfig(tp=2)),
+    "single, many tokens, palm, fused": (
+        replace(MANY_TOKENS, model=replace(PALM, vocab_size=512), ops=FUSED),
+        ParallelConfig(),
+    ),
+    "pp2, zb_h1, palm, fused": (
+        replace(DEEP, model=replace(PALM, num_layers=6), ops=FUSED),
+        ParallelConfig(pp=2, schedule=ScheduleName.zb_h1),
+    ),
+    "cp2 fp32, palm": (replace(FP32, model=PALM), ParallelConfig(cp=2)),
     "single bf16, dropout, fused": (replace(SCENARIO, model=DROPOUT, ops=FUSED), ParallelConfig()),
     "single bf16, fused softmax, recompute=selective": (
         replace(DEEP, model=replace(DEEP.model, attention=AttentionKind.fused_softmax), ops=FUSED),
         ParallelConfig(recompute=Recompute.selective),
     ),
     "single fp32, rope, fused": (replace(FP32, model=ROPE, ops=FUSED), ParallelConfig()),
+    "single, logits outweigh blocks, fused": (
+        replace(
+            SCENARIO, model=replace(MODEL, num_layers=1, vocab_size=8192), micro_batch_size=8, seq_len=256, ops=FUSED
+        ),
+        ParallelConfig(),
+    ),
     "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})

@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.plan.parameters import parameter_count, parameter_shapes
 
 VOCAB = 250_880
@@ -39,3 +39,15 @@ def test_optional_parameters() -> None:
     assert parameter_shapes(plain)["blocks.1.mlp.up.weight"] == (24, 8)
     assert parameter_shapes(plain)["blocks.1.mlp.down.weight"] == (8, 24)
     assert sum(prod(shape) for shape in parameter_shapes(full).values()) == parameter_count(full)
+
+
+def test_tiny_llama() -> None:
+    """Catches keys of every query head, a gate that is missing, a second bias in a norm: TinyLlama-1.1B has no biases
+    in its projections and 1,100,048,384 parameters (Zhang et al. 2024)."""
+    config = ModelConfig(
+        hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, ffn_size=5632, vocab_size=32000,
+        position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, embedding_norm=False, tie_embeddings=False,
+    )  # fmt: skip
+    biases = sum(prod(shape) for name, shape in parameter_shapes(config).items() if name.endswith(".bias"))
+    assert biases == 22 * (2560 + 2048 + 2 * 5632 + 2048)
+    assert parameter_count(config) - biases == 1_100_048_384

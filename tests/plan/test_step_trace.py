@@ -10,7 +10,6 @@ import pytest
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
 from megads.plan.step_trace import (
-    Bar,
     RankTrace,
     idle_share,
     mean_costs,
@@ -18,6 +17,7 @@ from megads.plan.step_trace import (
     perfetto_trace,
     simulated_step,
 )
+from megads.runtime.span import Span
 
 COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5, 2.0], latency=0.25)
 
@@ -55,7 +55,7 @@ def test_idle_time_is_the_clock_s() -> None:
     for name in ScheduleName:
         timeline = run_clock(build_schedule(name, 2, None, 5), replace(COSTS, latency=0.0))
         assert idle_share(simulated_step(timeline)) == pytest.approx(timeline.bubble_share)
-    waits = RankTrace(0, 0, (), (Bar("receive_gradient", 0, 0, 0.0, 9.0), Bar("forward", 0, 0, 9.0, 10.0)))
+    waits = RankTrace(0, 0, (), (Span("receive_gradient", 0, 0, 0.0, 9.0), Span("forward", 0, 0, 9.0, 10.0)))
     assert idle_share([waits]) == 0.0 and idle_share([]) == 0.0
 
 

@@ -14,13 +14,14 @@ from megads.config import RootConfig
 from megads.frozen_config import freeze
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
-from megads.plan.step_trace import Bar, RankTrace, simulated_step
+from megads.plan.step_trace import RankTrace, simulated_step
 from megads.report.config import ReportConfig
 from megads.report.history import read_history
 from megads.report.step_timeline import draw_step_timeline, read_steps, schedule_of
 from megads.report.style import house_style
 from megads.report.write import write_report
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.span import Span
 from tests.report.test_write import assert_self_contained
 from tests.report.written_runs import BEGIN, write_events, write_start, write_steps
 
@@ -36,7 +37,7 @@ def write_timeline(run_dir: Path, step: int, *, replicas: int = 1) -> list[RankT
         for trace in traces:
             rank = replica * 2 + trace.rank
             ahead = 1000.0 * rank
-            after = Bar("optimizer_step", None, None, 1.0, 1.1)
+            after = Span("optimizer_step", None, None, 1.0, 1.1)
             spans = [asdict(bar) for bar in sorted((*trace.bars, after), key=lambda bar: bar.end_s)]
             for span in spans:
                 span["start_s"] += ahead + 50

@@ -27,7 +27,7 @@ def copy_of(reference: Run) -> Run:
     return Run(
         list(reference.losses), list(reference.norms), list(reference.tokens), dict(reference.initial),
         dict(reference.weights), {n: g.copy() for n, g in reference.gradients.items()}, reference.validation,
-        replicas={"weight/final_norm.bias": 0}, reductions={("torch.float32", 5)}, num_heads=reference.num_heads,
+        replicas={"weight/final_norm.bias": 0}, reductions={("torch.float32", 5)}, model=reference.model,
     )  # fmt: skip
 
 

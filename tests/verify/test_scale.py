@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megads.errors import ConfigError
-from megads.model.config import ModelConfig, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ParallelConfig, Recompute
 from megads.verify.scale import DEFAULT_RANKS, Scaled, Wanted, scale, scale_layout
@@ -108,6 +108,30 @@ def test_what_the_config_says_otherwise_stays_otherwise() -> None:
     assert found.bf16 is None and found.exact.clip_grad == 0.0
     assert found.exact.document_mask and found.exact.reset_positions
     assert found.exact.model == replace(model, max_seq_len=found.exact.seq_len)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "expected"),
+    [
+        (32, 8, 1, (4, 2)),
+        (32, 8, 8, (16, 8)),
+        (32, 2, 2, (4, 2)),
+        (12, 1, 1, (6, 1)),
+        (6, 3, 3, (6, 3)),
+        (9, 9, 3, (9, None)),
+    ],
+)
+def test_shared_keys_stay_shared(heads: int, kv_heads: int, tp: int, expected: tuple) -> None:
+    """Catches a copy in which every head has its own keys, all heads share one although they do not, or a rank none."""
+    model = replace(
+        BLOOM.model, hidden_size=16 * heads, num_heads=heads, num_kv_heads=kv_heads, window=1024, mlp=MLPKind.swiglu,
+        norm=NormKind.rmsnorm, parallel_block=True,
+    )  # fmt: skip
+    found = scaled(model=model, parallel=ParallelConfig(tp=tp)).exact
+    found.model.check()
+    assert (found.model.num_heads, found.model.num_kv_heads) == expected
+    assert found.model.window is not None and found.model.window < found.seq_len
+    assert (found.model.mlp, found.model.norm, found.model.parallel_block) == (MLPKind.swiglu, NormKind.rmsnorm, True)
 
 
 def test_recomputation_fits_fewer_stages_and_blocks() -> None:

@@ -142,6 +142,26 @@ def probe_deepspeed() -> dict[str, Any]:
     return {"seconds": seconds}
 
 
+def probe_kernels() -> dict[str, Any]:
+    """Loads megads' own kernels for the CPU, if they have been compiled, and lets one of them compute."""
+    from megads.ops.build import KernelsUnavailable, library_path
+
+    try:
+        path = library_path()
+    except KernelsUnavailable as error:
+        return {"state": "unavailable", "reason": str(error)}
+    if not path.exists():
+        return {"state": "not compiled"}
+    import torch
+
+    from megads.ops.gelu import gelu
+    from megads.ops.library import load_library
+
+    load_library(path)
+    x = torch.linspace(-4.0, 4.0, 33)
+    return {"state": "loaded", "error": float((gelu(x, fused=True) - gelu(x, fused=False)).abs().max())}
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -154,6 +174,7 @@ PROBES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "gloo": probe_gloo,
     "gpus": probe_gpus,
     "deepspeed": probe_deepspeed,
+    "kernels": probe_kernels,
 }
 
 

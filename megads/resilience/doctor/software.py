@@ -13,6 +13,8 @@ _SLOW_IMPORT_S = 15.0
 # Tensor cores compute in bf16 from Ampere on.
 _BF16_CAPABILITY = [8, 0]
 _MOSTLY_FREE = 0.9
+# Of GELU in fp32 on inputs up to 4: a few units in the last place.
+_KERNEL_ERROR = 2e-6
 
 
 def judge_probe(outcome: Outcome) -> list[Finding]:
@@ -22,6 +24,7 @@ def judge_probe(outcome: Outcome) -> list[Finding]:
         *_judge_import("deepspeed", outcome),
         *_judge_gloo(outcome),
         *_judge_gpus(outcome),
+        *_judge_kernels(outcome),
     ]
 
 
@@ -64,6 +67,24 @@ def _judge_gloo(outcome: Outcome) -> list[Finding]:
     else:
         remedy = "look for a firewall or a proxy on the loopback: python -m torch.distributed.run shows more"
     return [problem("collectives", f"gloo between two processes: {failure}", cost, remedy)]
+
+
+def _judge_kernels(outcome: Outcome) -> list[Finding]:
+    remedy = "remove the folder ops in the folder of caches, and they are compiled anew; or train with ops.impl=torch"
+    wrong = outcome.errors.get("kernels") or (f"Python {outcome.ending}" if outcome.interrupted == "kernels" else None)
+    result = outcome.results.get("kernels")
+    if result is None and wrong is None:
+        return [_untried("kernels", outcome)]
+    if result is not None:
+        if result["state"] == "not compiled":
+            return [ok("kernels", "compiled once, at the first run on a CPU: some seconds")]
+        if result["state"] == "unavailable":
+            cost = "training on a CPU uses torch's operators, which are slower; results are the same"
+            return [note("kernels", "none", cost, result["reason"])]
+        if result["error"] <= _KERNEL_ERROR:
+            return [ok("kernels", "compiled for this machine: ops.impl=fused")]
+        wrong = f"GELU is off by {result['error']:.1e}"
+    return [problem("kernels", str(wrong), "training on a CPU crashes, or computes something else", remedy)]
 
 
 def _judge_gpus(outcome: Outcome) -> list[Finding]:

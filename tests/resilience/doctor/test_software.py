@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megads.resilience.doctor.finding import Status
+from megads.resilience.doctor.finding import Finding, Status
 from megads.resilience.doctor.software import describe_gpus, judge_probe
 from megads.resilience.doctor.trial import Outcome, read_outcome
 
@@ -14,6 +14,7 @@ GOOD = (
     TORCH
     + '{"begin": "gloo"}\n{"end": "gloo", "result": {"seconds": 0.1, "interface": null}}\n'
     + '{"begin": "gpus"}\n{"end": "gpus", "result": {"gpus": [], "reason": null}}\n'
+    + '{"begin": "kernels"}\n{"end": "kernels", "result": {"state": "loaded", "error": 2e-7}}\n'
     + '{"begin": "deepspeed"}\n{"end": "deepspeed", "result": {"seconds": 0.5}}\n'
 )
 
@@ -48,6 +49,7 @@ def test_too_slow_is_a_note() -> None:
         "import deepspeed": Status.note,
         "collectives": Status.note,
         "gpu": Status.note,
+        "kernels": Status.note,
     }
     assert statuses(read_outcome("", "exited with 1"))["import torch"] == Status.problem
 
@@ -57,7 +59,7 @@ def test_a_broken_torch_is_one_problem() -> None:
     error = '{"begin": "torch"}\n{"end": "torch", "error": "ImportError: no libcudart"}\n'
     found = statuses(read_outcome(error, "exited with 0"))
     assert [check for check, status in found.items() if status == Status.problem] == ["import torch"]
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 def test_collectives_that_fail_name_the_interface_that_works() -> None:
@@ -66,6 +68,24 @@ def test_collectives_that_fail_name_the_interface_that_works() -> None:
     outcome = read_outcome(GOOD.replace('{"seconds": 0.1, "interface": null}', failed), "exited with 0")
     (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "collectives"]
     assert finding.status == Status.problem and "GLOO_SOCKET_IFNAME=lo" in finding.remedy
+
+
+def kernels(result: str) -> Finding:
+    outcome = read_outcome(GOOD.replace('{"state": "loaded", "error": 2e-7}', result), "exited with 0")
+    (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "kernels"]
+    return finding
+
+
+def test_kernels() -> None:
+    """Catches kernels that are wrong or crash and are called good, and a missing compiler that is called a defect."""
+    assert kernels('{"state": "loaded", "error": 2e-7}').status == Status.ok
+    assert kernels('{"state": "not compiled"}').status == Status.ok
+    missing = kernels('{"state": "unavailable", "reason": "there is no C++ compiler: install one"}')
+    assert missing.status == Status.note and "install one" in missing.remedy
+    assert kernels('{"state": "loaded", "error": 0.5}').status == Status.problem
+    cut = GOOD[: GOOD.index('{"end": "kernels"')]
+    found = {finding.check: finding for finding in judge_probe(read_outcome(cut, "was killed by SIGILL"))}
+    assert found["kernels"].status == Status.problem and "SIGILL" in found["kernels"].found
 
 
 def test_gpus() -> None:

@@ -1,0 +1,105 @@
+"""Every feature of the model trains in layouts as it does on one process: N1, N3, N8 and N10 on hot weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megads.model.config import MLPKind, NormKind, Position
+from megads.ops.config import Implementation, OpsConfig
+from megads.parallel.config import ParallelConfig, Recompute
+from tests import parity
+from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, reference_losses
+from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
+
+pytestmark = pytest.mark.distributed
+
+GATED: dict[str, Any] = {"norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu}
+# Six heads share three, or two, of keys: with ALiBi their slopes differ inside of a group.
+MODELS = {
+    "llama": {**GATED, "num_kv_heads": 2, "position": Position.rope, "embedding_norm": False, "tie_embeddings": False},
+    "palm": {"parallel_block": True, "mlp": MLPKind.swiglu, "num_kv_heads": 2},
+    "windowed": {"window": 5, "num_kv_heads": 3},
+    "all": {**GATED, "parallel_block": True, "num_kv_heads": 2, "window": 5, "position": Position.rope},
+}
+FUSED = OpsConfig(Implementation.fused)
+SELECTIVE = ParallelConfig(tp=3, recompute=Recompute.selective)
+CASES = [
+    ("llama", "tp2"),
+    ("llama", "pp2 zb_h1"),
+    ("palm", "tp2sp"),
+    ("windowed", "cp2"),
+    ("windowed", "tp3"),
+    ("all", "tp2cp2"),
+    ("all", "tp2pp2sp"),
+    ("all", "zero3dp2"),
+]
+CHECKS = (
+    parity.check_initial_weights,
+    parity.check_first_step,
+    parity.check_curve,
+    parity.check_replicas,
+    parity.check_validation,
+)
+
+
+def scenario(name: str, **changes: Any) -> Scenario:
+    return scenario_with(steps=5, masked=True, model=replace(MODEL, **MODELS[name]), **changes)
+
+
+@functools.cache
+def reference(name: str, documents: bool = False) -> Run:
+    return train_reference(scenario(name, documents=documents))
+
+
+def faults(run: Run, expected: Run) -> list[str]:
+    return [fault for check in CHECKS for fault in check(run, expected)]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_layouts(model: str, layout: str) -> None:
+    """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
+    norm's gradient that stays one shard's, and a window in a rank's own places."""
+    run = train_layout(scenario(model), parity.LAYOUTS[layout])
+    assert faults(run, reference(model)) == []
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("windowed", "cp2"), ("all", "pp2 zb_h1")])
+def test_fused_kernels(model: str, layout: str) -> None:
+    """Catches kernels that read another group's keys, or see a window of another length."""
+    run = train_layout(scenario(model, ops=FUSED), parity.LAYOUTS[layout])
+    assert faults(run, reference(model)) == []
+
+
+@functools.cache
+def first_loss_in_bf16(model: str) -> float:
+    return reference_losses(bf16(model))[0]
+
+
+def bf16(model: str, **changes: Any) -> Scenario:
+    return replace(FIRST, model=replace(MODEL, **MODELS[model]), **changes)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
+@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
+def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
+    """N4. Catches a mean square, a gate or a sum over shared heads in bf16."""
+    found = train_layout(bf16(model, ops=ops), parity.LAYOUTS[layout]).losses[0]
+    assert abs(found / first_loss_in_bf16(model) - 1) <= FIRST_LOSS_BOUND
+
+
+@pytest.mark.parametrize("model", ["windowed", "all"])
+def test_packed_documents(model: str) -> None:
+    """Catches a window that opens what a document's border hides, where places of both are cut over ranks."""
+    run = train_layout(scenario(model, documents=True), parity.LAYOUTS["cp2"])
+    assert faults(run, reference(model, documents=True)) == []
+
+
+def test_recomputed_cores() -> None:
+    """Catches a window that a recomputed attention core forgets."""
+    assert faults(train_layout(scenario("windowed"), SELECTIVE), reference("windowed")) == []

@@ -1,0 +1,29 @@
+"""ALiBi as further features of queries and keys against the formula in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megads.model.alibi import alibi_slopes
+from megads.ops.attention import attention_reference
+from megads.ops.augmented_attention import augmented_attention
+from tests.ops.accuracy import check_error
+from tests.ops.test_attention import both, eager, inputs
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "length", "dim"), [(3, 3, 700, 24), (6, 2, 300, 40), (2, 1, 1, 8)])
+def test_error_is_that_of_the_dtype(heads: int, kv_heads: int, length: int, dim: int) -> None:
+    """Catches a slope or a place rounded to bf16, a scale that divides the bias, and heads that get another's slope."""
+    slopes = alibi_slopes(heads)
+    tensors = inputs(length, length, dim, torch.bfloat16, heads)
+    tensors[1:3] = [x[:, :kv_heads] for x in tensors[1:3]]
+    exact = both(attention_reference, [x.double() for x in tensors], slopes.double(), None, None)
+    repeated = [tensors[0], *(x.repeat_interleave(heads // kv_heads, 1) for x in tensors[1:3]), tensors[3]]
+    out, q, k, v = both(eager, repeated, slopes, None, None)
+    theirs = [out, q, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (k, v))]
+    for ours, their, right in zip(both(augmented_attention, tensors, slopes), theirs, exact, strict=True):
+        if right.norm() == 0:  # one token: nothing to choose from
+            assert ours.norm() < 1e-6
+        else:
+            check_error(ours, their, right)
