@@ -182,13 +182,13 @@ class Pass:
 
     @property
     def masked_by_kernel(self) -> bool:
-        """Megads' own kernels hide keys, so that no mask is in memory."""
-        return self.fused and self.model.attention is not AttentionKind.sdpa
+        """Megads' own kernels hide keys, so that no mask is in memory; there is none of them for GPUs."""
+        return self.fused and not self.cuda and self.model.attention is not AttentionKind.sdpa
 
     @property
     def explicit_attention(self) -> bool:
         """Attention scores are in memory."""
-        chosen = self.fused and self.model.attention is AttentionKind.fused_softmax
+        chosen = self.fused and not self.cuda and self.model.attention is AttentionKind.fused_softmax
         return chosen or self.model.attention_dropout > 0
 
     @property

@@ -55,9 +55,11 @@ CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
 
 
 def limit_of(case: Case, dtype: torch.dtype) -> Call:
-    """What the machine needs for the bytes, by copying, or for the products, by large GEMMs that megads chooses."""
+    """What the machine needs for the bytes, by moving them, or for the products, by large GEMMs that megads chooses."""
     if case.moved_bytes:
         source = torch.empty(max(1, int(case.moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
+        if case.in_place:
+            return source.neg_
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
     size = 1024
@@ -86,7 +88,8 @@ def measure(
 def verdicts_of(case: Case, dtype_name: str, sides: dict[str, dict[str, float]], by: str) -> list[Verdict]:
     """What the case asks for, and in any case the share of the limit."""
     asked = [target for target in case.targets if dtype_name in target.dtypes and target.side in sides]
-    limit_name = "copy of its bytes" if case.moved_bytes else "GEMM of its products"
+    moves = "pass over its bytes in place" if case.in_place else "copy of its bytes"
+    limit_name = moves if case.moved_bytes else "GEMM of its products"
     found = [(target, target.times) for target in asked]
     if not any(target.side == LIMIT for target in asked):
         found.append((Target(LIMIT, 0.0), None))

@@ -193,33 +193,33 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
 
 
 def machine_side(work: TrainingWork) -> Turn:
-    """The best matrix product of the dtype, torch's and ours where there is one, and the best copy."""
-    from megads.errors import ConfigError
+    """The best matrix product of the dtype, torch's and megads' where it has one, and the best copy."""
     from megads.ops.choice import load
-    from megads.ops.linear import linear
+    from megads.ops.linear import linear_into
 
-    try:
-        fused = load(OpsConfig(Implementation.fused), print, cuda=False).fused
-    except ConfigError:
-        fused = False
-    pairs = [[torch.randn(size, size).to(work.dtype) for _ in range(2)] for size in GEMM_SIZES]
+    kernels = load(OpsConfig(), print, cuda=False).fused
+    triples = [[torch.randn(size, size).to(work.dtype) for _ in range(3)] for size in GEMM_SIZES]
     source = torch.zeros(2**26, dtype=torch.uint8)
     target = torch.ones_like(source)
 
     def fastest_s(call: Callable[[], object]) -> float:
-        best, stop = float("inf"), time.perf_counter() + GEMM_S / len(pairs)
+        best, stop = float("inf"), time.perf_counter() + GEMM_S / len(triples)
         while time.perf_counter() < stop:
             begin = time.perf_counter()
             call()
             best = min(best, time.perf_counter() - begin)
         return best
 
-    def flops_per_s(product: Callable[[Tensor, Tensor], Tensor]) -> float:
-        return max(2 * len(left) ** 3 / fastest_s(partial(product, left, right)) for left, right in pairs)
+    def flops_per_s(fused: bool) -> float:
+        return max(
+            2 * len(left) ** 3 / fastest_s(partial(linear_into, out, left, right, fused))
+            for left, right, out in triples
+        )
 
     def turn() -> dict[str, float]:
-        torchs, ours = flops_per_s(torch.mm), flops_per_s(lambda left, right: linear(left, right, None, fused))
+        torchs = flops_per_s(False)
+        best = max(torchs, flops_per_s(True)) if kernels else torchs
         copied = 2 * source.numel() / fastest_s(partial(target.copy_, source))
-        return {"torch_flops_per_s": torchs, "flops_per_s": max(torchs, ours), "copied_bytes_per_s": copied}
+        return {"torch_flops_per_s": torchs, "flops_per_s": best, "copied_bytes_per_s": copied}
 
     return turn

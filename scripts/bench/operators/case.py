@@ -64,6 +64,7 @@ class Case:
         name: of the operator and its shape.
         sides: what takes turns, ours first where there is one.
         moved_bytes: read and written at least.
+        in_place: it writes where it has read, which costs less than writing elsewhere.
         flops: of its matrix products at least.
         row: number of the benchmark in docs/performance.md; 0 for what its table does not ask.
         targets: what is to be reached.
@@ -72,6 +73,7 @@ class Case:
     name: str
     sides: dict[str, Call]
     moved_bytes: float = 0.0
+    in_place: bool = False
     flops: float = 0.0
     row: int = 0
     targets: tuple[Target, ...] = ()

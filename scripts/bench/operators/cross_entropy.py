@@ -41,4 +41,4 @@ def cross_entropy_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     # The logits once and the gradient once.
     moved = 2 * logits.numel() * logits.itemsize
     name = f"cross entropy f+b {sizes.tokens}x{sizes.vocabulary}"
-    return Case(name, sides, moved, row=5, targets=(Target(EAGER, 4.0),))
+    return Case(name, sides, moved, in_place=True, row=5, targets=(Target(EAGER, 4.0),))

@@ -29,4 +29,4 @@ def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     sides = {OURS: lambda: adamw(master, exp_avg, exp_avg_sq, weights, grad, HOW), EAGER: eager}
     # Master and moments in and out, gradient in, weights out.
     moved = sizes.parameters * (7 * 4 + dtype.itemsize)
-    return Case(f"AdamW {sizes.parameters:,} parameters", sides, moved, targets=(Target(EAGER, 1.0),))
+    return Case(f"AdamW {sizes.parameters:,} parameters", sides, moved, in_place=True, targets=(Target(EAGER, 1.0),))
