@@ -13,7 +13,7 @@
 namespace megads {
 
 // Blocks are cut into tiles, of queries where a row is a query's and of keys where it is a key's.
-constexpr int64_t kQueryBlock = 96, kKeyBlock = 64;
+constexpr int64_t kQueryBlock = 96, kKeyBlock = 128;
 constexpr int kQueryRows = 6, kKeyRows = 4;
 static_assert(kQueryBlock % kQueryRows == 0 && kKeyBlock % kKeyRows == 0 && kKeyBlock % kLanes == 0);
 
@@ -146,10 +146,7 @@ inline void interleave(Unit* to, const T* from, int64_t stride, int64_t count) {
 #if defined(__AVX512BF16__)
   if constexpr (Operand<T>::kValues == 2) {
     if (count >= kLanes) {
-      Halves even, odd;
-      std::memcpy(&even, from, sizeof even);
-      std::memcpy(&odd, from + stride, sizeof odd);
-      store(to, __builtin_convertvector(even, Words) | __builtin_convertvector(odd, Words) << 16);
+      store(to, load_halves(from) | load_halves(from + stride) << 16);
       return;
     }
   }

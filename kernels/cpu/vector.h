@@ -39,11 +39,16 @@ inline Floats load(const float* from) {
   return x;
 }
 
-inline Floats load(const BFloat16* from) {
+inline Words load_halves(const BFloat16* from) {
   Halves bits;
   std::memcpy(&bits, from, sizeof bits);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)bits);  // GCC 12 widens each half of the vector on its own
+#endif
+  return __builtin_convertvector(bits, Words);
 }
+
+inline Floats load(const BFloat16* from) { return (Floats)(load_halves(from) << 16); }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 

@@ -25,7 +25,7 @@ from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, batch_size_schedule, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
-from megads.model.config import ModelConfig
+from megads.model.config import AttentionKind, ModelConfig
 from megads.ops.choice import Choice, choose, prepare
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
@@ -169,10 +169,29 @@ def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation
 
     refuse_while_stopped(config)
     wanted_trackers(config.logging)
-    choose(config.ops, cuda=machine.per_gpu)
+    chosen_kernels(config, machine)
     refuse_unfit(known, machine)
     if preparation is None:
         require_data(config)
+
+
+def chosen_kernels(config: RootConfig, machine: Machine) -> Choice:
+    """Returns which implementation of the operators would run.
+
+    Args:
+        config: of the run.
+        machine: where the ranks would run.
+
+    Raises:
+        ConfigError: kernels were asked for and cannot be had there.
+    """
+    kind = config.model.attention
+    if machine.per_gpu and kind in (AttentionKind.fused, AttentionKind.fused_softmax):
+        raise ConfigError(
+            f"model.attention = {kind} is for CPUs, but this run is on GPUs: use model.attention=auto, which takes "
+            "torch's there"
+        )
+    return choose(config.ops, cuda=machine.per_gpu)
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
@@ -242,7 +261,7 @@ def describe(config: RootConfig, data: str, choices: Sequence[str], machine: Mac
         **({"chosen": "; ".join(choices)} if choices else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
-        "kernels": choose(config.ops, cuda=machine.per_gpu).text,
+        "kernels": chosen_kernels(config, machine).text,
         "data": data,
         "config": f"sha256 {config_digest(config)[:8]}",
     }

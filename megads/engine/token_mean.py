@@ -34,7 +34,7 @@ class TokenMeanLoss:
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
-        if self.fused and kernel_takes(logits_bsr):
+        if self.fused and kernel_takes(logits_bsr, gpu=True):
             return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
         losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
         return (losses_bs * mask_bs).sum() * self.scale

@@ -28,7 +28,8 @@ def attention(
     `megads.ops.library.load_library`; `attention_reference` is the same in plain torch.
 
     Args:
-        q_bnsd: queries, fp32 or bf16 on a CPU; computed in fp32 inside.
+        q_bnsd: queries, fp32 or bf16 on a CPU. Softmax and sums are fp32; bf16 is multiplied as bf16 where the
+            processor can.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.

@@ -18,7 +18,7 @@ def bias_gelu(x: Tensor, bias: Tensor, fused: bool) -> Tensor:
         bias: [h], of x's dtype.
         fused: take the kernel; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         out: Tensor = torch.ops.megads.bias_gelu_forward(x.reshape(-1, x.shape[-1]).contiguous(), bias)
         return out.view(x.shape)
     return gelu(x + bias, False)

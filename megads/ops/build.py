@@ -49,11 +49,16 @@ def library_path() -> Path:
     Raises:
         KernelsUnavailable: there is no compiler, or torch is too old.
     """
-    parts = [_torch_version(), " ".join(FLAGS), _compiler_version(find_compiler()), _processor()]
+    parts = [torch_version(), " ".join(FLAGS), compiler_version(find_compiler()), _processor()]
+    return cached_path(LIBRARY, parts, _sources(".cpp", ".h"))
+
+
+def cached_path(library: str, parts: list[str], sources: list[Path]) -> Path:
+    """Returns the place in the user's cache of a library that depends on these texts and sources."""
     digest = hashlib.sha256("\n".join(parts).encode())
-    for source in _sources(".cpp", ".h"):
+    for source in sources:
         digest.update(str(source.relative_to(sources_dir())).encode() + source.read_bytes())
-    return user_cache_dir() / "ops" / digest.hexdigest()[:16] / LIBRARY
+    return user_cache_dir() / "ops" / digest.hexdigest()[:16] / library
 
 
 def build(say: Callable[[str], None]) -> Path:
@@ -65,7 +70,21 @@ def build(say: Callable[[str], None]) -> Path:
     Raises:
         KernelsUnavailable: there is no compiler, torch is too old, or it does not compile.
     """
-    library = library_path()
+    return build_once(library_path(), say, "the kernels for this machine, once (some seconds)", _compile)
+
+
+def build_once(library: Path, say: Callable[[str], None], what: str, compile_it: Callable[[Path], None]) -> Path:
+    """Returns the library, compiled unless it is there; others that want it at the same time wait.
+
+    Args:
+        library: where it is to be.
+        say: told what is being waited for.
+        what: is compiled, in words.
+        compile_it: puts it there, whole.
+
+    Raises:
+        KernelsUnavailable: it does not compile, or cannot be written.
+    """
     if library.exists():
         return library
     try:
@@ -73,8 +92,8 @@ def build(say: Callable[[str], None]) -> Path:
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                say(f"compiling the kernels for this machine, once (some seconds), into {library.parent}")
-                _compile(library)
+                say(f"compiling {what}, into {library.parent}")
+                compile_it(library)
     except OSError as error:
         raise KernelsUnavailable(f"{library.parent} cannot be written ({error}): set XDG_CACHE_HOME") from error
     return library
@@ -98,37 +117,73 @@ def find_compiler() -> str:
 
 def _compile(library: Path) -> None:
     """Compiles the sources beside each other, links them, and puts the library in place when it is whole."""
-    torch_dir, compiler = _torch_dir(), find_compiler()
-    include = [f"-I{torch_dir / 'include'}"]
+    compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = {Path(scratch) / f"{number}.o": source for number, source in enumerate(_sources(".cpp"))}
-        with ThreadPoolExecutor(available_cores()) as threads:
-            for _ in threads.map(
-                lambda pair: _call([compiler, *FLAGS, *include, "-c", str(pair[1]), "-o", str(pair[0])]),
-                objects.items(),
-            ):
-                pass
+        objects = compile_objects([compiler, *FLAGS, *includes()], _sources(".cpp"), Path(scratch))
         whole = Path(scratch) / LIBRARY
-        _call([compiler, "-shared", *map(str, objects), f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-o", str(whole)])
+        run_compiler(
+            [compiler, "-shared", *map(str, objects), f"-L{torch_dir() / 'lib'}", "-ltorch_cpu", "-o", str(whole)]
+        )
         whole.replace(library)
 
 
-def _call(command: list[str]) -> None:
+def includes() -> list[str]:
+    """Returns where torch's headers are, as the compiler wants it."""
+    return [f"-I{torch_dir() / 'include'}"]
+
+
+def compile_objects(command: list[str], sources: list[Path], scratch: Path, timeout_s: float = TIMEOUT_S) -> list[Path]:
+    """Compiles the sources beside each other; what a compiler says is kept beside each object, as a .txt.
+
+    Args:
+        command: of the compiler, without the files.
+        sources: to compile.
+        scratch: folder of the objects, of this call alone.
+        timeout_s: for each.
+
+    Raises:
+        KernelsUnavailable: one does not compile.
+    """
+    objects = [scratch / f"{number}_{source.stem}.o" for number, source in enumerate(sources)]
+    scratch.mkdir(exist_ok=True)
+
+    def compile_one(pair: tuple[Path, Path]) -> None:
+        source, made = pair
+        made.with_suffix(".txt").write_text(run_compiler([*command, "-c", str(source), "-o", str(made)], timeout_s))
+
+    with ThreadPoolExecutor(available_cores()) as threads:
+        list(threads.map(compile_one, zip(sources, objects, strict=True)))
+    return objects
+
+
+def run_compiler(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
+    """Runs one command of a compiler, and returns what it said.
+
+    Raises:
+        KernelsUnavailable: it failed, with its first error, or took too long.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
-        raise KernelsUnavailable(f"'{' '.join(command)}' took more than {TIMEOUT_S:.0f} s") from None
+        raise KernelsUnavailable(f"'{' '.join(command)}' took more than {timeout_s:.0f} s") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
         raise KernelsUnavailable(f"the kernels do not compile ({errors[0]}); '{' '.join(command)}' shows all of it")
+    return done.stderr
 
 
 def _sources(*suffixes: str) -> list[Path]:
-    return sorted(path for path in sources_dir().rglob("*") if path.suffix in suffixes)
+    """Those of the CPU's library."""
+    found = (path for path in sources_dir().rglob("*") if path.suffix in suffixes)
+    return sorted(path for path in found if "cuda" not in path.relative_to(sources_dir()).parts)
 
 
-def _torch_version() -> str:
-    """The minor version; torch itself is not imported, as the launcher needs none of it."""
+def torch_version() -> str:
+    """Returns the minor version; torch itself is not imported, as the launcher needs none of it.
+
+    Raises:
+        KernelsUnavailable: it is too old.
+    """
     version = importlib.metadata.version("torch")
     major, minor = (int(number) for number in version.split(".")[:2])
     if (major, minor) < OLDEST_TORCH:
@@ -137,13 +192,19 @@ def _torch_version() -> str:
     return f"{major}.{minor}"
 
 
-def _torch_dir() -> Path:
+def torch_dir() -> Path:
+    """Returns the folder of the installed torch, which is not imported."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     return Path(found.origin).parent
 
 
-def _compiler_version(compiler: str) -> str:
+def compiler_version(compiler: str) -> str:
+    """Returns what a compiler says of itself.
+
+    Raises:
+        KernelsUnavailable: it does not run.
+    """
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise KernelsUnavailable(f"'{compiler} --version' failed: {done.stderr.strip()[:200]}; correct or unset CXX")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megads.errors import ConfigError
+from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.config import Implementation, OpsConfig
 
@@ -38,7 +39,7 @@ def choose(config: OpsConfig, *, cuda: bool) -> Choice:
     Raises:
         ConfigError: fused was asked for and cannot be had.
     """
-    return _choose(config, cuda, library_path)
+    return _choose(config, cuda, lambda: (library_path(), cuda and build_cuda.library_path()))
 
 
 def prepare(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice:
@@ -52,7 +53,7 @@ def prepare(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Cho
     Raises:
         ConfigError: fused was asked for and cannot be had.
     """
-    return _choose(config, cuda, lambda: build(say))
+    return _choose(config, cuda, lambda: (build(say), cuda and build_cuda.build_library(say)))
 
 
 def load(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice:
@@ -67,17 +68,23 @@ def load(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice
         ConfigError: fused was asked for and cannot be had.
     """
     # It imports torch, for which a launcher must not wait.
-    from megads.ops.library import load_library
+    from megads.ops.library import load_cuda_library, load_library
 
-    return _choose(config, cuda, lambda: load_library(build(say)))
+    def get() -> None:
+        load_library(build(say))
+        if cuda:
+            load_cuda_library(build_cuda.build_library(say))
+
+    return _choose(config, cuda, get)
 
 
 def _choose(config: OpsConfig, cuda: bool, get: Callable[[], object]) -> Choice:
     if config.impl is Implementation.torch:
         return Choice(fused=False)
+    if cuda and config.impl is Implementation.auto:
+        # They are proven on a CPU only, lane by lane: nobody is to train with them unawares.
+        return Choice(fused=False, reason="the CUDA kernels have not run on a GPU yet; ops.impl=fused takes them")
     try:
-        if cuda:
-            raise KernelsUnavailable("the kernels are for CPUs only so far")
         get()
     except KernelsUnavailable as error:
         if config.impl is Implementation.fused:

@@ -30,4 +30,5 @@ class OpsConfig:
 
     impl: Implementation = Implementation.auto
     """fused: megads' own kernels, compiled once for this machine and kept in the user's cache. torch: torch's
-    operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so."""
+    operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so; torch on
+    GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md)."""

@@ -12,9 +12,14 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """What the kernels compute in fp32 inside."""
 
 
-def kernel_takes(x: Tensor) -> bool:
-    """Whether the kernels can compute on this tensor: fp32 or bf16 on a CPU."""
-    return x.device.type == "cpu" and x.dtype in KERNEL_DTYPES
+def kernel_takes(x: Tensor, gpu: bool = False) -> bool:
+    """Whether the kernels can compute on this tensor: fp32 or bf16 on a CPU, or on a GPU where there is one for it.
+
+    Args:
+        x: the tensor.
+        gpu: the operator has a kernel for GPUs, too.
+    """
+    return x.device.type in (("cpu", "cuda") if gpu else ("cpu",)) and x.dtype in KERNEL_DTYPES
 
 
 def gelu(x: Tensor, fused: bool) -> Tensor:
@@ -24,7 +29,7 @@ def gelu(x: Tensor, fused: bool) -> Tensor:
         x: any shape; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
         fused: take the kernel; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         out: Tensor = torch.ops.megads.gelu_forward(x.contiguous())
         return out
     return F.gelu(x, approximate="tanh")

@@ -57,6 +57,22 @@ def load_library(path: Path) -> None:
         operator.register()
 
 
+@functools.cache
+def load_cuda_library(path: Path) -> None:
+    """Registers the operators' implementations for GPUs, beside what `load_library` registered; once in a process.
+
+    Args:
+        path: what `megads.ops.build_cuda.build_library` returned.
+
+    Raises:
+        KernelsUnavailable: the file does not fit this torch.
+    """
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise KernelsUnavailable(f"{path} cannot be loaded ({error}): remove it, and it is built anew") from error
+
+
 def loaded_kernels() -> str:
     """Returns which build of the kernels this process has loaded, or "torch" for none."""
     paths = [Path(path) for path in torch.ops.loaded_libraries]

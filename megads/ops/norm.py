@@ -24,14 +24,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused
         eps: added to the variance.
         fused: take the kernel; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         return _norm(x, weight, bias, eps, centred=True)
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool) -> Tensor:
     """x / sqrt(mean of x^2 + eps) * weight over the last dim; arguments as in `layer_norm`."""
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         return _norm(x, weight, None, eps, centred=False)
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
@@ -52,7 +52,7 @@ def add_layer_norm(
     Returns:
         The norm and the sum.
     """
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         return _add_norm(x, residual, weight, bias, eps, centred=True)
     added = x + residual
     return layer_norm(added, weight, bias, eps, fused), added
@@ -60,7 +60,7 @@ def add_layer_norm(
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, fused: bool) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and that sum; arguments and results as in `add_layer_norm`."""
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         return _add_norm(x, residual, weight, None, eps, centred=False)
     added = x + residual
     return rms_norm(added, weight, eps, fused), added

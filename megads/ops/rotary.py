@@ -24,7 +24,7 @@ def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, fused: bool) -> Tensor:
         sin: sines, likewise.
         fused: take the kernel; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(x_bsnd) and cos.dtype == torch.float32:
+    if fused and kernel_takes(x_bsnd, gpu=True) and cos.dtype == torch.float32:
         rows_bsnd = x_bsnd if x_bsnd.stride(-1) == 1 else x_bsnd.contiguous()
         out: Tensor = torch.ops.megads.rotary(rows_bsnd, _table(cos), _table(sin), False)
         return out

@@ -33,7 +33,7 @@ def masked_softmax(
         starts_bs: int64 first key that a query sees, for documents and for padding on the left; None: 0.
         fused: take the kernel for fp32 and bf16 on a CPU; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(scores_bnst):
+    if fused and kernel_takes(scores_bnst, gpu=True):
         starts_bs = None if starts_bs is None else starts_bs.contiguous()
         out: Tensor = torch.ops.megads.softmax_forward(scores_bnst.contiguous(), scale, slopes_n, places_s, starts_bs)
         return out

@@ -23,7 +23,7 @@ def swiglu(gate_up: Tensor, fused: bool) -> Tensor:
             which computes in fp32 inside.
         fused: take the kernel; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(gate_up):
+    if fused and kernel_takes(gate_up, gpu=True):
         out: Tensor = torch.ops.megads.swiglu_forward(gate_up.reshape(-1, gate_up.shape[-1]).contiguous())
         return out.view(*gate_up.shape[:-1], out.shape[-1])
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)

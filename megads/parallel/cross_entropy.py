@@ -72,7 +72,8 @@ class _LossInPlace(torch.autograd.Function):
         logits_mr, labels_m = logits_bsr.flatten(0, 1).contiguous(), labels_bs.flatten()
         weights_m = weights_bs.flatten().float().contiguous()
         trains = ctx.needs_input_grad[0]
-        if trains and axis.size == 1:
+        # In one pass where the row that is read fits the cache of the core that reads it.
+        if trains and axis.size == 1 and logits_mr.device.type == "cpu":
             largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
         else:
             found = cross_entropy.statistics(logits_mr, labels_m, valid, start)
@@ -88,7 +89,9 @@ class _LossInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         (grad_bsr,) = ctx.saved_tensors
-        return grad_bsr if grad.item() == 1.0 else grad_bsr * grad.to(grad_bsr.dtype), None, None, None, None
+        # A loss that is the root of its backward pass has the gradient 1. To ask a GPU would be to wait for it.
+        is_root = grad.device.type == "cpu" and grad.item() == 1.0
+        return grad_bsr if is_root else grad_bsr.mul_(grad), None, None, None, None
 
 
 def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:

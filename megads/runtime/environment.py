@@ -91,6 +91,11 @@ def cpp_compiler() -> str | None:
     return os.environ.get("CXX") or None
 
 
+def cuda_home() -> str | None:
+    """Returns the folder of the CUDA toolkit that the user names in CUDA_HOME, or None."""
+    return os.environ.get("CUDA_HOME") or None
+
+
 def show_full_hydra_errors() -> None:
     """Makes Hydra raise its errors instead of printing them and exiting 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -135,7 +140,8 @@ def rank_variables(threads: int, cuda: bool, lease: int | None = None) -> dict[s
     variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
     variables[_LEASE_VARIABLE] = "" if lease is None else str(lease)
     # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
-    # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back.
+    # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back. Huge pages (glibc >= 2.35)
+    # spare most of what is looked up of their addresses.
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
     if not cuda:
         defaults |= {
@@ -143,6 +149,7 @@ def rank_variables(threads: int, cuda: bool, lease: int | None = None) -> dict[s
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": "100000000000",
             "MALLOC_TOP_PAD_": str(64 * 2**20),
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# For whatever machine with a GPU comes by, without network: versions, the GPU tests, and the speed of a real bf16
-# training of a 125M model over NCCL: on one GPU, then in every layout below that its GPUs have room for, whose first
-# loss must be that of one GPU. Appends a line a training to bench.jsonl.
+# For whatever machine with a GPU comes by, without network: versions, megads' CUDA kernels (compiled, held to fp64,
+# timed beside a copy, torch eager and torch.compile), the GPU tests, and the speed of a real bf16 training of a 125M
+# model over NCCL: on one GPU, with and without those kernels, then in every layout below that its GPUs have room for,
+# whose first loss must be that of one GPU. Appends a line a kernel and a training to bench.jsonl; the kernels' table is
+# printed once more at the end.
 #   scripts/bench/gpu.sh [key=value ...]    overrides go to `megads train`, for example train.seq_len=1024
-#   scripts/bench/gpu.sh --check            all of it that a CPU can do: imports, data, config; starts nothing
-#   WHEELS=<dir>    installs the wheels of this folder first, into a folder of their own
+#   scripts/bench/gpu.sh --check            all of it that a CPU can do: imports, kernels, data, config; starts nothing
+#   WHEELS=<dir>    installs the wheels of this folder first, into a folder of their own; gather_wheels.sh fills it
 #   PYTHON=<path>   interpreter (python3); BENCH=<path> file of results (bench.jsonl); WORK=<dir> (runs/bench)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -51,11 +53,23 @@ for index in range(torch.cuda.device_count()):
     print(f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, NCCL {torch.cuda.nccl.version()}")
 PYTHON_CODE
 
+echo "== kernels"
+failed=0
+kernels=("$PYTHON" -m scripts.bench.gpu_kernels)
+if ((check)); then
+    "${kernels[@]}" --device cpu --dtype fp32 --rounds 1 --no-compile
+else
+    # With them nothing else depends on it: a kernel that is wrong here is said, and the rest goes on with torch's.
+    "$PYTHON" -m megads.ops.build_cuda | tail -n 1
+    "${kernels[@]}" --append "$BENCH" | tee "$WORK/kernels.txt" || failed=1
+fi
+
 echo "== data"
 "$PYTHON" scripts/bench/synthetic_dataset.py --output "$WORK/synthetic" --tokens "$((check ? 100000 : 8000000))" \
     --vocab-size 50257
 
 layouts=(
+    "1 ops.impl=fused"
     "2 parallel.dp=2"
     "2 parallel.dp=2 parallel.bucket_elements=1000000000" # nothing overlaps: what overlap is worth
     "2 parallel.dp=2 parallel.zero_stage=0"
@@ -96,7 +110,6 @@ for line in sys.stdin:
     exit 0
 fi
 
-failed=0
 echo "== GPU tests"
 "$PYTHON" -m pytest -q -m gpu tests || failed=1
 
@@ -119,7 +132,8 @@ for layout in "${layouts[@]}"; do
         failed=1
     rm -rf "$run_dir-layout"
 done
+cat "$WORK/kernels.txt"
 if ((failed)); then
-    echo "gpu.sh: the training ran, but GPU tests or layouts failed (see above)" >&2
+    echo "gpu.sh: the training ran, but kernels, GPU tests or layouts failed (see above)" >&2
 fi
 exit "$failed"

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megads.cli.train import _changes, launch_spec, place
+from megads.cli.memory_check import Machine
+from megads.cli.train import _changes, chosen_kernels, launch_spec, place
 from megads.config import RootConfig
+from megads.errors import ConfigError
 from megads.frozen_config import config_digest, freeze
+from megads.model.config import AttentionKind
+from megads.ops.config import Implementation
 
 
 def test_run_is_named_after_experiment_then_model() -> None:
@@ -57,3 +61,13 @@ def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyP
     assert len({run_id for run_id, _ in places}) == len({run_dir for _, run_dir in places}) == 2
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert launch_spec(placed).side_command == ()
+
+
+def test_no_kernel_of_attention_on_gpus() -> None:
+    """Catches an explicit choice of attention that is silently dropped on GPUs."""
+    config = RootConfig()
+    config.ops.impl, config.model.attention = Implementation.fused, AttentionKind.fused
+    with pytest.raises(ConfigError, match=r"model\.attention = fused is for CPUs"):
+        chosen_kernels(config, Machine(2**30, per_gpu=True))
+    config.ops.impl, config.model.attention = Implementation.auto, AttentionKind.auto
+    assert not chosen_kernels(config, Machine(2**30, per_gpu=True)).fused

@@ -11,6 +11,7 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.ops import build as building
+from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.choice import Choice, choose, load, prepare
 from megads.ops.config import Implementation, OpsConfig
@@ -22,9 +23,12 @@ FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing remembered of the machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    library_path.cache_clear()
+    forget = (library_path.cache_clear, build_cuda.library_path.cache_clear)
+    for clear in forget:
+        clear()
     yield tmp_path
-    library_path.cache_clear()
+    for clear in forget:
+        clear()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -75,9 +79,10 @@ def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPat
     assert len(found) == 2
 
 
-def test_on_gpus_torch_computes(fresh: Path) -> None:
-    """Catches CPU kernels chosen for tensors on a GPU."""
+def test_on_gpus_torch_computes_unless_asked(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches CPU kernels chosen for tensors on a GPU, and a missing nvcc that is passed over in silence."""
     assert not choose(AUTO, cuda=True).fused
-    with pytest.raises(ConfigError, match="CPUs only"):
+    monkeypatch.setenv("CUDA_HOME", str(fresh))
+    with pytest.raises(ConfigError, match=r"ops\.impl = fused .*no nvcc in CUDA_HOME"):
         choose(FUSED, cuda=True)
     assert load(OpsConfig(Implementation.torch), print, cuda=False) == Choice(fused=False)

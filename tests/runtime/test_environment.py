@@ -33,6 +33,7 @@ def test_cpu_ranks_get_threads_accelerator_and_allocator(monkeypatch: pytest.Mon
         "cpu",
         "1",
     )
+    assert variables["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert "DS_ACCELERATOR" not in rank_variables(threads=3, cuda=True)
 
 

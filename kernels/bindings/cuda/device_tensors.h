@@ -1,0 +1,65 @@
+// What every CUDA binding needs: the tensors' device and stream, and the launchers' errors in words.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <string>
+
+#include "../../cuda/launchers.h"
+#include "../tensors.h"
+
+// torch has it where it has CUDA. Elsewhere the library can be loaded all the same: no tensor comes here.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+
+namespace megads::bindings {
+
+// Makes the device of the tensors the current one, for as long as it lives; kernels go to torch's current stream there.
+class Launch {
+ public:
+  explicit Launch(const Tensor& x) : guard_(int32_t(x.get_device())) {
+    require(aoti_torch_get_current_cuda_stream != nullptr,
+            "the CUDA kernels were built beside a torch without CUDA: remove them, and they are built anew");
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(int32_t(x.get_device()), &stream));
+    stream_ = reinterpret_cast<int64_t>(stream);
+  }
+
+  // launcher(arguments..., stream), and what went wrong as an exception.
+  template <typename... Parameters, typename... Arguments>
+  void operator()(int (*launcher)(Parameters...), const Arguments&... arguments) const {
+    const int error = launcher(arguments..., stream_);
+    STD_TORCH_CHECK(error == 0, "megads: a CUDA kernel could not be started: ", megads_cuda_error(error), " (error ",
+                    error, ")");
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  int64_t stream_ = 0;
+};
+
+inline int64_t number_of_type(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return MEGADS_FP32;
+    case ScalarType::BFloat16: return MEGADS_BF16;
+    case ScalarType::Half: return MEGADS_FP16;
+    default: require(false, "the CUDA kernels take fp32, bf16 and fp16 tensors only");
+  }
+  return -1;
+}
+
+// All lie, contiguous, on the device of the first.
+inline void require_together(std::initializer_list<const Tensor*> tensors) {
+  const Tensor* first = *tensors.begin();
+  for (const Tensor* x : tensors)
+    require(x->is_contiguous() && x->get_device() == first->get_device(),
+            "tensors must be contiguous and on one device");
+}
+
+inline void* data(const Tensor& x) { return x.mutable_data_ptr(); }
+inline void* data(const std::optional<Tensor>& x) { return x ? x->mutable_data_ptr() : nullptr; }
+
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes) {
+  return torch::stable::new_empty(like, std::vector<int64_t>(sizes));
+}
+
+}  // namespace megads::bindings

@@ -1,0 +1,138 @@
+// The tanh approximation of GELU as x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3); see launchers.h.
+//
+// Without a bias memory is flat: a thread computes two packs, 2 * elements * size bytes forward and 3 backward.
+// With one, a block takes a strip of columns, one pack a lane, and every warp of it a row at a time; so a thread adds
+// the same columns' bias to all its rows, and sums their gradients up in registers. The 8 warps' sums are added through
+// shared memory, and those of the blocks by columns.cuh.
+#include "columns.cuh"
+
+namespace megads::cuda {
+namespace {
+
+constexpr float kTwiceRoot = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+constexpr float kCubic = 0.044715f;
+
+// Beyond it the slope is 0 or 1 in fp32; up to it the exponential below is finite.
+constexpr float kFar = 10.0f;
+
+constexpr int kThreads = 256, kPacks = 2, kWarps = kThreads / kWarp;
+
+__device__ __forceinline__ float gelu_of(float x) {
+  return x / (1.0f + expf(x * (-kTwiceRoot) * (1.0f + kCubic * x * x)));
+}
+
+__device__ __forceinline__ float slope_of(float x) {
+  x = x > kFar ? kFar : x < -kFar ? -kFar : x;  // a NaN stays one
+  const float square = x * x;
+  const float away = expf(x * (-kTwiceRoot) * (1.0f + kCubic * square));
+  const float sigmoid = 1.0f / (1.0f + away);
+  // 1 - sigmoid without the cancellation where it is small.
+  const float rest = away * sigmoid;
+  return sigmoid + x * sigmoid * rest * (kTwiceRoot * (1.0f + 3.0f * kCubic * square));
+}
+
+// grad null: the forward pass.
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kThreads) gelu_flat(int64_t count, const T* grad, const T* x, T* out) {
+  constexpr int kStep = kThreads * kWidth<T>;
+  const Share share = share_of(x, count, kStep * kPacks);
+  const int first = share.first + int(threadIdx.x) * kWidth<T>;
+  Pack<T, kWidth<T>> x_packs[kPacks], grad_packs[kPacks];
+  load_packs(x_packs, x + share.lower, first, kStep, share.count, 0, share.count);
+  if (kBackward) load_packs(grad_packs, grad + share.lower, first, kStep, share.count, 0, share.count);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    float values[kWidth<T>];
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      const float at = widen(x_packs[p].elements[i]);
+      values[i] = kBackward ? widen(grad_packs[p].elements[i]) * slope_of(at) : gelu_of(at);
+    }
+    store_pack(out + share.lower, first + p * kStep, share.count, values);
+  }
+}
+
+template <typename T, bool kBackward>
+__global__ void __launch_bounds__(kThreads)
+    bias_gelu(int rows, int width, const T* grad, const T* x, const T* __restrict__ bias, T* out,
+              float* __restrict__ partial) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int column = (int(blockIdx.x) * kWarp + lane) * kWidth<T>;
+  const auto of_bias = load_pack<kWidth<T>>(bias, column, width);
+  float sums[kWidth<T>] = {};
+  for (int row = int(blockIdx.y) * kWarps + warp; row < rows; row += int(gridDim.y) * kWarps) {
+    const int64_t offset = int64_t(row) * width;
+    const auto of_x = load_pack<kWidth<T>>(x + offset, column, width);
+    Pack<T, kWidth<T>> of_grad{};
+    if (kBackward) of_grad = load_pack<kWidth<T>>(grad + offset, column, width);
+    float values[kWidth<T>];
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      const float at = widen(of_x.elements[i]) + widen(of_bias.elements[i]);
+      values[i] = kBackward ? widen(of_grad.elements[i]) * slope_of(at) : gelu_of(at);
+      sums[i] += values[i];
+    }
+    store_pack(out + offset, column, width, values);
+  }
+  if (!kBackward) return;
+  // Lanes lie next to each other, so that they do not meet in the banks.
+  float* shared = reinterpret_cast<float*>(megads_shared) + warp * kWarp * kWidth<T>;
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) shared[i * kWarp + lane] = sums[i];
+  __syncthreads();
+  if (warp != 0) return;
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i)
+    for (int other = 1; other < kWarps; ++other) sums[i] += shared[(other * kWidth<T> + i) * kWarp + lane];
+  store_pack(partial + int64_t(blockIdx.y) * width, column, width, sums);
+}
+
+// Blocks along the rows: 32 rows or more for each, and no more blocks than fill a device.
+int64_t row_blocks(int64_t rows, int64_t width) {
+  const int64_t most = blocks_for(132 * 8, blocks_for(width, kWarp * 8)), wanted = blocks_for(rows, 32);
+  return wanted < most ? wanted : most;
+}
+
+template <bool kBackward>
+int pass(int64_t dtype, int64_t rows, int64_t width, const void* grad, const void* x, const void* bias, void* out,
+         float* partial, int64_t stream) {
+  if (rows == 0 || width == 0) return 0;
+  if (rows > kMostBlocks / 2 || width > kMostBlocks / 2) return int(cudaErrorInvalidValue);
+  return with_dtype(dtype, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    const T *of_grad = static_cast<const T*>(grad), *of_x = static_cast<const T*>(x);
+    if (!bias) {
+      const int64_t blocks = shares_for(rows * width, kThreads * kPacks * kWidth<T>);
+      if (blocks > kMostBlocks) return int(cudaErrorInvalidValue);
+      return launch(gelu_flat<T, kBackward>, dim3(unsigned(blocks)), kThreads, 0, stream, rows * width, of_grad, of_x,
+                    static_cast<T*>(out));
+    }
+    const dim3 grid(unsigned(blocks_for(width, kWarp * kWidth<T>)), unsigned(row_blocks(rows, width)));
+    return launch(bias_gelu<T, kBackward>, grid, kThreads, kBackward ? kThreads * kWidth<T> * int(sizeof(float)) : 0,
+                  stream, int(rows), int(width), of_grad, of_x, static_cast<const T*>(bias), static_cast<T*>(out),
+                  partial);
+  });
+}
+
+}  // namespace
+}  // namespace megads::cuda
+
+using namespace megads::cuda;
+
+extern "C" int megads_cuda_gelu_forward(int64_t dtype, int64_t rows, int64_t width, const void* x, const void* bias,
+                                        void* out, int64_t stream) {
+  return pass<false>(dtype, rows, width, nullptr, x, bias, out, nullptr, stream);
+}
+
+extern "C" int64_t megads_cuda_gelu_partials(int64_t rows, int64_t width) { return row_blocks(rows, width); }
+
+extern "C" int megads_cuda_gelu_backward(int64_t dtype, int64_t rows, int64_t width, const void* grad, const void* x,
+                                         const void* bias, void* grad_x, float* partial, void* grad_bias,
+                                         int64_t stream) {
+  const int error = pass<true>(dtype, rows, width, grad, x, bias, grad_x, partial, stream);
+  if (error || !bias || width == 0) return error;
+  return with_dtype(dtype, [&](auto* null) {
+    using T = std::remove_pointer_t<decltype(null)>;
+    return launch_sum_columns<T>(partial, rows ? row_blocks(rows, width) : 0, width, width, grad_bias, stream);
+  });
+}

@@ -1,0 +1,117 @@
+"""The CUDA kernels of GELU, SwiGLU and rotary positions, lane by lane, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megads.model.rotary import rotary_tables
+from megads.ops.rotary import rotate
+from tests.ops.accuracy import check_error
+from tests.ops.cuda.lanes import Lanes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+
+def gelu(x: Tensor, bias: Tensor | None, grad: Tensor, **how: int) -> list[Tensor]:
+    """Output, gradient of x, and of the bias where there is one."""
+    with Lanes("gelu", **how) as lanes:
+        out, grad_x = (lanes.empty(x.shape, x.dtype) for _ in range(2))
+        shape = (x.dtype, *x.shape)
+        lanes.call("gelu_forward", *shape, x, bias, out)
+        if bias is None:
+            lanes.call("gelu_backward", *shape, grad, x, None, grad_x, None, None)
+            return [out.clone(), grad_x.clone()]
+        partial = lanes.empty((lanes.count("gelu_partials", *x.shape), x.shape[1]), torch.float32)
+        grad_bias = lanes.empty(bias.shape, x.dtype)
+        lanes.call("gelu_backward", *shape, grad, x, bias, grad_x, partial, grad_bias)
+        return [out.clone(), grad_x.clone(), grad_bias.clone()]
+
+
+def gelu_reference(x: Tensor, bias: Tensor | None, grad: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    leaves = [y.detach().to(dtype, copy=True).requires_grad_() for y in (x, bias) if y is not None]
+    out = F.gelu(sum(leaves[1:], leaves[0]), approximate="tanh")
+    out.backward(grad.to(dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 337), (70, 64), (301, 9), (4, 1031)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gelu(rows: int, width: int, biased: bool, dtype: torch.dtype) -> None:
+    """Catches wrong tails and constants, another column's bias, rows left out of the gradient of the bias."""
+    x, grad = draw(rows, width, dtype=dtype), draw(width, rows, dtype=dtype).T.contiguous()
+    bias = draw(width, dtype=dtype) if biased else None
+    found = gelu(x, bias, grad, order=width, residue=rows, at_end=rows % 2)
+    references = (gelu_reference(x, bias, grad, of) for of in (dtype, torch.float64))
+    for mine, eager, exact in zip(found, *references, strict=True):
+        check_error(mine, eager, exact)
+
+
+def test_gelu_far_out() -> None:
+    """Catches an exponential that overflows to NaN: far out GELU is 0 or x, its slope 0 or 1; NaN stays."""
+    x = torch.tensor([[-1e38, -1e4, -50.0, -0.0, 50.0, 1e4, 1e30, float("inf"), float("nan")]])
+    out, slope = gelu(x, None, torch.ones_like(x))
+    torch.testing.assert_close(out[0, :8], torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0, 1e4, 1e30, float("inf")]))
+    torch.testing.assert_close(slope[0, :8], torch.tensor([0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0]))
+    assert out[0, 8].isnan() and slope[0, 8].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [61, 333, 4099])
+def test_swiglu(count: int, dtype: torch.dtype) -> None:
+    """Catches gates taken for ups, wrong tails, and a slope that cancels."""
+    gate_up, grad = draw(2 * count, dtype=dtype), draw(count, dtype=dtype)
+    with Lanes("swiglu", order=count, residue=count % 8, at_end=count % 2) as lanes:
+        found = [lanes.empty((count,), dtype), lanes.empty((2 * count,), dtype)]
+        lanes.call("swiglu_forward", dtype, count, gate_up, found[0])
+        lanes.call("swiglu_backward", dtype, count, grad, gate_up, found[1])
+        references = []
+        for of in (dtype, torch.float64):
+            leaf = gate_up.detach().to(of, copy=True).requires_grad_()
+            out = F.silu(leaf[::2]) * leaf[1::2]
+            out.backward(grad.to(of))
+            assert leaf.grad is not None
+            references.append([out.detach(), leaf.grad])
+        for mine, eager, exact in zip(found, *references, strict=True):
+            check_error(mine, eager, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "dim"), [(3, 64), (5, 6), (70, 16)])
+def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Catches halves that are mixed up, another token's angle, and strides of a fused projection taken for packed."""
+    batch, seq_len = 2, 5
+    qkv = draw(batch, seq_len, heads, 3, dim, dtype=dtype)
+    query = qkv[:, :, :, 1]
+    tables = rotary_tables(torch.arange(seq_len) + 1000, dim, 1e4, torch.float32)
+    exact_tables = tuple(table.double() for table in tables)
+    with Lanes("rotary", order=heads, residue=dim % 4, at_end=dim % 8 == 0) as lanes:
+        placed = lanes.place(qkv)[:, :, :, 1]
+        turned, back = (lanes.empty(query.shape, dtype) for _ in range(2))
+        shape = (dtype, batch, seq_len, heads, dim)
+        flat = [table.reshape(seq_len, -1).contiguous() for table in tables]
+        base = placed.data_ptr()
+        lanes.call("rotary", *shape, *query.stride()[:3], seq_len, 0, base, *flat, turned)
+        lanes.call("rotary", *shape, *turned.stride()[:3], seq_len, 1, turned, *flat, back)
+        check_error(turned, rotate(query, *tables, False), rotate(query.double(), *exact_tables, False))
+        eager = rotate(turned.clone(), tables[0], -tables[1], False)
+        check_error(back, eager, rotate(turned.double(), exact_tables[0], -exact_tables[1], False))
+
+
+def test_nothing_to_do() -> None:
+    """Catches a launch of no blocks, and the gradient of a bias of no rows that is left as it was."""
+    empty = torch.empty(0, 7)
+    assert not gelu(empty, torch.ones(7), empty)[2].any()
+    with Lanes("swiglu") as lanes:
+        lanes.call("swiglu_forward", torch.float32, 0, torch.empty(0), lanes.empty((0,), torch.float32))
+    with Lanes("rotary") as lanes:
+        row = torch.ones(1, 4)
+        lanes.call("rotary", torch.float32, 0, 5, 3, 8, 120, 24, 8, 1, 0, empty, row, row, empty)

@@ -1,0 +1,42 @@
+"""The CUDA kernels where there is a GPU: through torch, on its streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from megads.ops.gelu import gelu
+from scripts.bench.gpu_kernels import SMALL, Sizes, cases, error_ratio
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: lane by lane the kernels run in this folder"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels_for_gpus() -> None:
+    """Compiled and loaded."""
+    load(OpsConfig(Implementation.fused), print, cuda=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [SMALL, Sizes(rows=300, tokens=100, scores=(2, 4, 1025), heads=(2, 65, 3, 64))])
+def test_error_is_that_of_the_dtype(sizes: Sizes, dtype: torch.dtype) -> None:
+    """Catches what the device does otherwise than the shim: launches, exponentials, autograd."""
+    ratios = {case.name: error_ratio(case) for case in cases(sizes, dtype, "cuda")}
+    assert {name: ratio for name, ratio in ratios.items() if not ratio <= 2} == {}
+
+
+def test_a_stream_of_its_own() -> None:
+    """Catches a kernel on the default stream, which does not wait for what its input comes from."""
+    stream = torch.cuda.Stream()
+    x = torch.randn(1 << 24, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        found = gelu(x.mul_(2.0), True)
+    stream.synchronize()
+    torch.testing.assert_close(found, gelu(x, False))

@@ -1,0 +1,69 @@
+"""The CUDA kernels of the optimizer's step, lane by lane, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.accuracy import check_error
+from tests.ops.cuda.lanes import Lanes
+
+BLOCKS = 64  # MEGADS_SQUARE_SUM_BLOCKS
+LR, DECAY, BETAS, EPS = 3e-3, 0.1, (0.9, 0.95), 1e-8
+
+
+def adamw_reference(state: list[Tensor], grad: Tensor, step: int, dtype: torch.dtype) -> list[Tensor]:
+    """Masters and moments after one step by the formula, in `dtype`."""
+    master, mean, square, grad = (x.to(dtype) for x in (*state, grad))
+    mean = BETAS[0] * mean + (1 - BETAS[0]) * grad
+    square = BETAS[1] * square + (1 - BETAS[1]) * grad**2
+    root = (square / (1 - BETAS[1] ** step)).sqrt() + EPS
+    return [master * (1 - LR * DECAY) - LR * mean / (1 - BETAS[0] ** step) / root, mean, square]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("count", "residue"), [(5, 0), (1024, 0), (2053, 1)])
+def test_adamw(count: int, residue: int, dtype: torch.dtype) -> None:
+    """Catches wrong tails, bias corrections of another step, weights that are not the rounded masters."""
+    generator = torch.Generator().manual_seed(count)
+    state = [torch.randn(count, generator=generator) for _ in range(2)]
+    state.append(torch.rand(count, generator=generator))
+    grad, clip = torch.randn(count, generator=generator), torch.tensor([0.25])
+    with Lanes("optimizer", order=count, residue=residue, at_end=count % 2) as lanes:
+        placed = [lanes.place(x) for x in state]
+        weights = lanes.empty((count,), dtype)
+        lanes.call("adamw", dtype, count, grad, *placed, weights, 2.0, clip, LR, DECAY, *BETAS, EPS, 7)
+        references = (adamw_reference(state, 2 * grad * clip, 7, of) for of in (torch.float32, torch.float64))
+        for mine, eager, exact in zip(placed, *references, strict=True):
+            check_error(mine, eager, exact)
+        assert torch.equal(weights, placed[0].to(dtype))
+
+
+def test_square_sums_and_clip_factor() -> None:
+    """Catches pieces that reach into their neighbours, squares that overflow, a clip factor above 1."""
+    flat = torch.randn(20000, generator=torch.Generator().manual_seed(0))
+    flat[40] = 1e30
+    bounds = torch.tensor([[0, 40], [41, 41], [40, 41], [41, 4200], [4203, 20000]])
+    exact = torch.stack([flat[start:stop].double().square().sum() for start, stop in bounds.tolist()])
+    results = []
+    for order in (0, 3):
+        with Lanes("optimizer", order=order) as lanes:
+            partial, sums = lanes.empty((5, BLOCKS), torch.float64), lanes.empty((5,), torch.float64)
+            lanes.call("square_sums", 5, flat, bounds, partial, sums)
+            results.append(sums.clone())
+            factors = [lanes.empty((1,), torch.float32) for _ in range(3)]
+            for factor, largest, pieces in zip(factors, (1.0, 1e9, 1.0), (2, 2, 5), strict=True):
+                lanes.call("clip_factor", pieces, sums, largest, factor)
+            assert factors[0].item() == pytest.approx(float(1 / (exact[0].sqrt() + 1e-6)), rel=1e-6)
+            assert factors[1].item() == 1.0 and factors[2].item() == pytest.approx(1e-30, rel=1e-6)
+    torch.testing.assert_close(results[0], exact, rtol=1e-12, atol=0)
+    assert torch.equal(*results)
+
+
+def test_a_gradient_that_is_nan() -> None:
+    """Catches a NaN that a clip factor of 1 hides."""
+    with Lanes("optimizer") as lanes:
+        factor = lanes.empty((1,), torch.float32)
+        lanes.call("clip_factor", 1, torch.tensor([float("nan")], dtype=torch.float64), 1.0, factor)
+        assert factor.isnan().all()

@@ -1,0 +1,128 @@
+"""The CUDA softmax kernels, lane by lane, against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.accuracy import check_error
+from tests.ops.cuda.lanes import Lanes
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SCALE = 0.4
+
+
+def hidden_of(
+    shape: torch.Size, places_s: Tensor | None, starts_bs: Tensor | None, padding_bt: Tensor | None
+) -> Tensor:
+    """What each query does not see, [b, 1, s, t]."""
+    batch, _, queries, keys = shape
+    places_s = torch.arange(queries) if places_s is None else places_s
+    starts_bs = torch.zeros(batch, queries, dtype=torch.int64) if starts_bs is None else starts_bs
+    keys_t = torch.arange(keys)
+    hidden_bst = (keys_t > places_s[:, None]) | (keys_t < starts_bs[:, :, None])
+    if padding_bt is not None:
+        hidden_bst = hidden_bst | padding_bt.bool()[:, None]
+    return hidden_bst[:, None]
+
+
+def reference(scores: Tensor, slopes: Tensor | None, places: Tensor | None, hidden: Tensor) -> Tensor:
+    """By the formula, in the dtype of the scores."""
+    queries, keys = scores.shape[-2:]
+    distance_st = torch.arange(keys) - (torch.arange(queries) if places is None else places)[:, None]
+    biased = scores * SCALE
+    if slopes is not None:
+        biased = biased + (slopes[:, None, None] * distance_st).to(scores.dtype)
+    return biased.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+
+
+def ours(
+    scores: Tensor,
+    grad: Tensor,
+    slopes: Tensor | None = None,
+    places: Tensor | None = None,
+    starts: Tensor | None = None,
+    padding: Tensor | None = None,
+    **how: int,
+) -> tuple[Tensor, Tensor]:
+    """Output and gradient of the scores."""
+    with Lanes("softmax", **how) as lanes:
+        out, grad_scores = (lanes.empty(scores.shape, scores.dtype) for _ in range(2))
+        shape = (scores.dtype, *scores.shape, SCALE)
+        lanes.call("softmax_forward", *shape, slopes, places, starts, padding, scores, out)
+        lanes.call("softmax_backward", *shape, places, starts, grad, out, grad_scores)
+        return out.clone(), grad_scores.clone()
+
+
+def check(scores: Tensor, grad: Tensor, **arguments: Tensor | int) -> None:
+    """Against the formula in fp64, with the error of the formula in the dtype as measure."""
+    masks = {name: arguments.get(name) for name in ("places", "starts", "padding")}
+    hidden = hidden_of(scores.shape, *masks.values())
+    found = ours(scores, grad, **arguments)
+    results = []
+    for dtype in (scores.dtype, torch.float64):
+        leaf = scores.detach().to(dtype, copy=True).requires_grad_()
+        out = reference(leaf, arguments.get("slopes"), masks["places"], hidden)
+        (out * grad.to(dtype)).masked_fill(hidden, 0.0).sum().backward()
+        results.append((out.detach(), leaf.grad.nan_to_num()))
+    for mine, eager, exact in zip(found, *results, strict=True):
+        if exact.any():
+            check_error(mine, eager.nan_to_num(), exact.nan_to_num())
+        else:
+            assert not mine.any()
+
+
+def inputs(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    scores, grad = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return 4 * scores, grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys"), [(3, 1), (9, 9), (5, 40), (3, 515), (2, 1025)])
+def test_error_is_that_of_the_dtype(queries: int, keys: int, dtype: torch.dtype) -> None:
+    """Catches wrong tails of odd rows, slopes of other heads, masks off by one, arithmetic in bf16."""
+    scores, grad = inputs(2, 3, queries, keys, dtype=dtype)
+    slopes = torch.tensor([0.5, 0.0625, 2.0**-8])
+    places = torch.arange(queries) * max(1, keys // queries)
+    starts = torch.randint(0, keys, (2, queries)) % (places + 1)
+    for number, more in enumerate(({}, {"places": places, "starts": starts})):
+        check(scores, grad, slopes=slopes, **more, order=number, residue=number * 3, at_end=number)
+
+
+@pytest.mark.parametrize(("keys", "dtype"), [(4100, torch.bfloat16), (24580, torch.float32), (24580, torch.float16)])
+def test_long_rows(keys: int, dtype: torch.dtype) -> None:
+    """Catches what only blocks of many warps, or rows read in chunks, can do wrong."""
+    scores, grad = inputs(1, 1, 2, keys, dtype=dtype)
+    check(scores, grad, places=torch.tensor([keys - 1, keys - 77]), order=7, residue=1)
+
+
+def test_padding_and_rows_that_see_nothing() -> None:
+    """Catches NaN of an empty sum, a hidden key that takes probability, the mask of another sample."""
+    scores, grad = inputs(2, 2, 4, 11, dtype=torch.float32)
+    padding = torch.zeros(2, 11, dtype=torch.uint8)
+    padding[0, 5:], padding[1, :3] = 1, 1
+    places, starts = torch.tensor([-1, 2, 12, 5]), torch.tensor([[0, 3, 1, 0], [0, 0, 0, 99]])
+    check(scores, grad, places=places, starts=starts, padding=padding)
+    out, grad_scores = ours(scores, grad, places=places, starts=starts, padding=padding)
+    assert (out[:, :, 0] == 0).all() and (grad_scores[:, :, 0] == 0).all() and (out[0, :, 1] == 0).all()
+    assert (out[1, :, 1, 3:] == 0).all() and (out[1, :, 3] == 0).all()
+
+
+def test_extreme_scores() -> None:
+    """Catches exp of a large score, -inf that becomes NaN, a NaN that vanishes, NaN read where nothing is seen."""
+    infinity = float("inf")
+    scores = torch.tensor([[1e30, 0.0, 0.0], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [1.0, 2.0, float("nan")]])
+    places = torch.tensor([2, 2, 2, 1])
+    out, grad = ours(scores[None, None], torch.full((1, 1, 4, 3), float("nan")).tril(1), places=places)
+    torch.testing.assert_close(out[0, 0, :2], (scores[:2] * SCALE).softmax(-1))
+    assert out[0, 0, 2].isnan().all()
+    torch.testing.assert_close(out[0, 0, 3], torch.cat([(scores[3, :2] * SCALE).softmax(-1), torch.zeros(1)]))
+    assert grad[0, 0, 3, 2] == 0
+
+
+def test_nothing_to_do() -> None:
+    """Catches a launch of no blocks, which is an error."""
+    for shape in ((0, 2, 3, 4), (1, 2, 3, 0)):
+        assert ours(torch.empty(shape), torch.empty(shape))[0].shape == shape
