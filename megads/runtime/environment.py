@@ -135,8 +135,8 @@ def rank_variables(threads: int, cuda: bool, lease: int | None = None) -> dict[s
     variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
     variables[_LEASE_VARIABLE] = "" if lease is None else str(lease)
     # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
-    # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back. Huge pages (glibc >= 2.35)
-    # spare most of what is looked up of their addresses.
+    # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back. Huge
+    # pages (glibc >= 2.35; older ones ignore it) spare most of the look-ups of their addresses.
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
     if not cuda:
         defaults |= {
