@@ -22,7 +22,7 @@ TYPED = [
     ("megads train model=bloom_17", "megads train model=bloom_176b"),
     ("megads train train.see", "megads train train.seed="),
     ("megads train train.precision=b", "megads train train.precision=bf16"),
-    ("megads train model=tiny +parallel.t", "megads train model=tiny +parallel.tp="),
+    ("megads train model=tiny +parallel.d", "megads train model=tiny +parallel.dp="),
     ("megads train data.valid=no", "megads train data.valid=notes.txt"),
     ("megads completion fi", "megads completion fish"),
 ]
