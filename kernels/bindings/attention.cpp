@@ -2,6 +2,7 @@
 #include "../cpu/attention.h"
 
 #include "tensors.h"
+#include "visible.h"
 
 namespace megads::bindings {
 namespace {
@@ -24,16 +25,7 @@ Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   require(k.size(1) == q.size(1) || (k.size(1) > 0 && q.size(1) % k.size(1) == 0),
           "the heads of keys and values must divide those of the queries");
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2);
-  if (slopes)
-    require(slopes->scalar_type() == ScalarType::Float && slopes->dim() == 1 && slopes->size(0) == heads &&
-                slopes->is_contiguous(), "slopes must be a contiguous fp32 [heads]");
-  if (places)
-    require(places->scalar_type() == ScalarType::Long && places->dim() == 1 && places->size(0) == queries &&
-                places->is_contiguous(), "places must be a contiguous int64 [queries]");
-  if (starts)
-    require(starts->scalar_type() == ScalarType::Long && starts->dim() == 2 && starts->size(0) == batch &&
-                starts->size(1) == queries && starts->is_contiguous(),
-            "starts must be a contiguous int64 [batch, queries]");
+  require_visible(batch, heads, queries, slopes, places, starts);
   return {batch, heads, k.size(1), queries, k.size(2), q.size(3), float(scale), optional_data<float>(slopes),
           optional_data<int64_t>(places), optional_data<int64_t>(starts)};
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "tensors.h"
+#include "visible.h"
 
 namespace megads::bindings {
 namespace {
@@ -12,16 +13,7 @@ MaskedSoftmax softmax_of(const Tensor& scores, double scale, const std::optional
                          const std::optional<Tensor>& places, const std::optional<Tensor>& starts) {
   require(scores.dim() == 4 && scores.is_contiguous(), "scores must be a contiguous [batch, heads, queries, keys]");
   const int64_t batch = scores.size(0), heads = scores.size(1), queries = scores.size(2);
-  if (slopes)
-    require(slopes->scalar_type() == ScalarType::Float && slopes->dim() == 1 && slopes->size(0) == heads &&
-                slopes->is_contiguous(), "slopes must be a contiguous fp32 [heads]");
-  if (places)
-    require(places->scalar_type() == ScalarType::Long && places->dim() == 1 && places->size(0) == queries &&
-                places->is_contiguous(), "places must be a contiguous int64 [queries]");
-  if (starts)
-    require(starts->scalar_type() == ScalarType::Long && starts->dim() == 2 && starts->size(0) == batch &&
-                starts->size(1) == queries && starts->is_contiguous(),
-            "starts must be a contiguous int64 [batch, queries]");
+  require_visible(batch, heads, queries, slopes, places, starts);
   return {batch, heads, queries, scores.size(3), float(scale), optional_data<float>(slopes),
           optional_data<int64_t>(places), optional_data<int64_t>(starts)};
 }

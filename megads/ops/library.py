@@ -39,10 +39,7 @@ def load_library(path: Path) -> None:
     Raises:
         KernelsUnavailable: the file does not fit this torch.
     """
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        raise KernelsUnavailable(f"{path} cannot be loaded ({error}): remove it, and it is built anew") from error
+    _load(path)
     for operator in OPERATORS:
         operator.register()
 
@@ -57,6 +54,10 @@ def load_cuda_library(path: Path) -> None:
     Raises:
         KernelsUnavailable: the file does not fit this torch.
     """
+    _load(path)
+
+
+def _load(path: Path) -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
