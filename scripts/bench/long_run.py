@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,9 @@ COMPARED = 200
 BOUND = {"fp32": 1e-4, "bf16": math.inf}
 """Of the first steps, by precision."""
 SMOOTHED = 20
-SHAPE = {
+WARMUP_SAMPLES = 400
+"""A quarter of the run where that is less."""
+SHAPE: dict[str, Any] = {
     "model.num_layers": 2,
     "model.hidden_size": 128,
     "model.num_heads": 4,
@@ -49,7 +51,6 @@ SHAPE = {
     "train.micro_batch_size": 8,
     "optim.lr": 2e-3,
     "optim.min_lr": 2e-4,
-    "schedule.warmup_samples": 400,
     "data.split": "[0.97, 0.03]",
     "cluster.threads_per_rank": 1,
     "cluster.peak_tflops": 1,
@@ -115,6 +116,8 @@ class Comparison:
     def overrides(self) -> list[str]:
         """What all runs share."""
         shape = [f"{key}={value}" for key, value in SHAPE.items()]
+        samples = self.steps * SHAPE["train.global_batch_size"]
+        shape.append(f"schedule.warmup_samples={min(WARMUP_SAMPLES, samples // 4)}")
         data = [f"data.raw={self.folder / 'text.jsonl'}", f"data.cache_dir={self.folder / 'cache'}"]
         return [*shape, *data, f"train.steps={self.steps}", f"train.precision={self.precision}"]
 
