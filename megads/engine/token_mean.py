@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
 

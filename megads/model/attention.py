@@ -21,7 +21,7 @@ from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
 from megads.ops.augmented_attention import augmented_attention
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 from megads.ops.softmax import masked_softmax
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()

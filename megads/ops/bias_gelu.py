@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.gelu import gelu, kernel_takes
+from megads.ops.eligible import kernel_takes
+from megads.ops.gelu import gelu
 
 
 def bias_gelu(x: Tensor, bias: Tensor, fused: bool) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 def apply_mask(x: Tensor, keep: Tensor, scale: float, residual: Tensor | None, fused: bool) -> Tensor:

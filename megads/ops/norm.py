@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, fused: bool) -> Tensor:

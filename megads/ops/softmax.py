@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 def masked_softmax(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 def square_sums(flat_e: Tensor, bounds_p2: Tensor, fused: bool) -> Tensor:

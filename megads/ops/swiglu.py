@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 def swiglu(gate_up: Tensor, fused: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megads.ops.adamw import AdamWStep, adamw
-from megads.ops.gelu import kernel_takes
+from megads.ops.eligible import kernel_takes
 
 
 class FusedAdamW:
