@@ -31,7 +31,7 @@ def test_error_is_that_of_the_dtype(heads: int, kv_heads: int, length: int, dim:
 
 
 def test_features_say_slope_and_place_exactly() -> None:
-    """Catches the rest of a slope left out, which is 0.4% of it: too little for the errors of one attention to show, and
+    """Catches the rest of a slope left out: up to 0.4% of it, too little for the errors of one attention to show, and
     another model all the same."""
     slopes, dim, cpu = alibi_slopes(12), 40, torch.device("cpu")
     queries = _query_features(slopes, dim, cpu, torch.bfloat16).double()
