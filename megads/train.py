@@ -37,6 +37,7 @@ from megads.plan.metrics_hook import MetricsHook
 from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
+from megads.runtime.core_binding import bind_to_share
 from megads.runtime.distributed import require_equal, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.hooks import Hook, StepInfo, TrainState
@@ -73,12 +74,16 @@ def train(config: RootConfig, run_dir: Path) -> int:
         ops = load_ops(config, device)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
+        # It may measure the whole CPU, before this rank keeps to a part of it.
+        step_lines = metrics_hook(config, environment, device, metrics)
+        if config.cluster.bind_cores:
+            bind_to_share(environment.local_rank, environment.local_world_size)
         engine = build_engine(config, grid, device, ops)
         state = TrainState()
         resume(config, run_dir, engine, state, events)
         metrics.drop_after(state.step)
         hooks: list[Hook] = [
-            metrics_hook(config, environment, device, metrics),
+            step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps),
             checkpoint_hook(config, run_dir, engine, state, events, fence),
         ]
