@@ -9,6 +9,8 @@ s), i = local input features, o = local output features, h = hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.parallel.collectives import leave_region, scatter_sequence
 from megads.parallel.grid import Axis
-from megads.parallel.region_linear import Region, closing_linear, opening_linear
+from megads.parallel.region_linear import Region, closing_linears, opening_linear, opening_linears
 from megads.parallel.weight_gradients import SplitLayer, linear
 
 
@@ -51,7 +53,41 @@ class RowParallelLinear(SplitLayer):
         if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
             return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
-        return closing_linear(x_bsi, self.weight, self.region, self.weight_gradients) + self.bias
+        return closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients) + self.bias
+
+
+class ColumnParallelBranches(nn.Module):
+    """Several `ColumnParallelLinear` of one input, which enter their region once."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x_bti: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+        """[b, t, in] -> [b, s, out / size] of every layer."""
+        if self.region.axis.size == 1:
+            return tuple(layer(x_bti) for layer in layers)
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        return opening_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+
+
+class RowParallelBranches(nn.Module):
+    """The sum of several `RowParallelLinear`, which leave their region once.
+
+    What a rank has of the sum is added before the message, so it is sent, and rounded, once.
+    """
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
+        """[b, s, in / size] of every layer -> [b, t, out]."""
+        if self.region.axis.size == 1:
+            first_bto, *others = (layer(x_bsi) for layer, x_bsi in zip(layers, inputs, strict=True))
+            return sum(others, start=first_bto)
+        weights, bias = [layer.weight for layer in layers], sum(layer.bias for layer in layers)
+        return closing_linears(inputs, weights, self.region, layers[0].weight_gradients) + bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
