@@ -71,15 +71,15 @@ def local_alibi_slopes() -> None:
 
 
 def replicated_parameters_count_on_every_rank() -> None:
-    inner = BucketAdamW._norm
+    inner = BucketAdamW._pieces_of_norm
 
-    def norm(self: BucketAdamW) -> float:
+    def pieces(self: BucketAdamW) -> dict[Bucket, Any]:
         owned, self._owned = self._owned, {slot.member.name for b in self.buckets for slot in b.layout.slots}
         found = inner(self)
         self._owned = owned
         return found
 
-    BucketAdamW._norm = norm
+    BucketAdamW._pieces_of_norm = pieces
 
 
 def bf16_reduction() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from megads.ops.square_sums import square_sums
+from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
 
@@ -60,7 +60,7 @@ class Bucket:
         self.slice = layout.slice_of(data.rank, data.size) if sharded else range(layout.numel)
         self.own_weights = self.weights[self.slice.start : self.slice.stop]
         self.master = self.own_weights.to(torch.float32, copy=True)
-        self._slot_bounds = torch.tensor([[slot.start, slot.stop] for slot in layout.slots])
+        self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
         self.gradient: Tensor | None = None
         self._sums: Tensor | None = None
         self._reduction: dist.Work | None = None
@@ -105,7 +105,7 @@ class Bucket:
         for slot in self._empty:
             sums[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
-        self.squares = square_sums(sums, self._slot_bounds, self._fused)
+        self.squares = square_sums(sums, self._slots, self._fused)
         if self._data.size == 1 or not self._sharded:
             self.gradient = sums
             if self._data.size > 1:

@@ -88,20 +88,31 @@ class PipelineTrainEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
+        # The one time that a step waits for the device.
+        loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
+        optimizer = self._engine.optimizer
+        optimizer.settle(norm)
+        return StepResult(
+            loss=loss,
+            tokens=int(tokens),
+            grad_norm=optimizer.grad_norm,
+            skipped=optimizer.skipped,
+            culprit=self._culprit() if optimizer.skipped else None,
+        )
+
+    def launch_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
+        """Everything of a step that the device does; the host waits for none of it.
+
+        Returns:
+            fp64 [3] on the device: loss, tokens, and the norm, with which the optimizer must be settled.
+        """
         micro_batches = self._own_tokens(micro_batches)
         tokens = global_tokens(micro_batches, self.grid, self.device, self._loss_rank)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = 1.0 / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches, learning_rate)
-        loss, tokens_all = share_loss(loss_sum, tokens, self.grid, self._loss_rank)
-        optimizer = self._engine.optimizer
-        return StepResult(
-            loss=loss,
-            tokens=tokens_all,
-            grad_norm=optimizer.grad_norm,
-            skipped=optimizer.skipped,
-            culprit=self._culprit() if optimizer.skipped else None,
-        )
+        shared = share_loss(loss_sum, tokens, self.grid, self._loss_rank)
+        return torch.cat((shared, self._engine.optimizer.norm[None]))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
@@ -109,7 +120,7 @@ class PipelineTrainEngine:
         tokens = global_tokens(micro_batches, self.grid, self.device, self._loss_rank)
         self._loss.scale = torch.ones_like(tokens)
         loss_sum = self._engine.run_inference_schedule(micro_batches)
-        return EvaluationResult(*share_loss(loss_sum, tokens, self.grid, self._loss_rank))
+        return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""

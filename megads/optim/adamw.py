@@ -27,6 +27,7 @@ class FusedAdamW:
             before a step.
         state: of each master its fp32 moments `exp_avg` and `exp_avg_sq` and the number of steps, `step`; all there
             before the first step, so that a checkpoint of step 0 has the shape of any other.
+        steps: the same number as the host knows it, which does not wait for the device to tell.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FusedAdamW:
         """
         self.param_groups = [{"lr": lr, **group} for group in groups]
         self._betas, self._eps, self._fused = betas, eps, fused
+        self.steps = 0
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for group in groups:
             for parameter in group["params"]:
@@ -59,28 +61,42 @@ class FusedAdamW:
                 }
 
     @torch.no_grad()
-    def step(self, clip: float = 1.0) -> None:
-        """Updates every master from its `grad` and rounds it to its weights.
+    def step(self, clip: Tensor) -> None:
+        """Updates every master from its `grad` and rounds it to its weights; the host waits for nothing.
 
         Args:
-            clip: factor of all gradients; what it leaves in `grad` is undefined.
+            clip: fp32 scalar on the masters' device, factor of all gradients; what it leaves in `grad` is undefined.
+                Where it is not finite everything stays as it was, but `steps` has to be told by `was_skipped`.
         """
+        self.steps += 1
+        skipped = clip.isfinite().logical_not().float()
         for group in self.param_groups:
-            if self._fused and all(kernel_takes(master) for master in group["params"]):
-                self._step_by_kernel(group, clip)
+            if self._fused and all(kernel_takes(master, gpu=True) for master in group["params"]):
+                self._step_by_kernel(group, clip, skipped)
             else:
-                self._step_by_torch(group, clip)
+                self._step_by_torch(group, clip, skipped)
 
-    def _step_by_kernel(self, group: dict[str, Any], clip: float) -> None:
+    def was_skipped(self) -> None:
+        """The last step's `clip` was not finite; before the next one."""
+        self.steps -= 1
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the number of steps, a checkpoint's."""
+        self.steps = steps
+        for state in self.state.values():
+            state["step"].fill_(float(steps))
+
+    def _step_by_kernel(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
+        how = AdamWStep(group["lr"], group["weight_decay"], self._betas, self._eps, self.steps)
         for master, weights in zip(group["params"], group["weights"], strict=True):
             state = self.state[master]
-            state["step"] += 1
-            how = AdamWStep(clip, group["lr"], group["weight_decay"], self._betas, self._eps, int(state["step"].item()))
-            adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, how)
+            state["step"].add_(1.0 - skipped)
+            adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, clip, how)
 
-    def _step_by_torch(self, group: dict[str, Any], clip: float) -> None:
+    def _step_by_torch(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
         gradients = [master.grad for master in group["params"]]
-        if clip != 1.0:
+        # A factor of 1 changes no bit. To ask a GPU whether it is one would be to wait for it.
+        if clip.device.type != "cpu" or clip.item() != 1.0:
             torch._foreach_mul_(gradients, clip)
         states = [self.state[master] for master in group["params"]]
         torch_adamw(
@@ -91,6 +107,7 @@ class FusedAdamW:
             [],
             [state["step"] for state in states],
             fused=True,
+            found_inf=skipped,
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],

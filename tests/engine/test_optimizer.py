@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import megads.engine.stage_pipeline
 from megads.engine.bucket import Bucket
-from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.optimizer import CLIP_EPSILON, BucketAdamW, NamedParameter, clip_factor
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
@@ -110,6 +110,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
             assert entry.parameter.grad is None, "gradients must not outlive their addition"
     optimizer.reduce()
     optimizer.step(1e-3)
+    optimizer.settle(optimizer.norm.item())
     after = {entry.name: parity.digest(entry.parameter) for entry in named}
     return {"gradients": gradients, "norm": optimizer.grad_norm, "tp": grid.tp.rank, "after": after}
 
@@ -136,3 +137,15 @@ def test_partial_gradients_are_summed_over_tensor_parallel_ranks(zero_stage: int
     assert results[0]["norm"] == pytest.approx(np.sqrt(sum(square.sum() for square in squares)), rel=1e-6)
     assert {result["norm"] for result in results} == {results[0]["norm"]}
     assert len({result["after"]["blocks.0.input_norm.weight"] for result in results}) == 1
+
+
+def test_clip_factor() -> None:
+    """Catches gradients that are enlarged, a norm of infinity that becomes a factor of 0 (a step that should be none
+    would forget the moments), and rounding that differs from the host's, which older runs clipped by."""
+    for norm in (0.0, 0.3, 0.7, 1.5, 3.3e3, 1e30):
+        wanted = torch.tensor(min(1.0, 0.7 / (norm + CLIP_EPSILON))).float()
+        assert torch.equal(clip_factor(torch.tensor(norm, dtype=torch.float64), 0.7), wanted)
+        assert clip_factor(torch.tensor(norm, dtype=torch.float64), 0.0) == 1.0
+    for norm in (float("inf"), float("nan")):
+        for largest in (0.7, 0.0):
+            assert clip_factor(torch.tensor(norm, dtype=torch.float64), largest).isnan()

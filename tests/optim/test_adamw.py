@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -29,7 +31,8 @@ def test_bits_are_those_of_torch() -> None:
         for optimizer in (mine, stock):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * (step + 1)
-            optimizer.step()
+        mine.step(torch.ones(()))
+        stock.step()
     for a, b, start, weights in zip(ours, theirs, starts, working, strict=True):
         assert torch.equal(weights, a.bfloat16())
         assert torch.equal(a, b) and not torch.equal(a, start)
@@ -52,8 +55,28 @@ def test_the_kernel_takes_the_same_steps(clip: float) -> None:
         for _ in range(4):
             for master in masters:
                 master.grad = torch.randn(1000, generator=generator)
-            optimizer.step(clip)
+            optimizer.step(torch.tensor(clip))
         assert [optimizer.state[master]["step"].item() for master in masters] == [4.0, 4.0]
         runs.append(masters)
     for by_torch, by_kernel in zip(*runs, strict=True):
         torch.testing.assert_close(by_kernel, by_torch, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_leaves_no_trace(fused: bool) -> None:
+    """Catches a step counted though it was none, on the host or in what is saved, which would bias every later one."""
+    start, ends = torch.linspace(-1, 1, 1000), []
+    for steps in ((0.5, float("nan"), 0.25), (0.5, 0.25)):
+        master, weights = start.clone(), torch.empty(1000, dtype=torch.bfloat16)
+        optimizer = FusedAdamW(
+            [{"params": [master], "weights": [weights], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, fused
+        )
+        for clip in steps:
+            master.grad = torch.cos(start) if math.isfinite(clip) else torch.full((1000,), clip)
+            optimizer.step(torch.tensor(clip))
+            if not math.isfinite(clip):
+                optimizer.was_skipped()
+        assert optimizer.steps == 2
+        ends.append([master, weights, *optimizer.state[master].values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and ends[0][2].item() == 2.0
