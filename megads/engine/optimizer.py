@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
+from megads.ops.config import Implementation
 from megads.ops.square_sums import square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
@@ -92,7 +93,9 @@ class BucketAdamW:
         grid: ParallelGrid,
         fused: bool = False,
     ) -> None:
-        self._grid, self._clip, self._fused = grid, optim.clip_grad, fused
+        self._grid, self._clip = grid, optim.clip_grad
+        self._fused = fused if optim.impl is Implementation.auto else optim.impl is Implementation.fused
+        self._apex = optim.impl is Implementation.apex
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
@@ -107,7 +110,7 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, fused)
+        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, self._fused, apex=self._apex)
         self.watch: Callable[[], None] | None = None
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
@@ -126,7 +129,7 @@ class BucketAdamW:
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
             also_over = self._also_over(layout, pairs)
-            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused)
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused, apex=self._apex)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
@@ -205,7 +208,8 @@ class BucketAdamW:
                 bounds.setdefault(part.bucket, []).append((part.start, part.start + part.length))
         square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         for bucket, of_pieces in bounds.items():
-            square += square_sums(gradient_of(bucket), torch.tensor(of_pieces), self._fused).sum()
+            sums = square_sums(gradient_of(bucket), torch.tensor(of_pieces), self._fused, apex=self._apex)
+            square += sums.sum()
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return float(square.sqrt())
