@@ -15,7 +15,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.config import AUGMENTED_LONGEST, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
-from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 
@@ -151,6 +151,7 @@ def check_config(config: RootConfig) -> None:
     ):
         part.check()
     _check_attention(config)
+    _check_optimizer(config)
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -198,6 +199,16 @@ def _check_attention(config: RootConfig) -> None:
                 f"model.attention = augmented is a plain causal kernel in bf16 with ALiBi inside, but {found}: set "
                 f"{wanted}, or model.attention=auto"
             )
+
+
+def _check_optimizer(config: RootConfig) -> None:
+    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's AdamW."""
+    impl, stage = config.optim.impl, config.parallel.zero_stage
+    if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
+        raise ConfigError(
+            f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
+            "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
+        )
 
 
 def _check_layout(config: RootConfig) -> None:

@@ -170,7 +170,7 @@ def load_ops(config: RootConfig, device: torch.device) -> Choice:
     Raises:
         ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
     """
-    choice = load(config.ops, print, cuda=device.type == "cuda")
+    choice = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
     require_equal("what ops.impl stands for", choice.text, "install a C++ compiler everywhere, or use ops.impl=torch")
     return choice
 
@@ -180,13 +180,14 @@ def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device, o
     return build_train_engine(
         config.model,
         config.parallel,
-        config.optim,
+        replace(config.optim, impl=ops.optimizer),
         grid,
         precision=weight_dtype(config.train.precision),
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
         device=device,
         fused=ops.fused,
+        apex=ops.apex,
     )
 
 

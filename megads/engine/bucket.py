@@ -36,6 +36,8 @@ class Bucket:
         sharded: bool,
         also_over: ProcessGroup | None,
         fused: bool = False,
+        *,
+        apex: bool = False,
     ) -> None:
         """Moves the parameters into the bucket's flat buffer.
 
@@ -47,8 +49,10 @@ class Bucket:
             also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
                 ranks that each saw a part of the sequence.
             fused: take megads' own kernels.
+            apex: take NVIDIA apex' on GPUs.
         """
-        self.layout, self.copies, self._also_over, self._fused = layout, copies, also_over, fused
+        self.layout, self.copies, self._also_over = layout, copies, also_over
+        self._fused, self._apex = fused, apex
         self._data, self._sharded = data, sharded
         first = copies[0][0]
         self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
@@ -105,7 +109,7 @@ class Bucket:
         for slot in self._empty:
             sums[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
-        self.squares = square_sums(sums, self._slots, self._fused)
+        self.squares = square_sums(sums, self._slots, self._fused, apex=self._apex)
         if self._data.size == 1 or not self._sharded:
             self.gradient = sums
             if self._data.size > 1:

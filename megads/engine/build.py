@@ -26,6 +26,7 @@ def build_train_engine(
     device: torch.device,
     value: InitialValue | None = None,
     fused: bool = False,
+    apex: bool = False,
 ) -> TrainEngine:
     """The engine of a layout, with its initial weights; collective over the world.
 
@@ -40,6 +41,7 @@ def build_train_engine(
         device: where this rank computes.
         value: initial weights; None is `megads.model.initialise.initial_value`.
         fused: take megads' own kernels, which `megads.ops.choice.load` has loaded; else torch's operators.
+        apex: take NVIDIA apex' norms, which it has let pass; the optimizer goes by optim.impl, else by `fused`.
 
     Raises:
         ConfigError: the model cannot be cut this way, or DeepSpeed is too old.
@@ -56,4 +58,5 @@ def build_train_engine(
         device=device,
         value=value,
         fused=fused,
+        apex=apex,
     )

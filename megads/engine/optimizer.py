@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
+from megads.ops.config import Implementation
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
@@ -97,7 +98,9 @@ class BucketAdamW:
         grid: ParallelGrid,
         fused: bool = False,
     ) -> None:
-        self._grid, self._clip, self._fused = grid, optim.clip_grad, fused
+        self._grid, self._clip = grid, optim.clip_grad
+        self._fused = fused if optim.impl is Implementation.auto else optim.impl is Implementation.fused
+        self._apex = optim.impl is Implementation.apex
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
@@ -113,7 +116,7 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, fused)
+        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, self._fused, apex=self._apex)
         self.watch: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
@@ -133,7 +136,7 @@ class BucketAdamW:
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
             also_over = self._also_over(layout, pairs)
-            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused)
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused, apex=self._apex)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
@@ -226,7 +229,7 @@ class BucketAdamW:
         """The global 2-norm, fp64 scalar on the device."""
         square = torch.zeros_like(self.norm)
         for bucket, pieces in self._normed.items():
-            square += square_sums(gradient_of(bucket), pieces, self._fused).sum()
+            square += square_sums(gradient_of(bucket), pieces, self._fused, apex=self._apex).sum()
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return square.sqrt()

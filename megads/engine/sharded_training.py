@@ -46,6 +46,7 @@ class ShardedTrainEngine:
         device: torch.device,
         value: InitialValue | None = None,
         fused: bool = False,
+        apex: bool = False,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
@@ -66,6 +67,7 @@ class ShardedTrainEngine:
             self._loss,
             shard if parallel.zero_stage == 3 else None,
             fused,
+            apex,
         )
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),

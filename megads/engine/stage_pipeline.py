@@ -25,6 +25,7 @@ from megads.model.stages import (
     StageSpec,
     is_block,
     stage_specs,
+    use_apex,
     use_kernels,
 )
 from megads.parallel.config import ParallelConfig
@@ -48,10 +49,11 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         tied: bool,
         parallel: ParallelConfig,
         fused: bool,
+        apex: bool = False,
     ) -> None:
         super().__init__(nn.Module)
         self.spec, self.grid, self.value, self.device = spec, grid, value, device
-        self.tied, self.parallel, self.fused = tied, parallel, fused
+        self.tied, self.parallel, self.fused, self.apex = tied, parallel, fused, apex
 
     def __repr__(self) -> str:
         return self.spec.name
@@ -62,6 +64,8 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
             stage = self.spec.build()
         if self.fused:
             use_kernels(stage)
+        if self.apex:
+            use_apex(stage)
         stage, placements = shard_stage(
             stage,
             self.spec.name,
@@ -161,17 +165,19 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         device: torch.device,
         loss: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor],
         fused: bool = False,
+        apex: bool = False,
     ) -> None:
         specs = stage_specs(model, seed)
+        tied = model.tie_embeddings
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
         self.bounds = stage_bounds([spec.weight for spec in specs], parallel)
         self.placement = parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
-        self.tied, self.hidden_size = model.tie_embeddings, model.hidden_size
+        self.tied, self.hidden_size = tied, model.hidden_size
         self.grid, self.parallel = grid, parallel
         super().__init__(
             [
-                StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)
+                StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, fused=fused, apex=apex)
                 for spec in specs
             ],
             topology=GridTopology(parallel),

@@ -61,12 +61,13 @@ class PipelineTrainEngine:
         device: torch.device,
         value: InitialValue | None = None,
         fused: bool = False,
+        apex: bool = False,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
         self._loss = TokenMeanLoss(model.vocabulary, grid, fused)
         value = value or initial_value(model, seed)
-        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused)
+        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused, apex)
 
         def optimizer(stages: StagePipeline) -> BucketAdamW:
             return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, fused)

@@ -32,6 +32,7 @@ class WholeModel(nn.Module):
         shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
             is drawn: no rank ever holds the whole model.
         fused: take megads' own kernels.
+        apex: take NVIDIA apex' norms.
     """
 
     def __init__(
@@ -46,18 +47,20 @@ class WholeModel(nn.Module):
         loss: TokenMeanLoss,
         shard: Callable[[nn.Module], None] | None = None,
         fused: bool = False,
+        apex: bool = False,
     ) -> None:
         super().__init__()
         self.loss = loss
-        self.tied_key = TIED_PARAMETER if model.tie_embeddings else None
+        tied = model.tie_embeddings
+        self.tied_key = TIED_PARAMETER if tied else None
         stages: dict[str, nn.Module] = {}
         for spec in stage_specs(model, seed):
             stage = (
-                StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)
+                StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, fused=fused, apex=apex)
                 .build()
                 .to(precision)
             )
-            if model.tie_embeddings and spec.name == HEAD:
+            if tied and spec.name == HEAD:
                 stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
             if shard is not None:
                 shard(stage)

@@ -27,11 +27,12 @@ class Norm(nn.Module):
 
     Attributes:
         fused: take megads' own kernel for it.
+        apex: take NVIDIA apex'.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.fused = False
+        self.fused = self.apex = False
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
         centred = config.norm is NormKind.layernorm
@@ -40,14 +41,15 @@ class Norm(nn.Module):
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
         if self.bias is None:
-            return rms_norm(hidden_bsh, self.weight, self.eps, self.fused)
-        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused)
+            return rms_norm(hidden_bsh, self.weight, self.eps, self.fused, apex=self.apex)
+        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused, apex=self.apex)
 
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; the kernel makes both in one pass."""
         if self.bias is None:
-            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused)
-        return add_layer_norm(hidden_bsh, residual_bsh, self.weight, self.bias, self.eps, self.fused)
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused, apex=self.apex)
+        weight, bias = self.weight, self.bias
+        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.fused, apex=self.apex)
 
 
 class Embedding(nn.Module):
@@ -275,6 +277,13 @@ def use_kernels(stage: nn.Module) -> None:
     for module in stage.modules():
         if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
             module.fused = True
+
+
+def use_apex(stage: nn.Module) -> None:
+    """Makes a stage, or a whole model, take NVIDIA apex' norms, which `megads.ops.choice.load` has let pass."""
+    for module in stage.modules():
+        if isinstance(module, Norm):
+            module.apex = True
 
 
 def is_block(name: str) -> bool:

@@ -17,11 +17,7 @@ class Implementation(StrEnum):
     auto = "auto"
     fused = "fused"
     torch = "torch"
-
-    @classmethod
-    def refused(cls) -> dict[str, str]:
-        """Values that people ask for, and why they are not offered."""
-        return {"apex": "apex has kernels for CUDA only, and megads calls none of them yet; use auto"}
+    apex = "apex"
 
 
 @dataclass
@@ -31,4 +27,5 @@ class OpsConfig:
     impl: Implementation = Implementation.auto
     """fused: megads' own kernels, compiled once for this machine and kept in the user's cache. torch: torch's
     operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so; torch on
-    GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md)."""
+    GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md). apex: NVIDIA apex' norms, on
+    GPUs, where its compiled extensions are installed; everything else is torch's then."""

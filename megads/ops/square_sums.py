@@ -10,7 +10,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.eligible import kernel_takes
+
+APEX_CHUNK = 2**16
+"""Elements of a block of apex' kernels, as in its own optimizers."""
 
 
 class Pieces:
@@ -23,14 +27,16 @@ class Pieces:
     Attributes:
         bounds: the same.
         bounds_p2: the same, int64 on the device.
+        none_empty: every piece has an element.
     """
 
     def __init__(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> None:
         self.bounds = tuple(bounds)
+        self.none_empty = all(start < stop for start, stop in self.bounds)
         self.bounds_p2 = torch.tensor(self.bounds, dtype=torch.int64).reshape(-1, 2).to(device)
 
 
-def square_sums(flat_e: Tensor, pieces: Pieces, fused: bool) -> Tensor:
+def square_sums(flat_e: Tensor, pieces: Pieces, fused: bool, *, apex: bool = False) -> Tensor:
     """The sum of squares of every piece, fp64 [p] on the tensor's device; no host waits for a GPU.
 
     The kernel's is bitwise the same for any number of threads, and neither overflows nor loses small summands.
@@ -39,10 +45,18 @@ def square_sums(flat_e: Tensor, pieces: Pieces, fused: bool) -> Tensor:
         flat_e: fp32, contiguous.
         pieces: of it.
         fused: take the kernel where there is one; `megads.ops.library.load_library` was called.
+        apex: take NVIDIA apex' norm on a GPU, summed in fp32 as torch's is; `megads.ops.choice.load` let it pass.
     """
     if fused and kernel_takes(flat_e, gpu=True):
         found: Tensor = torch.ops.megads.square_sums(flat_e, pieces.bounds_p2)
         return found
+    # Apex leaves out what comes before an empty piece at the end.
+    if apex and flat_e.is_cuda and 0 < flat_e.numel() < INT32_ELEMENTS and pieces.bounds and pieces.none_empty:
+        non_finite = torch.zeros(1, dtype=torch.int32, device=flat_e.device)  # wanted; the norm says it as well
+        cut = [flat_e[start:stop] for start, stop in pieces.bounds]
+        _, norms_p = extension(AMP).multi_tensor_l2norm(APEX_CHUNK, non_finite, [cut], True)
+        sums_p: Tensor = norms_p.double().square()
+        return sums_p
     return square_sums_reference(flat_e, pieces)
 
 

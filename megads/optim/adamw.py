@@ -1,4 +1,4 @@
-"""AdamW over flat masters, by megads' own kernel or torch's, and without torch.optim's base class.
+"""AdamW over flat masters, by megads' own kernel, torch's or NVIDIA apex', and without torch.optim's base class.
 
 The base class loads the compiler, torch._dynamo: 800 modules and 0.8 s of each rank's start, for nothing here, and on a
 shared file system that many files times the ranks.
@@ -6,6 +6,7 @@ shared file system that many files times the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,19 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megads.ops.adamw import AdamWStep, adamw
+from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.eligible import kernel_takes
+from megads.ops.square_sums import APEX_CHUNK
+
+APEX_ADAMW_MODE = 1
+"""Decoupled weight decay; 0 is Adam with an L2 penalty."""
 
 
 class FusedAdamW:
     """AdamW (https://arxiv.org/abs/1711.05101) with clipping before it and the rounding to working weights after it.
 
     Our kernel does all three in one pass; torch's, bit for bit torch.optim.AdamW(fused=True), stands between two more.
+    So does apex'. The state is the same for all.
 
     Attributes:
         param_groups: `params` (masters), `weights`, `lr` and `weight_decay` of each; the caller sets the learning rate
@@ -37,6 +44,8 @@ class FusedAdamW:
         betas: tuple[float, float],
         eps: float,
         fused: bool = False,
+        *,
+        apex: bool = False,
     ) -> None:
         """Makes the state.
 
@@ -47,9 +56,10 @@ class FusedAdamW:
             betas: decay rates of the moments.
             eps: added to the root of the second moment.
             fused: take megads' own kernel, which `megads.ops.library.load_library` has loaded.
+            apex: take NVIDIA apex' on GPUs, which `megads.ops.choice.load` has let pass.
         """
         self.param_groups = [{"lr": lr, **group} for group in groups]
-        self._betas, self._eps, self._fused = betas, eps, fused
+        self._betas, self._eps, self._fused, self._apex = betas, eps, fused, apex
         self.steps = 0
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for group in groups:
@@ -73,6 +83,8 @@ class FusedAdamW:
         for group in self.param_groups:
             if self._fused and all(kernel_takes(master, gpu=True) for master in group["params"]):
                 self._step_by_kernel(group, clip, skipped)
+            elif self._apex and all(master.is_cuda and master.numel() < INT32_ELEMENTS for master in group["params"]):
+                self._step_by_apex(group, clip)
             else:
                 self._step_by_torch(group, clip, skipped)
 
@@ -92,6 +104,29 @@ class FusedAdamW:
             state = self.state[master]
             state["step"].add_(1.0 - skipped)
             adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, clip, how)
+
+    def _step_by_apex(self, group: dict[str, Any], clip: Tensor) -> None:
+        """Apex knows no step that is none, so here the host waits for the factor."""
+        factor = clip.item()
+        if not math.isfinite(factor):
+            return
+        amp = extension(AMP)
+        masters = group["params"]
+        gradients = [master.grad for master in masters]
+        non_finite = torch.zeros(1, dtype=torch.int32, device=masters[0].device)  # wanted; the norm was finite
+        if factor != 1.0:
+            amp.multi_tensor_scale(APEX_CHUNK, non_finite, [gradients, gradients], factor)
+        states = [self.state[master] for master in masters]
+        for state in states:
+            state["step"] += 1
+        lists = [gradients, masters, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]]
+        bias_correction = 1
+        amp.multi_tensor_adam(
+            APEX_CHUNK, non_finite, lists, group["lr"], *self._betas, self._eps, self.steps, APEX_ADAMW_MODE,
+            bias_correction, group["weight_decay"],
+        )  # fmt: skip
+        for master, weights in zip(masters, group["weights"], strict=True):
+            weights.copy_(master)
 
     def _step_by_torch(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
         gradients = [master.grad for master in group["params"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -28,17 +29,18 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         value: initial weights; None is the scenario's.
     """
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
+    ops = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
     return build_train_engine(
         scenario.model,
         parallel,
-        scenario.optim,
+        replace(scenario.optim, impl=ops.optimizer),
         grid,
         precision=scenario.dtype,
         micro_batch_size=scenario.micro_batch_size,
         seed=scenario.seed,
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
-        fused=load(scenario.ops, print, cuda=False).fused,
+        fused=ops.fused,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import traceback
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from megads.batch import BatchInfo
 from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
+from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from tests import parity
 from tests.distributed import free_port, run_ranks
+from tests.ops.test_apex import without_apex
 from tests.parity import Scenario, scenario_with, step_batches, train_reference
 
 CUDA = pytest.param(
@@ -35,13 +38,14 @@ def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
     engine = PipelineTrainEngine(
         scenario.model,
         ParallelConfig(),
-        scenario.optim,
+        replace(scenario.optim, impl=scenario.ops.impl),
         build_grid(ParallelConfig(), 0, 1),
         precision=scenario.dtype,
         micro_batch_size=scenario.micro_batch_size,
         seed=scenario.seed,
         device=device,
         value=parity.initial_weights(scenario),
+        apex=scenario.ops.impl is Implementation.apex,
     )
     result = engine.step(step_batches(scenario, 0), scenario.lr)
     shards = engine.named_shards()
@@ -83,10 +87,21 @@ def step_on(device_type: str, scenario: Scenario) -> dict[str, Any]:
         process.kill()
 
 
-@pytest.mark.parametrize("device_type", DEVICES)
-def test_fp32_step(device_type: str) -> None:
+BY_TORCH, BY_APEX = OpsConfig(Implementation.torch), OpsConfig(Implementation.apex)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "ops"),
+    [
+        pytest.param("cpu", BY_TORCH, marks=pytest.mark.distributed),
+        pytest.param("cuda", BY_TORCH, marks=CUDA.marks),
+        pytest.param("cuda", BY_APEX, marks=[pytest.mark.gpu, without_apex]),
+    ],
+    ids=["cpu", "cuda", "apex"],
+)
+def test_fp32_step(device_type: str, ops: OpsConfig) -> None:
     """Catches a tensor left on the CPU, TF32 where fp32 was asked for, and an optimizer that differs on a GPU."""
-    scenario = scenario_with(masked=True)
+    scenario = scenario_with(masked=True, ops=ops)
     found, reference = step_on(device_type, scenario), train_reference(scenario)
     assert found["loss"] == pytest.approx(reference.losses[0], rel=1e-5)
     assert found["norm"] == pytest.approx(reference.norms[0], rel=1e-4)

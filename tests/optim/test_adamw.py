@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from megads.optim.adamw import FusedAdamW
+from tests.ops.test_apex import without_apex
 
 
 def test_bits_are_those_of_torch() -> None:
@@ -80,3 +81,45 @@ def test_a_skipped_step_leaves_no_trace(fused: bool) -> None:
         assert optimizer.steps == 2
         ends.append([master, weights, *optimizer.state[master].values()])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and ends[0][2].item() == 2.0
+
+
+@pytest.mark.gpu
+@without_apex
+@pytest.mark.parametrize("clip", [1.0, 0.25])
+def test_apex_takes_the_same_steps(clip: float) -> None:
+    """Catches L2 in place of decoupled decay, a missing bias correction, eps inside the root, arguments in another
+    order, another group's rates, gradients that are not clipped, and weights that stay as they were."""
+    start, runs = torch.randn(70_001, generator=torch.Generator().manual_seed(0)), []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        masters = [start.to(device, dtype, copy=True) for _ in range(2)]
+        weights = [master.to(torch.bfloat16) for master in masters]
+        groups = [
+            {"params": [master], "weights": [working], "weight_decay": decay, "lr": lr}
+            for master, working, decay, lr in zip(masters, weights, (0.1, 0.0), (1e-2, 1e-3), strict=True)
+        ]
+        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-3, apex=device == "cuda")
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for master in masters:
+                master.grad = torch.randn(len(start), generator=generator).to(master)
+            optimizer.step(torch.tensor(clip, dtype=torch.float32, device=device))
+        assert [optimizer.state[master]["step"].item() for master in masters] == [4.0, 4.0]
+        for master, working in zip(masters, weights, strict=True):
+            assert torch.equal(working, master.to(torch.bfloat16))
+        runs.append(
+            [*masters, *(optimizer.state[master][kind] for master in masters for kind in ("exp_avg", "exp_avg_sq"))]
+        )
+    for exact, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("taken", [{}, {"fused": True}, {"apex": True}], ids=["torch", "fused", "apex"])
+def test_the_state_does_not_depend_on_who_computes(taken: dict[str, bool]) -> None:
+    """Catches state that comes into being otherwise: a run could not go on with another optim.impl."""
+    masters = [torch.zeros(7), torch.zeros(3)]
+    groups = [{"params": [m], "weights": [torch.empty_like(m)], "weight_decay": 0.0} for m in masters]
+    state = FusedAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, **taken).state
+    for master in masters:
+        shapes = {kind: (tensor.shape, tensor.dtype) for kind, tensor in state[master].items()}
+        flat = (master.shape, torch.float32)
+        assert shapes == {"step": (torch.Size([]), torch.float32), "exp_avg": flat, "exp_avg_sq": flat}
