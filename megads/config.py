@@ -74,6 +74,9 @@ class TrainConfig:
     """bf16 or fp32."""
     seed: int = 1234
     """Seed of weights, data order and dropout."""
+    deterministic: bool = True
+    """On a GPU: take torch's deterministic algorithms, so that a resumed run goes on bit for bit. false lets it choose,
+    for attention's backward pass above all. A CPU computes the same bits either way."""
     max_nonfinite_steps: int = 5
     """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
 

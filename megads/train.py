@@ -38,6 +38,7 @@ from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.runtime.core_binding import bind_to_share
+from megads.runtime.deterministic import make_deterministic
 from megads.runtime.distributed import require_equal, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.hooks import Hook, StepInfo, TrainState
@@ -65,6 +66,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
     """
     environment = rank_environment()
     device = rank_device(environment)
+    if config.train.deterministic:
+        make_deterministic(device)
     fence = Fence(run_dir, environment.lease)
     with world(device, config.cluster.timeout_s):
         require_equal("the frozen config", config_digest(config))
