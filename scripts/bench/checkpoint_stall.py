@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -37,10 +38,12 @@ from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.plan.parameters import parameter_count
+from megads.runtime.environment import exported
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
+from scripts.bench.processes import ONE_RANK
 from scripts.bench.results import Verdict, add_results_option, against_time, record
-from tests.distributed import run_ranks
+from scripts.bench.turns import with_rank_settings
 from tests.parity import Scenario, build_engine, step_batches
 
 ROW = 9
@@ -165,6 +168,7 @@ def sides_of(engine: TrainEngine, folder: Path) -> dict[str, Side]:
 def measure(megabytes: int, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
     """Milliseconds of every side by round: `save`, what the loop waits for, and `both`, with the step; of one rank."""
     torch.set_num_threads(threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     scenario = scenario_of(megabytes)
     engine = build_engine(scenario, ParallelConfig())
     batches = step_batches(scenario, 0)
@@ -189,6 +193,7 @@ def measure(megabytes: int, folder: Path, rounds: int, threads: int) -> dict[str
             os.sync()
     counted = {name: {kind: times[1:] for kind, times in of.items()} for name, of in found.items()}
     state = sum(shard.tensor.nbytes for shard in engine.named_shards())
+    dist.destroy_process_group()
     return {"state_bytes": state, "step_ms": steps[1:], "sides": counted}
 
 
@@ -224,12 +229,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk that is meant")
     add_results_option(parser)
     arguments = parser.parse_args()
+    with_rank_settings(arguments.threads, "scripts.bench.checkpoint_stall")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder:
         where = Path(folder)
         for name in (OURS, COPY, WRITE, *PEERS):
             (where / name).mkdir()
-        (found,) = run_ranks(measure, 1, arguments.megabytes, where, arguments.rounds, arguments.threads)
+        with exported(ONE_RANK):
+            found = measure(arguments.megabytes, where, arguments.rounds, arguments.threads)
     step, taken = statistics.median(found["step_ms"]), delays(found)
     print(f"{found['state_bytes'] / 1e6:,.0f} MB of state; a step without a save takes {step:,.0f} ms; medians in ms")
     print("| side | the loop waits | delay of the next step |\n|---|---|---|")
