@@ -182,6 +182,7 @@ def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device, o
         seed=config.train.seed,
         device=device,
         fused=ops.fused,
+        compiled=config.ops.compile,
     )
 
 

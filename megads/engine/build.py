@@ -9,6 +9,7 @@ from megads.engine.sharded_training import ShardedTrainEngine
 from megads.engine.training import PipelineTrainEngine
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
+from megads.ops.config import Compile
 from megads.optim.config import OptimConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
 from megads.parallel.grid import ParallelGrid
@@ -26,6 +27,7 @@ def build_train_engine(
     device: torch.device,
     value: InitialValue | None = None,
     fused: bool = False,
+    compiled: Compile = Compile.none,
 ) -> TrainEngine:
     """The engine of a layout, with its initial weights; collective over the world.
 
@@ -40,6 +42,7 @@ def build_train_engine(
         device: where this rank computes.
         value: initial weights; None is `megads.model.initialise.initial_value`.
         fused: take megads' own kernels, which `megads.ops.choice.load` has loaded; else torch's operators.
+        compiled: what torch.compile compiles.
 
     Raises:
         ConfigError: the model cannot be cut this way, or DeepSpeed is too old.
@@ -56,4 +59,5 @@ def build_train_engine(
         device=device,
         value=value,
         fused=fused,
+        compiled=compiled,
     )

@@ -21,6 +21,7 @@ from megads.engine.whole_model import WholeModel
 from megads.engine.zero_state import AdamState, Piece, local_shape
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
+from megads.ops.config import Compile
 from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
@@ -46,6 +47,7 @@ class ShardedTrainEngine:
         device: torch.device,
         value: InitialValue | None = None,
         fused: bool = False,
+        compiled: Compile = Compile.none,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
@@ -66,6 +68,7 @@ class ShardedTrainEngine:
             self._loss,
             shard if parallel.zero_stage == 3 else None,
             fused,
+            compiled,
         )
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),

@@ -27,11 +27,13 @@ from megads.model.stages import (
     stage_specs,
     use_kernels,
 )
-from megads.parallel.config import ParallelConfig
+from megads.ops.config import Compile
+from megads.parallel.compile import compile_blocks
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import stage_bounds
-from megads.parallel.recompute import block_modes, recompute_blocks
+from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
 from megads.parallel.sharding import Placement, materialise, shard_stage
 
 
@@ -101,16 +103,22 @@ def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> 
     return hidden
 
 
-def recompute_stages(stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_rank: int) -> None:
-    """Makes the blocks among stages recompute what the config says.
+def wrap_blocks(
+    stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_rank: int, compiled: Compile
+) -> None:
+    """Makes the blocks among stages recompute what the config says, compiled if it says so.
 
     Args:
         stages: by their names in the whole model, cut already; all that the rank holds.
         parallel: the layout.
         pipeline_rank: the one that holds them.
+        compiled: what is compiled.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
-    recompute_blocks(blocks, block_modes(parallel, pipeline_rank, len(blocks)), SHARDING)
+    modes = block_modes(parallel, pipeline_rank, len(blocks))
+    recompute_cores(blocks, modes, SHARDING)
+    compile_blocks(list(blocks.values()), compiled, splits=parallel.schedule in SPLIT_SCHEDULES)
+    recompute_whole(blocks.values(), modes)
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
@@ -161,6 +169,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         device: torch.device,
         loss: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor],
         fused: bool = False,
+        compiled: Compile = Compile.none,
     ) -> None:
         specs = stage_specs(model, seed)
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
@@ -168,7 +177,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.placement = parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = model.tie_embeddings, model.hidden_size
-        self.grid, self.parallel = grid, parallel
+        self.grid, self.parallel, self.compiled = grid, parallel, compiled
         super().__init__(
             [
                 StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)
@@ -193,7 +202,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             stages |= zip(names, self.forward_funcs, strict=True)
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
-        recompute_stages(stages, self.parallel, self.stage_id)
+        wrap_blocks(stages, self.parallel, self.stage_id, self.compiled)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""

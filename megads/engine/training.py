@@ -20,6 +20,7 @@ from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
+from megads.ops.config import Compile
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
@@ -61,12 +62,13 @@ class PipelineTrainEngine:
         device: torch.device,
         value: InitialValue | None = None,
         fused: bool = False,
+        compiled: Compile = Compile.none,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
         self._loss = TokenMeanLoss(model.vocabulary, grid, fused)
         value = value or initial_value(model, seed)
-        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused)
+        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused, compiled)
 
         def optimizer(stages: StagePipeline) -> BucketAdamW:
             return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, fused)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import MicroBatch
-from megads.engine.stage_pipeline import StageLayerSpec, recompute_stages, run_stages
+from megads.engine.stage_pipeline import StageLayerSpec, run_stages, wrap_blocks
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.ops.config import Compile
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 
@@ -32,6 +33,7 @@ class WholeModel(nn.Module):
         shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
             is drawn: no rank ever holds the whole model.
         fused: take megads' own kernels.
+        compiled: what torch.compile compiles.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class WholeModel(nn.Module):
         loss: TokenMeanLoss,
         shard: Callable[[nn.Module], None] | None = None,
         fused: bool = False,
+        compiled: Compile = Compile.none,
     ) -> None:
         super().__init__()
         self.loss = loss
@@ -63,7 +66,7 @@ class WholeModel(nn.Module):
                 shard(stage)
             stages[spec.name] = stage
         self.stages = nn.ModuleList(stages.values())
-        recompute_stages(stages, parallel, 0)
+        wrap_blocks(stages, parallel, 0, compiled)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""

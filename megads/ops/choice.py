@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megads.errors import ConfigError
 from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
+from megads.ops.compiler import require_compiler
 from megads.ops.config import Implementation, OpsConfig
 
 
@@ -79,6 +80,7 @@ def load(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice
 
 
 def _choose(config: OpsConfig, cuda: bool, get: Callable[[], object]) -> Choice:
+    require_compiler(config.compile, cuda=cuda)
     if config.impl is Implementation.torch:
         return Choice(fused=False)
     if cuda and config.impl is Implementation.auto:

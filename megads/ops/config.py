@@ -24,6 +24,22 @@ class Implementation(StrEnum):
         return {"apex": "apex has kernels for CUDA only, and megads calls none of them yet; use auto"}
 
 
+class Compile(StrEnum):
+    """What torch.compile compiles.
+
+    graphs: blocks, whose pieces a GPU then replays as CUDA graphs.
+    """
+
+    none = "none"
+    blocks = "blocks"
+    graphs = "graphs"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        return {"True": "say what is to be compiled: blocks, or graphs", "False": "use none"}
+
+
 @dataclass
 class OpsConfig:
     """How operators are computed; what they compute is the same."""
@@ -32,3 +48,7 @@ class OpsConfig:
     """fused: megads' own kernels, compiled once for this machine and kept in the user's cache. torch: torch's
     operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so; torch on
     GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md)."""
+    compile: Compile = Compile.none
+    """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the
+    start. graphs: the same, and on a GPU its pieces are replayed as CUDA graphs, for small models whose kernels are
+    shorter than their launches; neither has run on a GPU yet (docs/kernels.md). none: as it is written."""

@@ -39,6 +39,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
         fused=load(scenario.ops, print, cuda=False).fused,
+        compiled=scenario.ops.compile,
     )
 
 
