@@ -13,9 +13,9 @@ from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig,
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.ops.config import AUGMENTED_LONGEST, Implementation, OpsConfig
+from megads.ops.config import AUGMENTED_LONGEST, Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 
@@ -155,6 +155,7 @@ def check_config(config: RootConfig) -> None:
         part.check()
     _check_attention(config)
     _check_optimizer(config)
+    _check_compile(config)
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -212,6 +213,39 @@ def _check_optimizer(config: RootConfig) -> None:
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
             "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
         )
+
+
+def _check_compile(config: RootConfig) -> None:
+    """Compiled blocks want their weights in place, CUDA graphs each micro-batch's backward pass after its forward."""
+    compiled, parallel = config.ops.compile, config.parallel
+    if compiled is Compile.none:
+        return
+    graphs = compiled is Compile.graphs
+    for wrong, found, reason, wanted in (
+        (
+            parallel.zero_stage == 3,
+            "parallel.zero_stage = 3",
+            "weights that are gathered when a layer is called, of which a compiler knows nothing",
+            "parallel.zero_stage=1 or 2",
+        ),
+        (
+            graphs and parallel.pp > 1,
+            f"parallel.pp = {parallel.pp}",
+            "several micro-batches between their forward and backward pass, whose memory a graph would reuse",
+            "parallel.pp=1",
+        ),
+        (
+            graphs and parallel.recompute is not Recompute.none,
+            f"parallel.recompute = {parallel.recompute}",
+            "forward passes inside of the backward pass, whose memory a graph would reuse",
+            "parallel.recompute=none",
+        ),
+    ):
+        if wrong:
+            other = "blocks or none" if graphs and "zero_stage" not in found else "none"
+            raise ConfigError(
+                f"ops.compile = {compiled} cannot be had with {found}: {reason}; set {wanted}, or ops.compile={other}"
+            )
 
 
 def _check_layout(config: RootConfig) -> None:

@@ -183,14 +183,13 @@ def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device, o
     return build_train_engine(
         config.model,
         config.parallel,
-        replace(config.optim, impl=ops.optimizer),
+        config.optim,
         grid,
         precision=weight_dtype(config.train.precision),
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
         device=device,
-        fused=ops.fused,
-        apex=ops.apex,
+        ops=ops,
     )
 
 

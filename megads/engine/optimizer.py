@@ -96,11 +96,10 @@ class BucketAdamW:
         optim: OptimConfig,
         parallel: ParallelConfig,
         grid: ParallelGrid,
-        fused: bool = False,
+        impl: Implementation = Implementation.torch,
     ) -> None:
         self._grid, self._clip = grid, optim.clip_grad
-        self._fused = fused if optim.impl is Implementation.auto else optim.impl is Implementation.fused
-        self._apex = optim.impl is Implementation.apex
+        self._fused, self._apex = impl is Implementation.fused, impl is Implementation.apex
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)

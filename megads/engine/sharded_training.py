@@ -21,6 +21,7 @@ from megads.engine.whole_model import WholeModel
 from megads.engine.zero_state import AdamState, Piece, local_shape
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
+from megads.ops.choice import TORCH, Choice
 from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
@@ -45,12 +46,11 @@ class ShardedTrainEngine:
         seed: int,
         device: torch.device,
         value: InitialValue | None = None,
-        fused: bool = False,
-        apex: bool = False,
+        ops: Choice = TORCH,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocabulary, grid, fused)
+        self._loss = TokenMeanLoss(model.vocabulary, grid, ops.fused)
         self._watch: Callable[[list[Shard]], None] | None = None
         self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)
@@ -66,8 +66,7 @@ class ShardedTrainEngine:
             precision,
             self._loss,
             shard if parallel.zero_stage == 3 else None,
-            fused,
-            apex,
+            ops,
         )
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),

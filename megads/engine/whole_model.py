@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import MicroBatch
-from megads.engine.stage_pipeline import StageLayerSpec, recompute_stages, run_stages
+from megads.engine.stage_pipeline import StageLayerSpec, run_stages, wrap_blocks
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.ops.choice import TORCH, Choice
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 
@@ -31,8 +32,7 @@ class WholeModel(nn.Module):
         loss: of a micro-batch.
         shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
             is drawn: no rank ever holds the whole model.
-        fused: take megads' own kernels.
-        apex: take NVIDIA apex' norms.
+        ops: whose operators compute.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class WholeModel(nn.Module):
         precision: torch.dtype,
         loss: TokenMeanLoss,
         shard: Callable[[nn.Module], None] | None = None,
-        fused: bool = False,
-        apex: bool = False,
+        ops: Choice = TORCH,
     ) -> None:
         super().__init__()
         self.loss = loss
@@ -56,9 +55,7 @@ class WholeModel(nn.Module):
         stages: dict[str, nn.Module] = {}
         for spec in stage_specs(model, seed):
             stage = (
-                StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, fused=fused, apex=apex)
-                .build()
-                .to(precision)
+                StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops).build().to(precision)
             )
             if tied and spec.name == HEAD:
                 stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
@@ -66,7 +63,7 @@ class WholeModel(nn.Module):
                 shard(stage)
             stages[spec.name] = stage
         self.stages = nn.ModuleList(stages.values())
-        recompute_stages(stages, parallel, 0)
+        wrap_blocks(stages, parallel, 0, ops.compiled)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""

@@ -7,6 +7,7 @@ queries that share one of them (n / m), d = head dim, h = hidden size.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,8 @@ class AttentionCore(nn.Module):
         kind: how it is to be computed.
         fused: take megads' own kernels: the one of the whole, or with dropout on the probabilities that of softmax.
     """
+
+    untraced: ClassVar = ("forward",)
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()

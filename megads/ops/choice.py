@@ -9,7 +9,8 @@ from megads.errors import ConfigError
 from megads.ops import build_cuda
 from megads.ops.apex import load_apex, require_apex
 from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.compiler import require_compiler
+from megads.ops.config import Compile, Implementation, OpsConfig
 
 Prepare = Callable[[], object]
 
@@ -22,11 +23,13 @@ class Choice:
         model: of the model's operators and the loss.
         optimizer: of gradient norms and AdamW.
         reason: why not others; empty where nothing had to be decided.
+        compiled: what torch.compile compiles.
     """
 
     model: Implementation
     optimizer: Implementation
     reason: str = ""
+    compiled: Compile = Compile.none
 
     @property
     def fused(self) -> bool:
@@ -43,6 +46,10 @@ class Choice:
         """For the console and the event."""
         apart = f", optim.impl: {self.optimizer}" if self.optimizer is not self.model else ""
         return f"ops.impl: {self.model}{apart}{f' ({self.reason})' if self.reason else ''}"
+
+
+TORCH = Choice(Implementation.torch, Implementation.torch)
+"""Torch's operators as they are."""
 
 
 def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Choice:
@@ -121,11 +128,12 @@ def _nothing(_key: str) -> None:
 def _choose(
     config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
 ) -> Choice:
+    require_compiler(config.compile, cuda=cuda)
     model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
-    if optimizer is Implementation.auto:
-        return Choice(model, model, reason)
-    own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
-    return Choice(model, own, reason)
+    own = model
+    if optimizer is not Implementation.auto:
+        own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
+    return Choice(model, own, reason, config.compile)
 
 
 def _take(

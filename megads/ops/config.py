@@ -20,6 +20,22 @@ class Implementation(StrEnum):
     apex = "apex"
 
 
+class Compile(StrEnum):
+    """What torch.compile compiles.
+
+    graphs: blocks, whose pieces a GPU then replays as CUDA graphs.
+    """
+
+    none = "none"
+    blocks = "blocks"
+    graphs = "graphs"
+
+    @classmethod
+    def refused(cls) -> dict[str, str]:
+        """Values that people ask for, and why they are not offered."""
+        return {"True": "say what is to be compiled: blocks, or graphs", "False": "use none"}
+
+
 @dataclass
 class OpsConfig:
     """How operators are computed; what they compute is the same."""
@@ -29,3 +45,7 @@ class OpsConfig:
     operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so; torch on
     GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md). apex: NVIDIA apex' norms, on
     GPUs, where its compiled extensions are installed; everything else is torch's then."""
+    compile: Compile = Compile.none
+    """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the
+    start. graphs: the same, and on a GPU its pieces are replayed as CUDA graphs, for small models whose kernels are
+    shorter than their launches; neither has run on a GPU yet (docs/kernels.md). none: as it is written."""

@@ -22,7 +22,18 @@ from megads.parallel.region_linear import Region, closing_linears, opening_linea
 from megads.parallel.weight_gradients import SplitLayer, linear
 
 
-class ColumnParallelLinear(SplitLayer):
+class RegionBorder(nn.Module):
+    """What enters or leaves a parallel region."""
+
+    region: Region
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """What `megads.parallel.compile` leaves as it is: messages beside products."""
+        return ("forward",) if self.region.axis.size > 1 else ()
+
+
+class ColumnParallelLinear(RegionBorder, SplitLayer):
     """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region) -> None:
@@ -36,7 +47,7 @@ class ColumnParallelLinear(SplitLayer):
         return opening_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
 
 
-class RowParallelLinear(SplitLayer):
+class RowParallelLinear(RegionBorder, SplitLayer):
     """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
 
     The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
@@ -56,7 +67,7 @@ class RowParallelLinear(SplitLayer):
         return closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients) + self.bias
 
 
-class ColumnParallelBranches(nn.Module):
+class ColumnParallelBranches(RegionBorder):
     """Several `ColumnParallelLinear` of one input, which enter their region once."""
 
     def __init__(self, region: Region) -> None:
@@ -71,7 +82,7 @@ class ColumnParallelBranches(nn.Module):
         return opening_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
 
 
-class RowParallelBranches(nn.Module):
+class RowParallelBranches(RegionBorder):
     """The sum of several `RowParallelLinear`, which leave their region once.
 
     What a rank has of the sum is added before the message, so it is sent, and rounded, once.
@@ -131,7 +142,7 @@ class PositionShardEmbedding(nn.Module):
         return F.embedding(positions.narrow(-1, self.axis.rank * share, share), self.weight)
 
 
-class VocabParallelHead(SplitLayer):
+class VocabParallelHead(RegionBorder, SplitLayer):
     """Output projection whose rows are cut over the axis. The region it opens is closed by the loss."""
 
     def __init__(self, vocab_size: int, hidden_size: int, region: Region) -> None:

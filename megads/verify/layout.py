@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -33,14 +32,14 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
     return build_train_engine(
         scenario.model,
         parallel,
-        replace(scenario.optim, impl=ops.optimizer),
+        scenario.optim,
         grid,
         precision=scenario.dtype,
         micro_batch_size=scenario.micro_batch_size,
         seed=scenario.seed,
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
-        fused=ops.fused,
+        ops=ops,
     )
 
 

@@ -107,7 +107,7 @@ def megads_side(work: TrainingWork, implementation: str) -> Turn:
     from megads.parallel.grid import build_grid
 
     try:
-        fused = load(OpsConfig(Implementation(implementation)), print, cuda=False).fused
+        ops = load(OpsConfig(Implementation(implementation)), print, cuda=False)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
     if not dist.is_initialized():
@@ -115,7 +115,7 @@ def megads_side(work: TrainingWork, implementation: str) -> Turn:
     layout = ParallelConfig()
     engine = build_train_engine(
         work.model, layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype, micro_batch_size=work.batch,
-        seed=SEED, device=torch.device("cpu"), fused=fused,
+        seed=SEED, device=torch.device("cpu"), ops=ops,
     )  # fmt: skip
     mask_bs = torch.ones(work.batch, work.seq_len)
     mask_bs[:, -1] = 0.0

@@ -43,15 +43,14 @@ def engine_on(device_type: str, scenario: Scenario) -> PipelineTrainEngine:
     return PipelineTrainEngine(
         scenario.model,
         ParallelConfig(),
-        replace(scenario.optim, impl=scenario.ops.impl),
+        scenario.optim,
         build_grid(ParallelConfig(), 0, 1),
         precision=scenario.dtype,
         micro_batch_size=scenario.micro_batch_size,
         seed=scenario.seed,
         device=device,
         value=parity.initial_weights(scenario),
-        fused=choice.fused,
-        apex=choice.apex,
+        ops=choice,
     )
 
 
