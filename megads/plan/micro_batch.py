@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import AttentionKind, ModelConfig, NormKind, Position
+from megads.model.attention_kinds import AttentionKind
+from megads.model.config import ModelConfig, NormKind, Position
 from megads.parallel.tensor import padded_rows
 
 FP32, INT64 = 4, 8
