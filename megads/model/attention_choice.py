@@ -34,6 +34,8 @@ TRIED = (
     *(AttentionKind.sdpa, AttentionKind.cudnn, AttentionKind.flash),
     *(AttentionKind.flex, AttentionKind.augmented, AttentionKind.fused_softmax),
 )
+MOST_KEPT = 1.5
+"""Times the memory of sdpa's inputs and output."""
 DOCUMENTS_OF_A_SAMPLE = 4
 """Of the trial's packed samples; those of the data are not known."""
 
@@ -143,12 +145,32 @@ def measure(
     reasons = {kind: why_not(kind, work) for kind in kinds}
     ways = {kind.value: _way(model, work, kind, info) for kind, reason in reasons.items() if not reason}
     tried = compare(ways, problem, rounds)
+    inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
     outcomes = {kind.value: tried.get(kind.value, Outcome(reasons[kind])) for kind in kinds}
+    outcomes = within_plan(outcomes, inputs)
     best = quickest(outcomes)
     if best is None:
         found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
         raise ConfigError(f"model.attention = auto finds nothing that computes attention here: {found}")
     return AttentionChoice(AttentionKind(best), "measured", outcomes=outcomes)
+
+
+def within_plan(outcomes: Mapping[str, Outcome], inputs: int) -> dict[str, Outcome]:
+    """Leaves out what keeps much more memory than sdpa, by which a run with model.attention=auto is planned.
+
+    Args:
+        outcomes: by kind.
+        inputs: bytes of queries, keys and values, which sdpa keeps, too.
+    """
+    planned = outcomes.get(AttentionKind.sdpa.value, Outcome()).kept_bytes
+
+    def judged(found: Outcome) -> Outcome:
+        if planned is None or found.kept_bytes is None or found.kept_bytes <= MOST_KEPT * (planned + inputs):
+            return found
+        kept, of_sdpa = (f"{size / 2**20:,.0f} MiB" for size in (found.kept_bytes, planned))
+        return replace(found, reason=f"keeps {kept} a layer, sdpa {of_sdpa}, by which the run is planned", time_ms=None)
+
+    return {name: judged(found) for name, found in outcomes.items()}
 
 
 def _asked_for(

@@ -63,14 +63,17 @@ class Outcome:
         error: the largest of output and gradients, in errors of plain torch; None where it did not run.
         repeats: two runs had the same bits.
         time_ms: of forward and backward together, the median; None where it was not timed.
-        extra_bytes: memory beyond what was there before, at its peak; None where that is not known, as on a CPU.
+        kept_bytes: memory that is kept between forward and backward, beside the inputs, the output included; None where
+            that is not known, as on a CPU.
+        peak_bytes: the most beside the inputs, likewise.
     """
 
     reason: str = ""
     error: float | None = None
     repeats: bool = False
     time_ms: float | None = None
-    extra_bytes: int | None = None
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 def compare(ways: Mapping[str, Attend], problem: Problem, rounds: int = ROUNDS) -> dict[str, Outcome]:
@@ -87,8 +90,9 @@ def compare(ways: Mapping[str, Attend], problem: Problem, rounds: int = ROUNDS) 
     outcomes = {name: examine(way, problem) for name, way in ways.items()}
     exact = {name: way for name, way in ways.items() if not outcomes[name].reason}
     for name, times in _times_ms(exact, problem, rounds).items():
-        extra = _extra_bytes(exact[name], problem)
-        outcomes[name] = replace(outcomes[name], time_ms=statistics.median(times), extra_bytes=extra)
+        kept, peak = _bytes(exact[name], problem)
+        median = statistics.median(times)
+        outcomes[name] = replace(outcomes[name], time_ms=median, kept_bytes=kept, peak_bytes=peak)
     return outcomes
 
 
@@ -227,23 +231,24 @@ def _time_on_cpu(way: Attend, problem: Problem) -> float:
     return 1e3 * (time.perf_counter() - begin)
 
 
-def _extra_bytes(way: Attend, problem: Problem) -> int | None:
-    """Peak of the memory that it takes beside the problem; a CPU does not count it."""
+def _bytes(way: Attend, problem: Problem) -> tuple[int, int] | tuple[None, None]:
+    """(kept, peak) of the memory that it takes beside the problem; a CPU does not count it."""
     device = problem.q_bnsd.device
     if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+        return None, None
+    leaves = [x.detach().requires_grad_() for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd)]
     torch.cuda.reset_peak_memory_stats(device)
-    _attended(way, problem)
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    before = torch.cuda.memory_allocated(device)
+    out = way(*leaves)
+    kept = torch.cuda.memory_allocated(device) - before
+    torch.autograd.grad(out, leaves, problem.grad_bnsd)
+    return kept, torch.cuda.max_memory_allocated(device) - before
 
 
 def _free(device: torch.device) -> None:
     """Gives back what a trial held, so that the next one, or training, has room."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

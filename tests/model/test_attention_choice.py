@@ -20,10 +20,11 @@ from megads.model.attention_choice import (
     choose_attention,
     measure,
     trial_problem,
+    within_plan,
 )
 from megads.model.attention_kinds import AttentionKind, AttentionWork
 from megads.model.config import ModelConfig, Position
-from megads.ops.attention_trial import plain_attention
+from megads.ops.attention_trial import Outcome, plain_attention, quickest
 from megads.ops.config import Implementation
 from megads.parallel.context import held_places
 
@@ -119,3 +120,20 @@ def test_what_was_asked_for_must_run() -> None:
     for model in (MODEL, asked):
         untried = choose_attention(model, replace(work, cuda=False), CPU)
         assert untried == AttentionChoice(model.attention, "nothing is measured") and not cache_file("").parent.exists()
+
+
+def test_memory_beyond_the_plan() -> None:
+    """Catches auto taking what is quickest and does not fit: the memory of a run with auto is planned by sdpa's."""
+    found = {
+        "sdpa": Outcome(repeats=True, time_ms=3.0, kept_bytes=100),
+        "augmented": Outcome(repeats=True, time_ms=2.0, kept_bytes=450),
+        "fused_softmax": Outcome(repeats=True, time_ms=1.0, kept_bytes=2000),
+        "flex": Outcome(reason="too old"),
+    }
+    judged = within_plan(found, inputs=300)
+    assert "by which the run is planned" in judged["fused_softmax"].reason and quickest(judged) == "augmented"
+    assert {name: judged[name] for name in ("sdpa", "augmented", "flex")} == {
+        name: found[name] for name in ("sdpa", "augmented", "flex")
+    }
+    unknown = {name: replace(one, kept_bytes=None) for name, one in found.items()}
+    assert within_plan(unknown, inputs=300) == unknown
