@@ -23,7 +23,7 @@ Turn = Callable[[], dict[str, float]]
 """One unit of work; returns what it found, such as its loss."""
 
 _END_S = 10.0
-_ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 """What torch's elastic agent tells the only rank."""
 
 
@@ -145,7 +145,7 @@ def side_processes(
     with ExitStack() as stack:
         ready = []
         for name, (make, arguments) in makes.items():
-            with exported(rank_variables(threads, cuda=False) | _ONE_RANK):
+            with exported(rank_variables(threads, cuda=False) | ONE_RANK):
                 side = SideProcess(name, make, arguments)
             stack.callback(side.close)
             try:
