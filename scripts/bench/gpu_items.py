@@ -57,7 +57,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         return checked(work, overrides)
     return [
         Item(ALWAYS, "device", bench("gpu_device"), most_s=60.0),
-        Item(ALWAYS, "build", ("-m", "megads.ops.build_cuda"), most_s=240.0, appends=False),
+        Item(ALWAYS, "build", bench("gpu_build", "--device", "cuda"), most_s=240.0, appends=False),
         Item("kernels", "kernels", bench("gpu_kernels"), 20.0),
         *(training("1.3b", side) for side in TRAINED),
         *(training("125m", side) for side in TRAINED),
@@ -67,7 +67,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         resume("fused", work),
         Item("kernels", "torch.compile", bench("gpu_kernels", "--compiled"), 25.0, 150.0),
         Item("tests", "GPU tests", bench("gpu_tests"), 20.0, 180.0),
-        training("125m", "hf_compiled", 60.0),
+        training("125m", "hf_compiled", 60.0, 150.0),
         *layouts(work, overrides),
     ]
 
@@ -78,7 +78,7 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
     started = [item for item in layouts(work, overrides) if item.name in CHECKED]
     return [
         Item(ALWAYS, "device", bench("gpu_device")),
-        Item(ALWAYS, "build", ("-m", "megads.ops.build"), most_s=240.0, appends=False),
+        Item(ALWAYS, "build", bench("gpu_build", "--device", "cpu"), most_s=240.0, appends=False),
         Item("kernels", "kernels", kernels),
         *(training("1.3b", side) for side in TRAINED),
         resume("fused", work),
@@ -90,9 +90,9 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
     ]
 
 
-def training(size: str, side: str, least_s: float = 20.0) -> Item:
+def training(size: str, side: str, least_s: float = 20.0, most_s: float = 90.0) -> Item:
     """A row of trainings."""
-    return Item("train", f"{size} {side}", bench("gpu_train", "--size", size, "--side", side), least_s, 90.0)
+    return Item("train", f"{size} {side}", bench("gpu_train", "--size", size, "--side", side), least_s, most_s)
 
 
 def resume(impl: str, work: Path) -> Item:

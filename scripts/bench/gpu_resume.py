@@ -3,9 +3,10 @@
 
     python -m scripts.bench.gpu_resume --impl torch|fused --work runs/bench [--device cuda] [--append bench.jsonl]
 
-Two runs of the same command start side by side, in bf16 with dropout. One is killed, launcher and rank, after a
-checkpoint and a few steps more, and started again. Then every step's loss, gradient norm, samples, learning rate and
-batch hash, and every tensor's checksum in the last checkpoint, must be those of the other to the bit.
+Two runs of the same command start, in bf16 with dropout, the second once the first has chosen what a first start
+chooses by measurement. It is killed, launcher and rank, after a checkpoint and a few steps more, and started again.
+Then every step's loss, gradient norm, samples, learning rate and batch hash, and every tensor's checksum in the last
+checkpoint, must be those of the other to the bit.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def trained(megads: StartCommand, training: Training, overrides: tuple[str, ...]
     # Packages may lie in a folder of their own.
     variables = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     undisturbed = megads("train", *overrides, f"run.dir={reference}", variables=variables)
+    undisturbed.wait_for(lambda: last_step(reference) > 0)
     victim = megads("train", *overrides, f"run.dir={killed}", variables=variables)
     committed = checkpoint_of(killed, training.every) / "manifest.json"
     victim.wait_for(lambda: last_step(killed) >= training.killed_after and committed.exists())

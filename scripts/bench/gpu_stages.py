@@ -71,10 +71,10 @@ class Runner:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.failed = False
 
-    def run(self, item: Item, devices: int) -> None:
+    def run(self, item: Item) -> None:
         """Runs one, or says why not."""
         begin = time.monotonic()
-        if item.devices > devices:
+        if item.devices > 1 and item.devices > self.devices:
             outcome, reason = "not run", f"needs {item.devices} GPUs"
         elif self.clock.left_s < item.least_s:
             outcome, reason = "not run", "no time left"
@@ -85,6 +85,14 @@ class Runner:
         self.append({"stage": item.stage, "name": item.name, "outcome": outcome, "reason": reason, "seconds": seconds})
         why = f" ({reason})" if reason else ""
         print(f"[{self.clock.spent_s:4.0f} s] {item.stage}: {item.name}: {outcome}{why}, {seconds:.0f} s", flush=True)
+
+    @property
+    def devices(self) -> int:
+        """GPUs here, as the first item found: this process must not take memory of one. A CPU has ranks as it likes."""
+        if self.arguments.device == "cpu":
+            return sys.maxsize
+        lines = lines_of_runs(self.arguments.append)
+        return max((line["devices"] for line in lines if line["bench"] == "gpu_device"), default=1)
 
     def _wait_for(self, item: Item) -> tuple[str, str]:
         log = self.logs / f"{item.stage}_{item.name}.txt".replace(" ", "_").replace("/", "_")
@@ -122,14 +130,6 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def device_count(device: str) -> int:
-    """GPUs here, asked in another process: this one must not hold memory of one. Ranks on a CPU are not limited."""
-    if device == "cpu":
-        return 2
-    query = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
-
-
 def stop(_signal: int, _frame: FrameType | None) -> None:
     """Ends the running item and goes on to the table."""
     raise KeyboardInterrupt
@@ -153,9 +153,8 @@ def main() -> int:
     runner = Runner(arguments, Clock(arguments.budget_s, arguments.spent_s))
     cut_short = False
     try:
-        devices = device_count(arguments.device)
         for item in chosen(items(arguments.check, arguments.work, arguments.overrides), stages):
-            runner.run(item, devices)
+            runner.run(item)
     except KeyboardInterrupt:
         cut_short = True
     print(f"\n{table(lines_of_runs(arguments.append))}")

@@ -39,6 +39,8 @@ from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resid
 from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
 
 VOCABULARY, SEQ_LEN = 50304, 2048
+LEARNING_RATE = 1e-4
+"""Without a warm-up; at larger ones rounding alone soon tells trainings of such models apart."""
 SIZES = {
     "125m": {"layers": 12, "hidden": 768, "heads": 12, "batch": 32},
     "350m": {"layers": 24, "hidden": 1024, "heads": 16, "batch": 32},
@@ -120,7 +122,8 @@ def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
     if device == "cpu":
         fit = fit_of(SMALL, side == "fused", 2**33)
         return SMALL, replace(fit, micro_batch=2)
-    work = TrainingWork(**SIZES[size], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device=device)
+    work = TrainingWork(**SIZES[size], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device=device,
+                        lr=LEARNING_RATE)  # fmt: skip
     free_bytes, _ = torch.cuda.mem_get_info()
     hugging_face = side.startswith("hf")
     fit = hugging_face_fit(work, free_bytes) if hugging_face else fit_of(work, side == "fused", free_bytes)

@@ -45,6 +45,7 @@ class TrainingWork:
         device: cpu or cuda.
         micro_batch: samples in one forward pass, a divisor of batch; None is all of them.
         recompute: parallel.recompute, of megads' sides.
+        lr: learning rate of every step.
     """
 
     layers: int = 8
@@ -57,6 +58,7 @@ class TrainingWork:
     device: str = "cpu"
     micro_batch: int | None = None
     recompute: str = "none"
+    lr: float = OPTIM.lr
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -151,7 +153,7 @@ def megads_side(work: TrainingWork, implementation: str) -> Turn:
     batches = cycle([_micro_batches(work, tokens_bs) for tokens_bs in work.token_batches()])
 
     def turn() -> dict[str, float]:
-        result = engine.step(next(batches), OPTIM.lr)
+        result = engine.step(next(batches), work.lr)
         assert not result.skipped
         return {"loss": result.loss, "grad_norm": result.grad_norm}
 
@@ -215,7 +217,7 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
     matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=OPTIM.lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
+        lr=work.lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
     )  # fmt: skip
     call = torch.compile(model, dynamic=False) if compiled else model
     batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])

@@ -23,14 +23,14 @@ TRAINING = Training((), vocabulary=512, steps=4, every=2, killed_after=3)
 
 def test_a_budget_is_kept_and_nothing_is_left_running(tmp_path: Path) -> None:
     """Catches a script that outruns its time, an item that lives on after it, and one that is begun in vain."""
-    arguments = argparse.Namespace(work=tmp_path, append=tmp_path / "bench.jsonl", run="now", device="cpu")
+    arguments = argparse.Namespace(work=tmp_path, append=tmp_path / "bench.jsonl", run="now", device="cuda")
     runner = Runner(arguments, Clock(RESERVE_S + 3.0, 0.0))
     child = "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
     begin = time.monotonic()
-    runner.run(Item("kernels", "fails", ("-c", "raise SystemExit('too bad')"), 0.1, appends=False), 1)
-    runner.run(Item("kernels", "two GPUs", ("-c", ""), 0.1, devices=2, appends=False), 1)
-    runner.run(Item("kernels", "long", ("-c", child), 0.1, appends=False), 1)
-    runner.run(Item("kernels", "late", ("-c", ""), 1.0, appends=False), 1)
+    runner.run(Item("kernels", "fails", ("-c", "raise SystemExit('too bad')"), 0.1, appends=False))
+    runner.run(Item("kernels", "two GPUs", ("-c", ""), 0.1, devices=2, appends=False))
+    runner.run(Item("kernels", "long", ("-c", child), 0.1, appends=False))
+    runner.run(Item("kernels", "late", ("-c", ""), 1.0, appends=False))
     assert time.monotonic() - begin < RESERVE_S + 3.0
     assert not psutil.Process().children(recursive=True)
     assert runner.failed
