@@ -1,22 +1,21 @@
 #!/usr/bin/env python3
-"""Holds every kernel to fp64 on the device at hand, then times it beside torch eager, torch.compile and a copy.
+"""Holds every kernel to fp64 on the device at hand, then times it beside torch eager, apex, torch.compile and a copy.
 
-    python -m scripts.bench.gpu_kernels [--device cuda] [--dtype bf16] [--no-compile] [--append bench.jsonl]
+    python -m scripts.bench.gpu_kernels [--device cuda] [--dtype bf16] [--compiled] [--append bench.jsonl]
 
-With --device cpu the CPU's kernels run on small tensors: so a machine without a GPU checks that this file works. The
-last thing printed is a table; `of copy` is the share of the measured copy bandwidth that the bytes which must be moved
-come to. Exit 1: a kernel's error is more than twice that of torch's operators in the same dtype.
+With --device cpu the CPU's kernels run on small tensors: so a machine without a GPU checks that this file works. With
+--compiled torch.compile's side alone is timed, which takes longer than all others. Each kernel's line is appended as
+it comes; `python -m scripts.bench.gpu_table` shows them. Exit 1: a kernel's error is more than twice that of torch's
+operators in the same dtype.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +32,9 @@ from megads.ops.softmax import masked_softmax
 from megads.ops.swiglu import swiglu
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
-from megads.runtime.metrics import JsonLinesWriter
+from scripts.bench.device_clock import copy_bandwidth, median_seconds
+from scripts.bench.gpu_device import APEX_EXTENSION, MISSING, apex_state
+from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 AXIS = single_rank_grid().tp
@@ -44,14 +45,17 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of all cases: rows and width of norms, width of the MLP, scores, logits, queries."""
+    """Shapes of all cases: rows and width of norms, width of the MLP, scores, logits, queries.
 
-    rows: int = 8192
+    Every tensor is more than twice what a GPU's second-level cache holds, or repeated calls would measure that.
+    """
+
+    rows: int = 16384
     width: int = 4096
     scores: tuple[int, int, int] = (4, 16, 2048)
     tokens: int = 4096
     vocabulary: int = 50304
-    heads: tuple[int, int, int, int] = (4, 2048, 16, 128)
+    heads: tuple[int, int, int, int] = (16, 2048, 16, 128)
 
 
 SMALL = Sizes(12, 40, (1, 3, 48), 7, 130, (2, 5, 3, 8))
@@ -112,13 +116,13 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
         Case("LayerNorm", lambda fused, x, w, b: layer_norm(x, w, b, EPS, fused), [x, weight, bias],
              (2 * count, 3 * count)),
         Case("RMSNorm", lambda fused, x, w: rms_norm(x, w, EPS, fused), [x, weight], (2 * count, 3 * count)),
-        Case("residual + LayerNorm (and a sum)", normed_sum, [x, draw(rows, width), weight, bias],
+        Case("residual + LayerNorm + sum", normed_sum, [x, draw(rows, width), weight, bias],
              (7 * count, 4 * count)),
         Case("GELU", lambda fused, x: gelu(x, fused), [x], (2 * count, 3 * count)),
         Case("bias GELU", lambda fused, x, b: bias_gelu(x, b, fused), [x, bias], (2 * count, 3 * count)),
         Case("SwiGLU", lambda fused, x: swiglu(x, fused), [x], (3 * count // 2, 5 * count // 2)),
         Case("rotary", turned, [query], (2 * query.numel(), 2 * query.numel())),
-        Case("cross entropy, without gradient", loss, [logits], (logits.numel(), 0)),
+        Case("cross entropy, no gradient", loss, [logits], (logits.numel(), 0)),
     ]  # fmt: skip
 
 
@@ -132,113 +136,111 @@ def results(case: Case, fused: bool, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def error_ratio(case: Case) -> float:
-    """Our error over that of torch's operators in the same dtype, the worst of output and gradients; against fp64."""
+@dataclass(frozen=True)
+class Error:
+    """How far a kernel is from fp64; the worst of its output and gradients.
+
+    Attributes:
+        relative: norm of the difference over the norm of the exact result.
+        ratio: our difference over that of torch's operators in the same dtype.
+    """
+
+    relative: float = 0.0
+    ratio: float = 0.0
+
+
+def error(case: Case) -> Error:
+    """Of our kernel, in the dtype of the case's inputs."""
     dtype = case.inputs[0].dtype
     ours, eager = results(case, True, dtype), results(case, False, dtype)
-    worst = 0.0
+    relative = ratio = 0.0
     for mine, theirs, exact in zip(ours, eager, results(case, False, torch.float64), strict=True):
         if exact.numel() == 1:
             continue  # the error of one number is chance
         off, measure = ((found.double() - exact).norm().item() for found in (mine, theirs))
-        worst = max(worst, off / measure if measure else (0.0 if off == 0 else float("inf")))
-    return worst
+        found = off / measure if measure else (0.0 if off == 0 else float("inf"))
+        # max() would pass over a NaN.
+        ratio = found if not found <= ratio else ratio
+        relative = max(relative, off / max(exact.norm().item(), 1e-300))
+    return Error(relative, ratio)
 
 
-def seconds(call: Callable[[], object], device: str, rounds: int) -> float:
-    """Median of `rounds` calls, after three that do not count; on a GPU by its own clock."""
-    times = []
-    for number in range(rounds + 3):
-        if device == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            call()
-            events[1].record()
-            events[1].synchronize()
-            taken = events[0].elapsed_time(events[1]) / 1e3
-        else:
-            start = time.perf_counter()
-            call()
-            taken = time.perf_counter() - start
-        times += [taken] if number >= 3 else []
-    return statistics.median(times)
+def error_ratio(case: Case) -> float:
+    """Our error over that of torch's operators in the same dtype, the worst of output and gradients; against fp64."""
+    return error(case).ratio
 
 
-def timings(case: Case, function: Function, device: str, rounds: int) -> tuple[float, float]:
-    """Seconds forward without a graph, and backward alone."""
+def timings(case: Case, function: Function, device: str, rounds: int) -> Line:
+    """Microseconds forward without a graph, and backward alone, unless that is not to be repeated (`moved` is 0)."""
     leaves = [x.detach().requires_grad_() for x in case.inputs]
     with torch.no_grad():
-        forward = seconds(lambda: function(*leaves), device, rounds)
+        found = {"fwd_us": median_seconds(lambda: function(*leaves), device, rounds) * 1e6}
+    if not case.moved[1]:
+        return found
     out = function(*leaves)
-    grad = torch.ones_like(out)
+    grad = torch.randn_like(out)
 
     def back() -> None:
         torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-    return forward, seconds(back, device, rounds)
+    return found | {"bwd_us": median_seconds(back, device, rounds) * 1e6}
 
 
-def copy_bandwidth(device: str, rounds: int, count: int) -> float:
-    """Bytes a second, read and written, of a copy of `count` bytes."""
-    source = torch.empty(count, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * count / seconds(lambda: target.copy_(source), device, rounds)
+def apex_norms() -> dict[str, Function]:
+    """NVIDIA apex's norms by the name of our case; empty where its extensions are missing."""
+    if apex_state().endswith((MISSING, APEX_EXTENSION)):
+        return {}
+    from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
+
+    return {
+        "LayerNorm": lambda x, weight, bias: fused_layer_norm_affine(x, weight, bias, weight.shape, EPS),
+        "RMSNorm": lambda x, weight: fused_rms_norm_affine(x, weight, weight.shape, EPS),
+    }
+
+
+def sides_of(case: Case, compiled: bool) -> dict[str, Function]:
+    """What is timed."""
+    eager = partial(case.function, False)
+    if compiled:
+        # One cache for all cases would be full after the eighth, and the rest would run eagerly.
+        torch.compiler.reset()
+        return {"compiled": torch.compile(eager, dynamic=False)}
+    apex = apex_norms()
+    sides = {"ours": partial(case.function, True), "eager": eager}
+    return sides | ({"apex": apex[case.name]} if case.name in apex else {})
 
 
 def main() -> int:
-    """Checks, times, prints the table, appends."""
+    """Checks, times, appends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    add_line_options(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--append", type=Path)
+    parser.add_argument("--only", help="the kernel of this name alone")
+    parser.add_argument("--compiled", action="store_true", help="time torch.compile's side alone")
     args = parser.parse_args()
-    device, cuda = args.device, args.device == "cuda"
+    device, cuda, append = args.device, args.device == "cuda", appender(args, "gpu_kernels")
     load(OpsConfig(Implementation.fused), print, cuda=cuda)
     sizes, dtype = Sizes() if cuda else SMALL, DTYPES[args.dtype]
     bandwidth = copy_bandwidth(device, args.rounds, 2**30 if cuda else 2**20)
-    lines, wrong = [], []
+    small, wrong = {case.name: case for case in cases(SMALL, dtype, device)}, []
     for case in cases(sizes, dtype, device):
-        small = next(other for other in cases(SMALL, dtype, device) if other.name == case.name)
-        ratio = max(error_ratio(small), error_ratio(case))
-        wrong += [case.name] if not ratio <= 2 else []
-        line: dict[str, object] = {"kernel": case.name, "dtype": args.dtype, "error_ratio": ratio}
-        sides = {"ours": lambda *x, case=case: case.function(True, *x),
-                 "eager": lambda *x, case=case: case.function(False, *x)}  # fmt: skip
-        if not args.no_compile:
-            sides["compiled"] = torch.compile(sides["eager"], dynamic=False)
-        for side, function in sides.items():
-            taken_both = timings(case, function, device, args.rounds)
-            for way, taken, moved in zip(("fwd", "bwd"), taken_both, case.moved, strict=True):
-                line[f"{side}_{way}_us"] = taken * 1e6
-                line[f"{side}_{way}_of_copy"] = moved * dtype.itemsize / taken / bandwidth
-        lines.append(line)
-    name = torch.cuda.get_device_name() if cuda else "CPU"
-    if args.append:
-        writer = JsonLinesWriter(args.append)
-        for line in lines:
-            writer.write_line({"benchmark": "gpu_kernels", "device": name, "copy_bytes_per_s": bandwidth} | line)
-    print(table(lines, name, bandwidth))
+        if args.only not in (None, case.name):
+            continue
+        line: Line = {"kernel": case.name, "dtype": args.dtype, "copy_bytes_per_s": bandwidth}
+        line["moved_bytes"] = [moved * dtype.itemsize for moved in case.moved]
+        if not args.compiled:
+            found = [error(small[case.name]), error(case)]
+            line |= {"error": found[-1].relative, "error_ratio": max(e.ratio for e in found)}
+            wrong += [case.name] if not all(e.ratio <= 2 for e in found) else []
+        sides = sides_of(case, args.compiled)
+        line["sides"] = {side: timings(case, function, device, args.rounds) for side, function in sides.items()}
+        append(line)
+        took = {side: [round(taken, 1) for taken in times.values()] for side, times in line["sides"].items()}
+        print(f"{case.name}: microseconds forward and backward {took}", flush=True)
     if wrong:
         print(f"gpu_kernels: errors of more than twice torch's: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def table(lines: list[dict[str, object]], device: str, bandwidth: float) -> str:
-    """What is printed last."""
-    sides = [side for side in ("ours", "eager", "compiled") if f"{side}_fwd_us" in lines[0]]
-    head = f"{device}, copy {bandwidth / 1e9:.0f} GB/s; microseconds (share of copy bandwidth)"
-    columns = [f"{side} {way}" for side in sides for way in ("fwd", "bwd")]
-    found = [head, f"{'':34}{'error':>6}" + "".join(f"{column:>16}" for column in columns)]
-    for line in lines:
-        cells = [
-            f"{line[f'{side}_{way}_us']:8.0f} ({line[f'{side}_{way}_of_copy']:4.0%})"
-            for side in sides
-            for way in ("fwd", "bwd")
-        ]
-        found.append(f"{line['kernel']:34}{line['error_ratio']:6.2f}" + "".join(f"{cell:>16}" for cell in cells))
-    return "\n".join(found)
 
 
 if __name__ == "__main__":

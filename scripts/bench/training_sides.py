@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
-from megads.model.initialise import InitialValue
+from megads.model.initialise import InitialValue, initial_value, parameter_generator
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.plan.flops import model_flops_per_token
@@ -42,6 +42,10 @@ class TrainingWork:
         layers, hidden, heads, vocabulary: of the model.
         batch, seq_len: samples a step, tokens a sample.
         precision: a key of DTYPES.
+        device: cpu or cuda.
+        micro_batch: samples in one forward pass, a divisor of batch; None is all of them.
+        recompute: parallel.recompute, of megads' sides.
+        lr: learning rate of every step.
     """
 
     layers: int = 8
@@ -51,6 +55,10 @@ class TrainingWork:
     batch: int = 4
     seq_len: int = 512
     precision: str = "fp32"
+    device: str = "cpu"
+    micro_batch: int | None = None
+    recompute: str = "none"
+    lr: float = OPTIM.lr
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -62,6 +70,11 @@ class TrainingWork:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in one forward pass."""
+        return self.micro_batch or self.batch
 
     @property
     def tokens(self) -> int:
@@ -88,6 +101,24 @@ class TrainingWork:
         return list(torch.from_numpy(np.searchsorted(cumulated, drawn)).clamp_(max=self.vocabulary - 1))
 
 
+def first_weights(work: TrainingWork) -> InitialValue:
+    """Initial weights of all sides: megads' own on a CPU; on a GPU drawn there, where a billion of them take no time.
+
+    Those have the same distributions, but for the projections that end a branch, which are not made smaller.
+    """
+    if work.device == "cpu":
+        return initial_value(work.model, SEED)
+
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) == 1:
+            return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device="cpu")
+        generator = torch.Generator(work.device).manual_seed(parameter_generator(SEED, name).initial_seed())
+        drawn = torch.empty(shape, device=work.device).normal_(0.0, work.model.weight_std, generator=generator)
+        return drawn.cpu()
+
+    return value
+
+
 def megads_side(work: TrainingWork, implementation: str) -> Turn:
     """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
 
@@ -103,31 +134,42 @@ def megads_side(work: TrainingWork, implementation: str) -> Turn:
     from megads.engine.build import build_train_engine
     from megads.errors import ConfigError
     from megads.ops.choice import load
-    from megads.parallel.config import ParallelConfig
+    from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
 
+    cuda = work.device == "cuda"
     try:
-        ops = load(OpsConfig(Implementation(implementation)), print, cuda=False)
+        ops = load(OpsConfig(Implementation(implementation)), print, cuda=cuda)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout = ParallelConfig()
+        dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layout = ParallelConfig(recompute=Recompute(work.recompute))
     engine = build_train_engine(
-        work.model, layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype, micro_batch_size=work.batch,
-        seed=SEED, device=torch.device("cpu"), ops=ops,
+        work.model, layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
+        micro_batch_size=work.micro_batch_size, seed=SEED, device=torch.device(work.device, 0 if cuda else None),
+        value=first_weights(work), ops=ops,
     )  # fmt: skip
-    mask_bs = torch.ones(work.batch, work.seq_len)
-    mask_bs[:, -1] = 0.0
-    info = BatchInfo(torch.arange(work.batch), seq_len=work.seq_len)
-    batches = cycle([MicroBatch(info, tokens_bs, tokens_bs.roll(-1, 1), mask_bs) for tokens_bs in work.token_batches()])
+    batches = cycle([_micro_batches(work, tokens_bs) for tokens_bs in work.token_batches()])
 
     def turn() -> dict[str, float]:
-        result = engine.step([next(batches)], OPTIM.lr)
+        result = engine.step(next(batches), work.lr)
         assert not result.skipped
         return {"loss": result.loss, "grad_norm": result.grad_norm}
 
     return turn
+
+
+def _micro_batches(work: TrainingWork, tokens_bs: Tensor) -> list[MicroBatch]:
+    """One step of megads' sides; the last position of a sample, which Hugging Face leaves out, is masked."""
+    found = []
+    for first in range(0, work.batch, work.micro_batch_size):
+        part_bs = tokens_bs[first : first + work.micro_batch_size]
+        mask_bs = torch.ones(part_bs.shape)
+        mask_bs[:, -1] = 0.0
+        info = BatchInfo(torch.arange(first, first + len(part_bs)), seq_len=work.seq_len)
+        found.append(MicroBatch(info, part_bs, part_bs.roll(-1, 1), mask_bs))
+    return found
 
 
 def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) -> nn.Module:
@@ -135,7 +177,7 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
 
     Args:
         work: what is trained.
-        value: initial weights; None is the model's own initialisation.
+        value: initial weights; None is `first_weights`.
 
     Raises:
         UnavailableError: transformers is not installed.
@@ -145,14 +187,15 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
     except ImportError as error:
         remedy = "pip install -c constraints.txt 'megads[bench]'"
         raise UnavailableError(f"transformers cannot be imported ({error}): {remedy}") from None
-    model = BloomForCausalLM(
-        BloomConfig(
-            vocab_size=work.vocabulary, hidden_size=work.hidden, n_layer=work.layers, n_head=work.heads,
-            layer_norm_epsilon=work.model.norm_eps, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False,
-        )
+    config = BloomConfig(
+        vocab_size=work.vocabulary, hidden_size=work.hidden, n_layer=work.layers, n_head=work.heads,
+        layer_norm_epsilon=work.model.norm_eps, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False,
     )  # fmt: skip
+    value = value or first_weights(work)
+    with torch.device(work.device):
+        model, source = BloomForCausalLM(config), GPT(work.model, SEED, value)
     names = [name for name, _ in model.named_parameters()]
-    ours = {name: weight.detach() for name, weight in GPT(work.model, SEED, value).parameters_by_name().items()}
+    ours = {name: weight.detach() for name, weight in source.parameters_by_name().items()}
     model.load_state_dict(bloom_state(ours, names), strict=False)
     return model.to(work.dtype).train()
 
@@ -174,20 +217,23 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
     matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=OPTIM.lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
+        lr=work.lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
     )  # fmt: skip
     call = torch.compile(model, dynamic=False) if compiled else model
-    batches = cycle(work.token_batches())
+    batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])
+    share = work.micro_batch_size / work.batch
 
     def turn() -> dict[str, float]:
-        tokens_bs = next(batches)
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", work.dtype, enabled=autocast):
-            loss = call(input_ids=tokens_bs, labels=tokens_bs).loss
-        loss.backward()
+        losses = []
+        for tokens_bs in next(batches).split(work.micro_batch_size):
+            with torch.autocast(work.device, work.dtype, enabled=autocast):
+                loss = call(input_ids=tokens_bs, labels=tokens_bs).loss * share
+            loss.backward()
+            losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIM.clip_grad)
         optimizer.step()
-        return {"loss": loss.item(), "grad_norm": norm.item()}
+        return {"loss": torch.stack(losses).sum().item(), "grad_norm": norm.item()}
 
     return turn
 

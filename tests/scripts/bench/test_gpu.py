@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from megads.data.indexed import IndexedDataset
-from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+from scripts.bench.gpu_items import ALWAYS, STAGES
 
 BENCH = Path(__file__).parents[3] / "scripts/bench"
 
@@ -22,17 +24,29 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run([str(c) for c in command], capture_output=True, text=True, check=False, env=variables)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
-    """Catches a script that breaks while no GPU is around: imports, data, config keys, overrides that are lost."""
-    result = run(BENCH / "gpu.sh", "--check", "train.steps=12", WORK=str(tmp_path))
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"torch {torch.__version__}" in result.stdout
-    assert "dry run: nothing was started" in result.stdout
-    assert "12 steps, 768 samples" in result.stdout
-    data = IndexedDataset(tmp_path / "synthetic")
+    """Catches a script that breaks while no GPU is around: a stage that no longer runs, results that do not reach the
+    table, data, config keys, overrides that are lost."""
+    pytest.importorskip("transformers")
+    results = tmp_path / "bench.jsonl"
+    run_ = run(BENCH / "gpu.sh", "--check", "train.steps=6", WORK=str(tmp_path), BENCH=str(results))
+    assert run_.returncode == 0, run_.stdout + run_.stderr
+    assert f"torch {torch.__version__}" in run_.stdout
+    lines = list(read_json_lines(results))
+    items = [line for line in lines if line["bench"] == "gpu_item"]
+    assert {line["stage"] for line in items} == {ALWAYS, *STAGES}
+    assert {line["outcome"] for line in items} == {"done"}
+    assert [line["steps"] for line in lines if line["bench"] == "gpu_layouts"] == [5, 5], "the override is lost"
+    shown = run_.stdout[run_.stdout.index("1 x CPU") :]
+    for wanted in ("RMSNorm", "fused_softmax", "Hugging Face", "resume, ops.impl=fused: equal", "train, parallel.dp=2"):
+        assert wanted in shown
+    assert "NO" not in [line.split()[-1] for line in shown.splitlines() if "Hugging Face" in line]
+    data = IndexedDataset(tmp_path / "synthetic_small")
     tokens = data.stream(range(10))
     assert data.num_tokens == 100_000
-    assert tokens.min() >= 0 and tokens.max() < 50_257
+    assert tokens.min() >= 0 and tokens.max() < 512
     assert np.bincount(tokens).argmax() == 0, "the lowest id is the most frequent one"
 
 

@@ -1,0 +1,59 @@
+"""The lines that scripts/bench/gpu.sh leaves in bench.jsonl: one a result, written as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megads.runtime.metrics import JsonLinesWriter, read_json_lines
+
+PREFIX = "gpu_"
+"""Of the names of these benchmarks."""
+
+Append = Callable[[Mapping[str, Any]], None]
+"""Keeps one result."""
+Line = dict[str, Any]
+
+
+def add_line_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --device, --append and --run."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--append", type=Path, help="file of results, JSON lines")
+    parser.add_argument("--run", default="", help="name of the run of gpu.sh that this belongs to")
+
+
+def appender(arguments: argparse.Namespace, bench: str) -> Append:
+    """What appends results of one benchmark to the file of the command line; without a file nothing is kept.
+
+    Args:
+        arguments: those of `add_line_options`.
+        bench: name of the benchmark, beginning with PREFIX.
+    """
+    assert bench.startswith(PREFIX), bench
+    writer = JsonLinesWriter(arguments.append) if arguments.append else None
+
+    def append(result: Mapping[str, Any]) -> None:
+        if writer is not None:
+            writer.write_line({"bench": bench, "run": arguments.run, "time": time.time(), **result})
+
+    return append
+
+
+def lines_of_runs(path: Path, runs: int = 1) -> list[Line]:
+    """The lines of the last runs in a file, in the order in which they were written.
+
+    Args:
+        path: bench.jsonl, which other benchmarks may share.
+        runs: how many.
+
+    Raises:
+        SystemExit: there is no such line.
+    """
+    lines = [line for line in read_json_lines(path) if str(line.get("bench", "")).startswith(PREFIX)]
+    if not lines:
+        raise SystemExit(f"{path}: no line of scripts/bench/gpu.sh in it: run that first")
+    names = list(dict.fromkeys(line["run"] for line in lines))[-runs:]
+    return [line for line in lines if line["run"] in names]

@@ -1,0 +1,236 @@
+#!/usr/bin/env python3
+"""The table of scripts/bench/gpu.sh, made from the lines that it left: under 60 lines, 120 columns wide.
+
+    python -m scripts.bench.gpu_table bench.jsonl [--runs 1]
+
+Of the last run in the file, or, of the last few, the newest result of everything. Kernels: microseconds forward and
+backward, and the share of the measured copy's bandwidth that the bytes which must be moved come to; `error` is the
+relative difference to fp64 (norms), `ratio` that over the difference of torch's operators in the same dtype, which may
+be 2. `reached` says whether a forward pass comes to its target. Trainings: `same` says whether a side's losses and
+first gradient norm are those of megads' torch operators, but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from scripts.bench.gpu_lines import Line, lines_of_runs
+from scripts.bench.train_step import faults
+
+WIDTH, LONGEST = 120, 59
+COPY_TARGET = 0.85
+"""Of the copy bandwidth, forward: docs/performance.md."""
+TARGET_KERNELS = ("ALiBi softmax", "LayerNorm", "RMSNorm")
+MFU_TARGETS = {"1.3b": 0.5}
+KERNEL_SIDES = ("ours", "eager", "compiled", "apex")
+SIDE_NAMES = {"fused": "megads fused", "torch": "megads torch", "hf": "Hugging Face", "hf_compiled": "HF, compiled"}
+
+Rows = list[Line]
+
+
+def table(lines: Rows) -> str:
+    """All sections that there are lines of.
+
+    Args:
+        lines: in the order in which they were written; the last of equal things counts.
+    """
+    found: dict[str, Rows] = {}
+    for line in lines:
+        found.setdefault(line["bench"].removeprefix("gpu_"), []).append(line)
+    rows = [row for bench, make in SECTIONS.items() if bench in found for row in make(found[bench])]
+    rows = [row[:WIDTH].rstrip() for row in rows]
+    if len(rows) <= LONGEST:
+        return "\n".join(rows)
+    return "\n".join([*rows[: LONGEST - 1], f"... and {len(rows) - LONGEST + 1} lines more"])
+
+
+def newest(lines: Rows, *keys: str) -> dict[tuple[object, ...], Line]:
+    """The last line of each combination of these fields, in the order of the first."""
+    found: dict[tuple[object, ...], Line] = {}
+    for line in lines:
+        found[tuple(line[key] for key in keys)] = line
+    return found
+
+
+def device_rows(lines: Rows) -> list[str]:
+    """Where it ran."""
+    line = lines[-1]
+    when = datetime.fromtimestamp(line["time"], UTC)
+    driver, cuda = (
+        f", {name} {line[key]}" if line[key] else "" for name, key in (("driver", "driver"), ("CUDA", "cuda"))
+    )
+    memory = f", {line['memory_bytes'] / 2**30:.0f} GiB" if line["memory_bytes"] else ""
+    peers = ", ".join(f"{name} {found}" for name, found in line["peers"].items())
+    memory += "" if line["cuda"] else ", a check without a GPU: its figures mean nothing"
+    rows = [
+        f"{line['devices']} x {line['device']}{memory}{driver}{cuda}; {when:%Y-%m-%d %H:%M} UTC; run {line['run']}",
+        f"copy {line['copy_bytes_per_s'] / 1e9:,.0f} GB/s; bf16 product {line['matrix_tflops']:,.1f} TFLOP/s of "
+        f"{line['peak_tflops']:,.1f} peak (MFU is of the peak)",
+        f"megads {line['megads']}, python {line['python']}, torch {line['torch']}, deepspeed {line['deepspeed']}, "
+        f"{peers}",
+    ]
+    return [part for row in rows for part in textwrap.wrap(row, WIDTH, subsequent_indent="    ")]
+
+
+def item_rows(lines: Rows) -> list[str]:
+    """What did not run or failed."""
+    last = newest(lines, "stage", "name").values()
+    rows = []
+    for outcome in ("failed", "ended for lack of time", "not run"):
+        of_outcome = [line for line in last if line["outcome"] == outcome]
+        if of_outcome:
+            names = "; ".join(
+                f"{line['stage']}: {line['name']}" + (f" ({line['reason']})" if line["reason"] else "")
+                for line in of_outcome
+            )
+            rows += textwrap.wrap(f"{outcome.upper()}: {names}", WIDTH, subsequent_indent="    ")[:6]
+    return rows
+
+
+def kernel_rows(lines: Rows) -> list[str]:
+    """A kernel a row; what different runs timed of it is joined."""
+    joined: dict[tuple[object, ...], Line] = {}
+    for line in lines:
+        key = (line["kernel"], line["dtype"])
+        before = joined.get(key, {"sides": {}})
+        joined[key] = before | line | {"sides": before["sides"] | line["sides"]}
+    sides = [side for side in KERNEL_SIDES if any(side in line["sides"] for line in joined.values())]
+    dtypes = ", ".join(dict.fromkeys(str(dtype) for _, dtype in joined))
+    heads = "".join(f"{'ours (of copy)' if side == 'ours' else side:>{cell_width(side)}}" for side in sides)
+    rows = ["", f"{f'{dtypes}, us fwd + bwd':27}{'error':>8}{'ratio':>6}{'GB/s':>6}{heads}  reached"]
+    for (kernel, _), line in joined.items():
+        ours = line["sides"].get("ours")
+        rate = f"{line['moved_bytes'][0] / ours['fwd_us'] / 1e3:6.0f}" if ours else f"{'':6}"
+        error = f"{line['error']:8.1e}{line['error_ratio']:6.2f}" if "error" in line else f"{'':14}"
+        cells = "".join(f"{kernel_cell(line, side):>{cell_width(side)}}" for side in sides)
+        rows.append(f"{kernel:27.27}{error}{rate}{cells}  {reached(line)}")
+    return rows
+
+
+def cell_width(side: str) -> int:
+    """Columns of a side; ours has the shares of the copy beside."""
+    return 24 if side == "ours" else 12
+
+
+def kernel_cell(line: Line, side: str) -> str:
+    """Times of a side, and for ours the share of the copy's bandwidth."""
+    times = line["sides"].get(side)
+    if times is None:
+        return "-"
+    shown = [f"{times[way]:.0f}" if way in times else "-" for way in ("fwd_us", "bwd_us")]
+    if side != "ours":
+        return " + ".join(shown)
+    shares = [share_of_copy(line, way) for way in ("fwd_us", "bwd_us")]
+    return f"{' + '.join(shown)} ({', '.join('-' if share is None else f'{share:.0%}' for share in shares)})"
+
+
+def share_of_copy(line: Line, way: str) -> float | None:
+    """Of our kernel; None where it was not timed."""
+    taken_us = line["sides"].get("ours", {}).get(way)
+    moved = line["moved_bytes"][("fwd_us", "bwd_us").index(way)]
+    return None if taken_us is None else float(moved / taken_us * 1e6 / line["copy_bytes_per_s"])
+
+
+def reached(line: Line) -> str:
+    """Whether the kernel is right, and, where something is asked, quick enough."""
+    if line.get("error_ratio", 0.0) > 2 or line.get("error_ratio", 0.0) != line.get("error_ratio", 0.0):
+        return "WRONG"
+    share = share_of_copy(line, "fwd_us")
+    if line["kernel"] not in TARGET_KERNELS or share is None:
+        return ""
+    return "yes" if share >= COPY_TARGET else f"no, <{COPY_TARGET:.0%}"
+
+
+def attention_rows(lines: Rows) -> list[str]:
+    """Kinds of attention, the quickest first."""
+    last = list(newest(lines, "kind").values())
+    done = sorted((line for line in last if line["outcome"] == "done"), key=lambda line: line["us"])
+    if not last:
+        return []
+    rows = ["", f"{'attention, ' + last[-1]['shape']:52}{'us fwd':>9}{'us fwd+bwd':>12}{'TFLOP/s':>9}{'extra MiB':>11}"
+            f"{'error':>9}{'ratio':>7}"]  # fmt: skip
+    for line in done:
+        wrong = "" if line["error_ratio"] <= 2 else "  WRONG"
+        rows.append(
+            f"{line['kind']:52}{line['fwd_us']:9.0f}{line['us']:12.0f}{line['flops'] / line['us'] / 1e6:9.1f}"
+            f"{line['extra_bytes'] / 2**20:11.0f}{line['error']:9.1e}{line['error_ratio']:7.2f}{wrong}"
+        )
+    return rows + [f"{line['kind']:26}{line['outcome']}: {line['reason']}" for line in last if line not in done]
+
+
+def train_rows(lines: Rows) -> list[str]:
+    """Sizes and sides."""
+    last = newest(lines, "size", "side")
+    rows = ["", f"{'training step, bf16':30}{'ms':>8}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'planned':>9}"
+            f"{'micro':>7}{'recompute':>11}  same?  target"]  # fmt: skip
+    for size in dict.fromkeys(str(size) for size, _ in last):
+        reference = last.get((size, "torch"), {})
+        for side in SIDE_NAMES:
+            line = last.get((size, side))
+            if line is not None:
+                rows.append(train_row(line, reference))
+    return rows
+
+
+def train_row(line: Line, reference: Line) -> str:
+    """One size and side."""
+    name = f"{line['size']} {SIDE_NAMES[line['side']]}"
+    if line["outcome"] != "done":
+        return f"{name:30}{line['outcome']}: {line['reason']}"
+    of_peak, target = "", MFU_TARGETS.get(line["size"])
+    if target is not None and line["side"] == "fused":
+        of_peak = f"MFU {target:.0%}: {'yes' if line['mfu'] >= target else 'no'}"
+    name += f", B{line['batch']} S{line['seq_len']}"
+    return (
+        f"{name:30}{line['step_s'] * 1e3:8.1f}{line['tokens_per_s']:10,.0f}"
+        f"{line['tflops_per_device']:9.1f}{line['mfu']:7.1%}{line['peak_memory_bytes'] / 2**30:7.1f}"
+        f"{line['planned_bytes'] / 2**30:9.1f}{line['micro_batch']:7d}{line['recompute']:>11}"
+        f"  {same(line, reference):7}{of_peak}"
+    )
+
+
+def same(line: Line, reference: Line) -> str:
+    """Whether a side trained what megads' torch operators did; as far as both went."""
+    if not reference.get("losses") or line["side"] == "torch":
+        return "-"
+    count = min(len(line["losses"]), len(reference["losses"]))
+    steps = [
+        [{"loss": loss, "grad_norm": norm} for loss, norm in zip(of["losses"], of["grad_norms"], strict=True)][:count]
+        for of in (reference, line)
+    ]
+    return "NO" if faults(*steps, line["precision"]) else "yes"
+
+
+def verdict_rows(lines: Rows) -> list[str]:
+    """Resumes, tests and layouts say themselves how they ended."""
+    return ["", *(f"{line['name']}: {line['verdict']}" for line in newest(lines, "name").values())]
+
+
+SECTIONS: dict[str, Callable[[Rows], list[str]]] = {
+    "device": device_rows,
+    "item": item_rows,
+    "kernels": kernel_rows,
+    "attention": attention_rows,
+    "train": train_rows,
+    "resume": verdict_rows,
+    "tests": verdict_rows,
+    "layouts": verdict_rows,
+}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, nargs="?", default=Path("bench.jsonl"))
+    parser.add_argument("--runs", type=int, default=1, help="how many of the last, the newest result counts")
+    arguments = parser.parse_args()
+    print(table(lines_of_runs(arguments.path, arguments.runs)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

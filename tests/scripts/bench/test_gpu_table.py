@@ -1,0 +1,112 @@
+"""The table of scripts/bench/gpu.sh, made from lines that a check on a CPU has left, and from such lines changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from megads.runtime.metrics import read_json_lines
+from scripts.bench.gpu_lines import Line, lines_of_runs
+from scripts.bench.gpu_table import LONGEST, WIDTH, table
+
+RECORDED = Path(__file__).with_name("gpu_lines.jsonl")
+
+
+@pytest.fixture
+def lines() -> list[Line]:
+    """As gpu.sh --check wrote them."""
+    return lines_of_runs(RECORDED)
+
+
+def row(shown: str, start: str) -> str:
+    """The only row that begins so."""
+    (found,) = [line for line in shown.splitlines() if line.startswith(start)]
+    return found
+
+
+def of(lines: list[Line], **fields: object) -> list[Line]:
+    """Lines with these fields."""
+    return [line for line in lines if all(line.get(key) == value for key, value in fields.items())]
+
+
+def test_everything_recorded_is_shown(lines: list[Line]) -> None:
+    """Catches a section that is lost, and a table too wide or too long for the end of a log."""
+    shown = table(lines)
+    assert all(len(line) <= WIDTH for line in shown.splitlines()) and len(shown.splitlines()) < 60
+    for line in lines:
+        for key in ("kernel", "kind"):
+            assert str(line.get(key, "")) in shown
+    assert "yes" in row(shown, "1.3b Hugging Face") and "equal" in row(shown, "resume, ops.impl=fused")
+    assert "figures mean nothing" in shown and "NOT RUN" not in shown and "FAILED" not in shown
+    assert "1.01" in row(shown, "ALiBi softmax") and row(shown, "RMSNorm").count(" + ") == 3, "compiled is joined"
+
+
+def test_a_share_of_the_copy_is_of_the_bytes_that_must_move(lines: list[Line]) -> None:
+    """Catches microseconds read as seconds, the bytes of the other way, and a wrong kernel that is called quick."""
+    for name in ("LayerNorm", "RMSNorm", "ALiBi softmax"):
+        for line in of(lines, kernel=name):
+            line |= {"moved_bytes": [300_000_000, 450_000_000], "copy_bytes_per_s": 3e12}
+            line["sides"]["ours"] = {"fwd_us": 110.0, "bwd_us": 300.0}
+    of(lines, kernel="ALiBi softmax")[0]["error_ratio"] = float("nan")
+    shown = table(lines)
+    assert "2727" in row(shown, "LayerNorm") and "110 + 300 (91%, 50%)" in row(shown, "LayerNorm")
+    assert row(shown, "LayerNorm").endswith("yes") and row(shown, "ALiBi softmax").endswith("WRONG")
+
+
+def test_a_kernel_below_its_target_is_said(lines: list[Line]) -> None:
+    """Catches a verdict that is always yes."""
+    for line in of(lines, kernel="LayerNorm"):
+        line |= {"moved_bytes": [300_000_000, 450_000_000], "copy_bytes_per_s": 3e12}
+        line["sides"]["ours"]["fwd_us"] = 130.0
+    assert row(table(lines), "LayerNorm").endswith("no, <85%")
+
+
+def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
+    """Catches a peer that trains something else, memory that ran out without a word, and an MFU judged by the wrong
+    bound."""
+    (fused,), (peer,) = of(lines, side="fused"), of(lines, side="hf")
+    peer["losses"] = [*peer["losses"][:-1], peer["losses"][-1] * 1.1]
+    peer["losses"][1] *= 1.1
+    fused["mfu"] = 0.51
+    lost = {"size": "1.3b", "side": "torch", "outcome": "out of memory", "reason": "planned 54.0 GiB"}
+    shown = table([*lines, fused | {"size": "350m"}, fused | lost | {"size": "760m"}])
+    assert " NO" in row(shown, "1.3b Hugging Face") and "MFU 50%: yes" in row(shown, "1.3b megads fused")
+    assert "MFU" not in row(shown, "350m megads fused")
+    assert "out of memory: planned 54.0 GiB" in row(shown, "760m megads torch")
+
+
+def test_what_did_not_run_is_said(lines: list[Line]) -> None:
+    """Catches an item that the table is silent about."""
+    item = of(lines, bench="gpu_item", stage="resume")[0]
+    late = item | {"name": "torch", "outcome": "not run", "reason": "no time left"}
+    failed = item | {"outcome": "failed", "reason": "exit code 1"}
+    shown = table([*lines, late, failed])
+    assert "NOT RUN: resume: torch (no time left)" in shown
+    assert "FAILED: resume: fused (exit code 1)" in shown
+
+
+def test_a_table_stays_short(lines: list[Line]) -> None:
+    """Catches a machine with many layouts, whose table would push its own beginning out of a short log."""
+    layout = of(lines, bench="gpu_layouts")[0]
+    many = [layout | {"name": f"train, layout {number}"} for number in range(60)]
+    shown = table([*lines, *many]).splitlines()
+    assert len(shown) == LONGEST and shown[-1].endswith("lines more")
+
+
+def test_the_last_run_counts(tmp_path: Path, lines: list[Line]) -> None:
+    """Catches figures of an earlier run among those of the last, and other benchmarks' lines."""
+    path = tmp_path / "bench.jsonl"
+    later = copy.deepcopy(of(lines, bench="gpu_train", side="fused"))
+    later[0] |= {"run": "later", "step_s": 1.0}
+    foreign = [{"bench": "train_step", "verdicts": []}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *foreign, *later]))
+    assert len(list(read_json_lines(path))) == len(lines) + 2
+    assert [line["run"] for line in lines_of_runs(path)] == ["later"]
+    both = table(lines_of_runs(path, runs=2))
+    assert "1000.0" in row(both, "1.3b megads fused") and "RMSNorm" in both
+    with pytest.raises(SystemExit, match=r"no line of scripts/bench/gpu\.sh"):
+        path.write_text(json.dumps(foreign[0]) + "\n")
+        lines_of_runs(path)
