@@ -168,7 +168,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.placement = parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = model.tie_embeddings, model.hidden_size
-        self.grid, self.parallel = grid, parallel
+        self.grid, self.parallel, self.fused = grid, parallel, fused
         super().__init__(
             [
                 StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)

@@ -10,6 +10,7 @@ features, r = ranks, c = tokens of a part.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from megads.ops import linear as products
 from megads.parallel import collectives
 from megads.parallel.grid import Axis
-from megads.parallel.weight_gradients import WeightGradients, linear
+from megads.parallel.weight_gradients import WeightGradient, WeightGradients, give, linear
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,9 @@ class _OpenWhole(torch.autograd.Function):
         return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
-def _weight_gradient(ctx: Any, x_bsi: Tensor, grad_bso: Tensor) -> Tensor | None:
-    """The gradient of the weight; None where it is put off."""
-    if ctx.gradients is not None and ctx.gradients.puts_off:
-        ctx.gradients.later(ctx.parameter, lambda: products.weight_gradient(grad_bso, x_bsi, ctx.region.fused))
-        return None
-    return products.weight_gradient(grad_bso, x_bsi, ctx.region.fused)
+def _weight_gradient(ctx: Any, x_bsi: Tensor | Callable[[], Tensor], grad_bso: Tensor) -> Tensor | None:
+    """The gradient of the weight; None where it is put off, or in its sums already."""
+    return give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, ctx.region.fused))
 
 
 class _OpenShare(torch.autograd.Function):
@@ -123,12 +121,12 @@ class _OpenShare(torch.autograd.Function):
         grad_bias = grad_bso.sum((0, 1)) if ctx.has_bias else None
         if ctx.gradients is not None and ctx.gradients.puts_off:
             # The whole is gathered when it is needed, so that only the share is kept until then.
-            ctx.gradients.later(
-                ctx.parameter,
-                lambda: products.weight_gradient(grad_bso, collectives.start_gather(x_bti, axis)(), fused),
-            )
+            def whole() -> Tensor:
+                return collectives.start_gather(x_bti, axis)()
+
+            grad_weight = _weight_gradient(ctx, whole, grad_bso)
             grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
-            return collectives.start_scatter(grad_x_bsi, axis)(), None, grad_bias, None, None
+            return collectives.start_scatter(grad_x_bsi, axis)(), grad_weight, grad_bias, None, None
         # Each collective runs beside the product that does not need it.
         gathering = collectives.start_gather(x_bti, axis)
         grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
@@ -136,7 +134,7 @@ class _OpenShare(torch.autograd.Function):
         del gathering
         scattering = collectives.start_scatter(grad_x_bsi, axis)
         del grad_x_bsi
-        grad_weight = products.weight_gradient(grad_bso, whole_bsi, fused)
+        grad_weight = _weight_gradient(ctx, whole_bsi, grad_bso)
         return scattering(), grad_weight, grad_bias, None, None
 
 
@@ -223,7 +221,7 @@ def opening_linear(
         weight: this rank's output features, [o, i].
         bias: [o], or None.
         region: how to enter.
-        gradients: says in the backward pass whether the weight's is put off; None where it never is.
+        gradients: says in the backward pass what becomes of the weight's; None leaves it to autograd.
 
     Returns:
         [b, s, o], in x's dtype.
@@ -244,7 +242,7 @@ def closing_linear(
         x_bsi: this rank's input features, [b, s, i].
         weight: [o, i].
         region: how to leave.
-        gradients: says in the backward pass whether the weight's is put off; None where it never is.
+        gradients: says in the backward pass what becomes of the weight's; None leaves it to autograd.
 
     Returns:
         [b, s, o] in x's dtype; with sequence parallelism this rank's share of the tokens, [b, t, o].
