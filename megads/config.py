@@ -13,9 +13,9 @@ from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig,
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.ops.config import AUGMENTED_LONGEST, Implementation, OpsConfig
+from megads.ops.config import AUGMENTED_LONGEST, Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
-from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 
@@ -74,6 +74,9 @@ class TrainConfig:
     """bf16 or fp32."""
     seed: int = 1234
     """Seed of weights, data order and dropout."""
+    deterministic: bool = True
+    """On a GPU: take torch's deterministic algorithms, so that a resumed run goes on bit for bit. false lets it choose,
+    for attention's backward pass above all. A CPU computes the same bits either way."""
     max_nonfinite_steps: int = 5
     """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
 
@@ -151,6 +154,8 @@ def check_config(config: RootConfig) -> None:
     ):
         part.check()
     _check_attention(config)
+    _check_optimizer(config)
+    _check_compile(config)
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -197,6 +202,49 @@ def _check_attention(config: RootConfig) -> None:
             raise ConfigError(
                 f"model.attention = augmented is a plain causal kernel in bf16 with ALiBi inside, but {found}: set "
                 f"{wanted}, or model.attention=auto"
+            )
+
+
+def _check_optimizer(config: RootConfig) -> None:
+    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's AdamW."""
+    impl, stage = config.optim.impl, config.parallel.zero_stage
+    if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
+        raise ConfigError(
+            f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
+            "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
+        )
+
+
+def _check_compile(config: RootConfig) -> None:
+    """Compiled blocks want their weights in place, CUDA graphs each micro-batch's backward pass after its forward."""
+    compiled, parallel = config.ops.compile, config.parallel
+    if compiled is Compile.none:
+        return
+    graphs = compiled is Compile.graphs
+    for wrong, found, reason, wanted in (
+        (
+            parallel.zero_stage == 3,
+            "parallel.zero_stage = 3",
+            "weights that are gathered when a layer is called, of which a compiler knows nothing",
+            "parallel.zero_stage=1 or 2",
+        ),
+        (
+            graphs and parallel.pp > 1,
+            f"parallel.pp = {parallel.pp}",
+            "several micro-batches between their forward and backward pass, whose memory a graph would reuse",
+            "parallel.pp=1",
+        ),
+        (
+            graphs and parallel.recompute is not Recompute.none,
+            f"parallel.recompute = {parallel.recompute}",
+            "forward passes inside of the backward pass, whose memory a graph would reuse",
+            "parallel.recompute=none",
+        ),
+    ):
+        if wrong:
+            other = "blocks or none" if graphs and "zero_stage" not in found else "none"
+            raise ConfigError(
+                f"ops.compile = {compiled} cannot be had with {found}: {reason}; set {wanted}, or ops.compile={other}"
             )
 
 

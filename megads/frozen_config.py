@@ -48,6 +48,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
     for length in LENGTHS:
         del content["train"][length]
     del content["model"]["attention"]
+    del content["optim"]["impl"]
     return f"{name}-{_sha256(content)[:8]}"
 
 

@@ -37,6 +37,8 @@ from megads.plan.metrics_hook import MetricsHook
 from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
+from megads.runtime.core_binding import bind_to_share
+from megads.runtime.deterministic import make_deterministic
 from megads.runtime.distributed import require_equal, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.hooks import Hook, StepInfo, TrainState
@@ -64,6 +66,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
     """
     environment = rank_environment()
     device = rank_device(environment)
+    if config.train.deterministic:
+        make_deterministic(device)
     fence = Fence(run_dir, environment.lease)
     with world(device, config.cluster.timeout_s):
         require_equal("the frozen config", config_digest(config))
@@ -73,12 +77,16 @@ def train(config: RootConfig, run_dir: Path) -> int:
         ops = load_ops(config, device)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
+        # It may measure the whole CPU, before this rank keeps to a part of it.
+        step_lines = metrics_hook(config, environment, device, metrics)
+        if config.cluster.bind_cores:
+            bind_to_share(environment.local_rank, environment.local_world_size)
         engine = build_engine(config, grid, device, ops)
         state = TrainState()
         resume(config, run_dir, engine, state, events)
         metrics.drop_after(state.step)
         hooks: list[Hook] = [
-            metrics_hook(config, environment, device, metrics),
+            step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps),
             checkpoint_hook(config, run_dir, engine, state, events, fence),
         ]
@@ -165,7 +173,7 @@ def load_ops(config: RootConfig, device: torch.device) -> Choice:
     Raises:
         ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
     """
-    choice = load(config.ops, print, cuda=device.type == "cuda")
+    choice = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
     require_equal("what ops.impl stands for", choice.text, "install a C++ compiler everywhere, or use ops.impl=torch")
     return choice
 
@@ -181,7 +189,7 @@ def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device, o
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
         device=device,
-        fused=ops.fused,
+        ops=ops,
     )
 
 

@@ -50,6 +50,7 @@ BAD_CONFIGS = {
     "warmup beyond the end": (["schedule.warmup_samples=48"], ["schedule.warmup_samples = 48", "48 samples"]),
     "no data": (["data.train=[]"], ["data.train has 0 datasets"]),
     "positions": (["model.position=learned", "model.max_seq_len=8"], ["train.seq_len = 16", "model.max_seq_len = 8"]),
+    "apex on a CPU": (["ops.impl=apex"], ["ops.impl = apex cannot run", "GPUs only", "use ops.impl=auto"]),
     "id that is a path": (["run.id=a/b"], ["run.id = 'a/b'", "run.dir"]),
 }
 

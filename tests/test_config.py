@@ -75,6 +75,10 @@ def test_good_config_passes() -> None:
             [change("model.attention", AttentionKind.fused), change("model.attention_dropout", 0.1)],
             "model.attention_dropout = 0.1",
         ),
+        (
+            [change("optim.impl", Implementation.apex), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
+            "optim.impl = apex is for parallel.zero_stage = 0 and 1",
+        ),
         ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
         ([change("schedule.warmup_samples", 80)], "schedule.warmup_samples = 80"),
         ([change("run.id", "../elsewhere")], "run.id"),
@@ -131,6 +135,7 @@ def test_run_id_ignores_how_and_where_but_not_what() -> None:
         ("cluster.threads_per_rank", 1),
         ("run.dir", "elsewhere"),
         ("ops.impl", Implementation.torch),
+        ("optim.impl", Implementation.torch),
         ("model.attention", AttentionKind.sdpa),
     ]:
         config = good_config()

@@ -37,7 +37,7 @@ from megads.engine.token_mean import TokenMeanLoss
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
-from megads.model.stages import Block
+from megads.model.stages import ParallelBlock
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, context, cross_entropy
@@ -71,15 +71,15 @@ def local_alibi_slopes() -> None:
 
 
 def replicated_parameters_count_on_every_rank() -> None:
-    inner = BucketAdamW._norm
+    inner = BucketAdamW._pieces_of_norm
 
-    def norm(self: BucketAdamW) -> float:
+    def pieces(self: BucketAdamW) -> dict[Bucket, Any]:
         owned, self._owned = self._owned, {slot.member.name for b in self.buckets for slot in b.layout.slots}
         found = inner(self)
         self._owned = owned
         return found
 
-    BucketAdamW._norm = norm
+    BucketAdamW._pieces_of_norm = pieces
 
 
 def bf16_reduction() -> None:
@@ -555,11 +555,11 @@ def gates_before_ups() -> None:
 
 
 def mlp_reads_what_attention_added() -> None:
-    def forward(self: Block, hidden: Tensor, info: BatchInfo) -> Tensor:
+    def forward(self: ParallelBlock, hidden: Tensor, info: BatchInfo) -> Tensor:
         hidden = hidden + self.attention(self.input_norm(hidden), info)
         return hidden + self.mlp(self.input_norm(hidden))
 
-    Block.forward = forward
+    ParallelBlock.forward = forward
 
 
 PACKED = scenario_with(masked=True, documents=True)

@@ -107,15 +107,12 @@ enum { MEGADS_SQUARE_SUM_BLOCKS = 64 };
 int megads_cuda_square_sums(int64_t pieces, const float* flat, const int64_t* bounds, double* partial, double* sums,
                             int64_t stream);
 
-// Factor that brings a gradient of this sum of squares to the norm `largest`: min(1, largest / (root + 1e-6)), fp32.
-int megads_cuda_clip_factor(int64_t pieces, const double* sums, double largest, float* factor, int64_t stream);
-
 // AdamW with decoupled weight decay; masters and moments are fp32, weights of the dtype. Reads 16 bytes an element and
 // writes 12 and a weight.
-//   scale: factor of the gradient. clip: fp32 on the device, another one; or null. step: from 1.
+//   clip: fp32 [1], factor of the gradient; where it is not finite, everything stays as it was. step: from 1.
 int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad, float* master, float* exp_avg,
-                      float* exp_avg_sq, void* weights, double scale, const float* clip, double lr,
-                      double weight_decay, double beta1, double beta2, double eps, int64_t step, int64_t stream);
+                      float* exp_avg_sq, void* weights, const float* clip, double lr, double weight_decay,
+                      double beta1, double beta2, double eps, int64_t step, int64_t stream);
 
 #ifdef __cplusplus
 }

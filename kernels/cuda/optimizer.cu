@@ -1,5 +1,5 @@
-// The optimizer's step over flat buffers: square norms, clip factor and AdamW; see launchers.h. No host waits between
-// them: the clip factor stays on the device.
+// The optimizer's step over flat buffers: square norms and AdamW; see launchers.h. No host waits between them: the clip
+// factor, and with it the decision whether there is a step at all, stays on the device.
 #include "device.cuh"
 
 namespace megads::cuda {
@@ -53,17 +53,7 @@ __global__ void __launch_bounds__(kWarp)
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
-__global__ void __launch_bounds__(kWarp)
-    clip_factor(int pieces, const double* __restrict__ sums, double largest, float* __restrict__ factor) {
-  double sum = 0.0;
-  for (int piece = int(threadIdx.x); piece < pieces; piece += kWarp) sum += sums[piece];
-  sum = over_warp(sum);
-  const double wanted = largest / (sqrt(sum) + 1e-6);
-  if (threadIdx.x == 0) *factor = float(wanted > 1.0 ? 1.0 : wanted);  // a NaN stays one
-}
-
 struct AdamWFactors {
-  float scale;            // of the gradient
   float decay;            // learning rate times weight decay
   float rest1;            // 1 - beta1
   float beta2, rest2;     // and 1 - beta2
@@ -77,13 +67,14 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     adamw(int64_t count, const float* __restrict__ grad, float* __restrict__ master, float* __restrict__ exp_avg,
           float* __restrict__ exp_avg_sq, T* weights, const float* __restrict__ clip, AdamWFactors factors) {
+  const float scale = *clip;
+  if (!(fabsf(scale) < kInfinity)) return;  // no step: every thread sees the same number
   const Share share = share_of(master, count, kThreads * 4);
   const int first = share.first + int(threadIdx.x) * 4;
   const auto of_grad = load_pack<4>(grad + share.lower, first, share.count);
   const auto of_master = load_pack<4>(master + share.lower, first, share.count);
   const auto of_avg = load_pack<4>(exp_avg + share.lower, first, share.count);
   const auto of_avg_sq = load_pack<4>(exp_avg_sq + share.lower, first, share.count);
-  const float scale = clip ? factors.scale * *clip : factors.scale;
   float new_master[4], new_avg[4], new_avg_sq[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -116,21 +107,13 @@ extern "C" int megads_cuda_square_sums(int64_t pieces, const float* flat, const 
   return launch(sum_partials, dim3(unsigned(pieces)), kWarp, 0, stream, partial, int(MEGADS_SQUARE_SUM_BLOCKS), sums);
 }
 
-extern "C" int megads_cuda_clip_factor(int64_t pieces, const double* sums, double largest, float* factor,
-                                       int64_t stream) {
-  if (pieces > kMostBlocks) return int(cudaErrorInvalidValue);
-  return launch(clip_factor, dim3(1), kWarp, 0, stream, int(pieces), sums, largest, factor);
-}
-
 extern "C" int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad, float* master, float* exp_avg,
-                                 float* exp_avg_sq, void* weights, double scale, const float* clip, double lr,
-                                 double weight_decay, double beta1, double beta2, double eps, int64_t step,
-                                 int64_t stream) {
+                                 float* exp_avg_sq, void* weights, const float* clip, double lr, double weight_decay,
+                                 double beta1, double beta2, double eps, int64_t step, int64_t stream) {
   if (count == 0) return 0;
   const int64_t blocks = shares_for(count, kThreads * 4);
   if (blocks > kMostBlocks || step < 1) return int(cudaErrorInvalidValue);
-  const AdamWFactors factors{float(scale),
-                             float(lr * weight_decay),
+  const AdamWFactors factors{float(lr * weight_decay),
                              float(1.0 - beta1),
                              float(beta2),
                              float(1.0 - beta2),

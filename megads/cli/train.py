@@ -103,7 +103,7 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
         console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
         for choice in choices:
             console.say(choice)
-        say_ops(prepare(config.ops, console.say, cuda=machine.per_gpu), console)
+        say_ops(prepare(config.ops, console.say, cuda=machine.per_gpu, optimizer=config.optim.impl), console)
         config = prepare_data(config, preparation, run_dir, console)
         if placement and is_finished(config):
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
@@ -191,7 +191,7 @@ def chosen_kernels(config: RootConfig, machine: Machine) -> Choice:
             f"model.attention = {kind} is for CPUs, but this run is on GPUs: use model.attention=auto, which takes "
             "torch's there"
         )
-    return choose(config.ops, cuda=machine.per_gpu)
+    return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from megads.ops.square_sums import square_sums
+from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
 
@@ -36,6 +36,8 @@ class Bucket:
         sharded: bool,
         also_over: ProcessGroup | None,
         fused: bool = False,
+        *,
+        apex: bool = False,
     ) -> None:
         """Moves the parameters into the bucket's flat buffer.
 
@@ -47,8 +49,10 @@ class Bucket:
             also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
                 ranks that each saw a part of the sequence.
             fused: take megads' own kernels.
+            apex: take NVIDIA apex' on GPUs.
         """
-        self.layout, self.copies, self._also_over, self._fused = layout, copies, also_over, fused
+        self.layout, self.copies, self._also_over = layout, copies, also_over
+        self._fused, self._apex = fused, apex
         self._data, self._sharded = data, sharded
         first = copies[0][0]
         self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
@@ -60,7 +64,7 @@ class Bucket:
         self.slice = layout.slice_of(data.rank, data.size) if sharded else range(layout.numel)
         self.own_weights = self.weights[self.slice.start : self.slice.stop]
         self.master = self.own_weights.to(torch.float32, copy=True)
-        self._slot_bounds = torch.tensor([[slot.start, slot.stop] for slot in layout.slots])
+        self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
         self.gradient: Tensor | None = None
         self._sums: Tensor | None = None
         self._reduction: dist.Work | None = None
@@ -105,7 +109,7 @@ class Bucket:
         for slot in self._empty:
             sums[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
-        self.squares = square_sums(sums, self._slot_bounds, self._fused)
+        self.squares = square_sums(sums, self._slots, self._fused, apex=self._apex)
         if self._data.size == 1 or not self._sharded:
             self.gradient = sums
             if self._data.size > 1:

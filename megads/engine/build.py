@@ -9,6 +9,7 @@ from megads.engine.sharded_training import ShardedTrainEngine
 from megads.engine.training import PipelineTrainEngine
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
+from megads.ops.choice import TORCH, Choice
 from megads.optim.config import OptimConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
 from megads.parallel.grid import ParallelGrid
@@ -25,7 +26,7 @@ def build_train_engine(
     seed: int,
     device: torch.device,
     value: InitialValue | None = None,
-    fused: bool = False,
+    ops: Choice = TORCH,
 ) -> TrainEngine:
     """The engine of a layout, with its initial weights; collective over the world.
 
@@ -39,7 +40,7 @@ def build_train_engine(
         seed: of initial weights and dropout.
         device: where this rank computes.
         value: initial weights; None is `megads.model.initialise.initial_value`.
-        fused: take megads' own kernels, which `megads.ops.choice.load` has loaded; else torch's operators.
+        ops: whose operators compute, as `megads.ops.choice.load` has made them ready.
 
     Raises:
         ConfigError: the model cannot be cut this way, or DeepSpeed is too old.
@@ -55,5 +56,5 @@ def build_train_engine(
         seed=seed,
         device=device,
         value=value,
-        fused=fused,
+        ops=ops,
     )

@@ -59,6 +59,12 @@ class EvaluationResult:
     loss_sum: float
     tokens: int
 
+    @classmethod
+    def of(cls, shared: Tensor) -> EvaluationResult:
+        """From [loss, tokens] on a device; waits for it."""
+        loss_sum, tokens = shared.tolist()
+        return cls(loss_sum, int(tokens))
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -8,6 +8,7 @@ the new weights are gathered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
-from megads.ops.square_sums import square_sums
+from megads.ops.config import Implementation
+from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.config import OptimConfig
@@ -75,10 +77,14 @@ class StateRange(NamedTuple):
 class BucketAdamW:
     """The optimizer of one rank.
 
+    The host waits for nothing in a step: that a norm is not finite, and the step therefore none, is seen by the device.
+    Whoever reads `norm` after a step, with whatever else he wants to know of it, says so by `settle`.
+
     Attributes:
         buckets: in the order in which a backward pass completes them.
-        grad_norm: global 2-norm of the last step before clipping; inf when it was skipped.
-        skipped: the last step's norm was not finite, and nothing was updated.
+        norm: global 2-norm of the last step before clipping, fp64 scalar on the device.
+        grad_norm: the same on the host, once it is settled; inf when the step was skipped.
+        skipped: likewise; the norm was not finite, and nothing was updated.
         last_backward: set by the engine before the last backward pass of a stage in a step, and the last part of it
             where it has two: buckets reduce as they complete.
         watch: is called at every step after the reduction and before clipping, while buckets hold their gradients.
@@ -90,14 +96,16 @@ class BucketAdamW:
         optim: OptimConfig,
         parallel: ParallelConfig,
         grid: ParallelGrid,
-        fused: bool = False,
+        impl: Implementation = Implementation.torch,
     ) -> None:
-        self._grid, self._clip, self._fused = grid, optim.clip_grad, fused
+        self._grid, self._clip = grid, optim.clip_grad
+        self._fused, self._apex = impl is Implementation.fused, impl is Implementation.apex
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
         unsharded_copy = not self._sharded and not grid.data.is_first
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
+        self._normed = self._pieces_of_norm()
         beta1, beta2 = optim.betas
         groups = [
             {
@@ -107,8 +115,9 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, fused)
+        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, self._fused, apex=self._apex)
         self.watch: Callable[[], None] | None = None
+        self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
 
@@ -126,7 +135,7 @@ class BucketAdamW:
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
             also_over = self._also_over(layout, pairs)
-            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused)
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._fused, apex=self._apex)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
@@ -176,39 +185,53 @@ class BucketAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Norm, clipping, AdamW and the new weights; a step whose norm is not finite leaves everything as it was."""
+        """Norm, clipping, AdamW and the new weights; a step whose norm is not finite leaves everything as it was.
+
+        To be settled before the next one.
+        """
         if self.watch is not None:
             self.watch()
-        norm = self._norm()
-        self.skipped = not norm < float("inf")
-        self.grad_norm = float("inf") if self.skipped else norm
-        if not self.skipped:
-            self._update(learning_rate)
+        self.norm = self._norm()
+        self._update(learning_rate)
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient = None
 
+    def settle(self, norm: float) -> None:
+        """Takes note of what the last step was.
+
+        Args:
+            norm: the value of `norm`.
+        """
+        self.skipped = not norm < math.inf
+        self.grad_norm = math.inf if self.skipped else norm
+        if self.skipped:
+            self.adamw.was_skipped()
+
     def _update(self, learning_rate: float) -> None:
-        scale = self._clip / (self.grad_norm + CLIP_EPSILON)
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient
         for group in self.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step(scale if self._clip and scale < 1 else 1.0)
+        self.adamw.step(clip_factor(self.norm, self._clip))
         for bucket in self.buckets:
             bucket.gather()
 
-    def _norm(self) -> float:
-        """The global 2-norm; waits for the device. Every element of the model counts on exactly one rank."""
+    def _pieces_of_norm(self) -> dict[Bucket, Pieces]:
+        """Of every bucket what counts here. Every element of the model counts on exactly one rank."""
         bounds: dict[Bucket, list[tuple[int, int]]] = {}
         for part in self.state_ranges():
             if part.owned:
                 bounds.setdefault(part.bucket, []).append((part.start, part.start + part.length))
-        square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
-        for bucket, of_pieces in bounds.items():
-            square += square_sums(gradient_of(bucket), torch.tensor(of_pieces), self._fused).sum()
+        return {bucket: Pieces(of_bucket, bucket.master.device) for bucket, of_bucket in bounds.items()}
+
+    def _norm(self) -> Tensor:
+        """The global 2-norm, fp64 scalar on the device."""
+        square = torch.zeros_like(self.norm)
+        for bucket, pieces in self._normed.items():
+            square += square_sums(gradient_of(bucket), pieces, self._fused, apex=self._apex).sum()
         if self._grid.world_size > 1:
             dist.all_reduce(square)
-        return float(square.sqrt())
+        return square.sqrt()
 
     def publish_weights(self) -> None:
         """Derives the working weights on all ranks from the masters."""
@@ -252,12 +275,22 @@ class BucketAdamW:
     @property
     def steps(self) -> int:
         """Steps AdamW has taken, skipped ones not counted."""
-        return int(self.adamw.state[self.buckets[0].master]["step"].item())
+        return self.adamw.steps
 
     def set_steps(self, steps: int) -> None:
         """Sets AdamW's bias-correction counter."""
-        for bucket in self.buckets:
-            self.adamw.state[bucket.master]["step"].fill_(float(steps))
+        self.adamw.set_steps(steps)
+
+
+def clip_factor(norm: Tensor, largest: float) -> Tensor:
+    """Factor that brings gradients to a norm of `largest` at most, fp32 scalar on the device of `norm`.
+
+    Args:
+        norm: theirs, fp64 scalar. Where it is not finite, the factor is a NaN.
+        largest: 0 for no clipping.
+    """
+    factor = (largest / (norm + CLIP_EPSILON)).clamp(max=1.0) if largest else torch.ones_like(norm)
+    return factor.masked_fill(norm.isfinite().logical_not(), math.nan).float()
 
 
 def gradient_of(bucket: Bucket) -> Tensor:

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megads.batch import BatchInfo, MicroBatch
+from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine import instructions
 from megads.engine.instructions import RankInstructions, forward_only
 from megads.engine.messages import Messages
@@ -183,10 +183,11 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         batch = self._micro_batches[micro_batch]
         if self._is_first(stage):
             assert batch.tokens_bs is not None
-            self._tokens[micro_batch] = batch.tokens_bs.to(self.device)
+            self._tokens[micro_batch] = copy_to(batch.tokens_bs, self.device)
         if self._is_last(stage):
             assert batch.labels_bs is not None and batch.loss_mask_bs is not None
-            self._targets[micro_batch] = (batch.labels_bs.to(self.device), batch.loss_mask_bs.to(self.device))
+            targets = copy_to(batch.labels_bs, self.device), copy_to(batch.loss_mask_bs, self.device)
+            self._targets[micro_batch] = targets
 
     def _info(self, micro_batch: int, stage: int) -> BatchInfo:
         """The same object on all stages of this rank, which share what is made of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -154,7 +153,7 @@ class ShardedEngine(DeepSpeedEngine):  # type: ignore[misc]
         for index, batch in enumerate(micro_batches):
             self.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             with self.spans.span("forward", index, 0):
-                loss = self(on_device(batch, self.device))
+                loss = self(batch.to(self.device))
             self.forward_finite &= torch.isfinite(loss.detach())
             with self.spans.span("backward", index, 0):
                 self.backward(loss)
@@ -169,7 +168,7 @@ class ShardedEngine(DeepSpeedEngine):  # type: ignore[misc]
         self.module.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in micro_batches:
-            total += self.module(on_device(batch, self.device))
+            total += self.module(batch.to(self.device))
         return total
 
 
@@ -178,15 +177,3 @@ def summed_over(axis: Axis, grad: Tensor) -> Tensor:
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
     dist.all_reduce(total, group=axis.group)
     return total.to(grad.dtype)
-
-
-def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A copy of a whole micro-batch on another device."""
-    assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
-    return replace(
-        batch,
-        info=batch.info.to(device),
-        tokens_bs=batch.tokens_bs.to(device),
-        labels_bs=batch.labels_bs.to(device),
-        loss_mask_bs=batch.loss_mask_bs.to(device),
-    )

@@ -21,6 +21,7 @@ from megads.engine.whole_model import WholeModel
 from megads.engine.zero_state import AdamState, Piece, local_shape
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
+from megads.ops.choice import TORCH, Choice
 from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
@@ -45,11 +46,11 @@ class ShardedTrainEngine:
         seed: int,
         device: torch.device,
         value: InitialValue | None = None,
-        fused: bool = False,
+        ops: Choice = TORCH,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocabulary, grid, fused)
+        self._loss = TokenMeanLoss(model.vocabulary, grid, ops.fused)
         self._watch: Callable[[list[Shard]], None] | None = None
         self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)
@@ -65,7 +66,7 @@ class ShardedTrainEngine:
             precision,
             self._loss,
             shard if parallel.zero_stage == 3 else None,
-            fused,
+            ops,
         )
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
@@ -95,7 +96,7 @@ class ShardedTrainEngine:
         tokens = global_tokens(micro_batches, self.grid, self.device, loss_rank=0)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = engine.averaged_over / tokens.clamp(min=1.0)
-        loss, tokens_all = share_loss(
+        shared = share_loss(
             engine.accumulate(micro_batches), tokens, self.grid, loss_rank=0, scale=1.0 / engine.averaged_over
         )
         if self._watch is not None:
@@ -106,9 +107,10 @@ class ShardedTrainEngine:
             self._watch_spans(engine.spans.end())
             self._watch_spans = None
         skipped = bool(engine.optimizer.overflow)
+        loss, tokens_all = shared.tolist()
         return StepResult(
             loss=loss,
-            tokens=tokens_all,
+            tokens=int(tokens_all),
             grad_norm=float(engine.get_global_grad_norm()),
             skipped=skipped,
             culprit=self._culprit() if skipped else None,
@@ -119,7 +121,8 @@ class ShardedTrainEngine:
         micro_batches = self._own_tokens(micro_batches)
         tokens = global_tokens(micro_batches, self.grid, self.device, loss_rank=0)
         self._loss.scale = torch.ones_like(tokens)
-        return EvaluationResult(*share_loss(self._engine.evaluate_sum(micro_batches), tokens, self.grid, loss_rank=0))
+        loss_sum = self._engine.evaluate_sum(micro_batches)
+        return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, loss_rank=0))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""

@@ -51,20 +51,22 @@ def global_tokens(
         device: of the result.
         loss_rank: pipeline rank that holds the last stage.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if grid.pp.rank == loss_rank:
-        for batch in micro_batches:
-            assert batch.loss_mask_bs is not None
-            total += batch.loss_mask_bs.sum(dtype=torch.float64).to(device)
-        if grid.data.size > 1:
-            dist.all_reduce(total, group=grid.data.group)
+    if grid.pp.rank != loss_rank:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # Masks are counted where they are, on the host, and a number is no copy: a GPU is not waited for.
+    masks = [batch.loss_mask_bs for batch in micro_batches if batch.loss_mask_bs is not None]
+    assert len(masks) == len(micro_batches)
+    counted = sum(mask.sum(dtype=torch.float64).item() for mask in masks)
+    total = torch.full((), counted, dtype=torch.float64, device=device)
+    if grid.data.size > 1:
+        dist.all_reduce(total, group=grid.data.group)
     return total
 
 
 def share_loss(
     loss_sum: Tensor | None, tokens: Tensor, grid: ParallelGrid, loss_rank: int, scale: float = 1.0
-) -> tuple[float, int]:
-    """Sums the last stages' losses over the data axis and tells the other ranks of the pipeline.
+) -> Tensor:
+    """Sums the last stages' losses over the data axis and tells the other ranks of the pipeline; waits for no device.
 
     Args:
         loss_sum: scalar where the last stage is, None elsewhere.
@@ -74,7 +76,7 @@ def share_loss(
         scale: what the sum is multiplied by.
 
     Returns:
-        The loss and the tokens, on every rank.
+        fp64 [2] on the device, the loss and the tokens, on every rank.
     """
     values = torch.zeros(2, dtype=torch.float64, device=tokens.device)
     if grid.pp.rank == loss_rank:
@@ -85,5 +87,4 @@ def share_loss(
         values[1] = tokens
     if grid.pp.size > 1:
         dist.broadcast(values, src=grid.pp.ranks[loss_rank], group=grid.pp.group)
-    loss, tokens_all = values.tolist()
-    return loss, int(tokens_all)
+    return values

@@ -20,6 +20,7 @@ from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
+from megads.ops.choice import TORCH, Choice
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
@@ -60,16 +61,16 @@ class PipelineTrainEngine:
         seed: int,
         device: torch.device,
         value: InitialValue | None = None,
-        fused: bool = False,
+        ops: Choice = TORCH,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocabulary, grid, fused)
+        self._loss = TokenMeanLoss(model.vocabulary, grid, ops.fused)
         value = value or initial_value(model, seed)
-        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, fused)
+        module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, ops)
 
         def optimizer(stages: StagePipeline) -> BucketAdamW:
-            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, fused)
+            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, ops.optimizer)
 
         # DeepSpeed may force a garbage collection while it builds: half a second each over all that has been imported
         # by now, which lives as long as the process anyway.
@@ -88,20 +89,31 @@ class PipelineTrainEngine:
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
+        # The one time that a step waits for the device.
+        loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
+        optimizer = self._engine.optimizer
+        optimizer.settle(norm)
+        return StepResult(
+            loss=loss,
+            tokens=int(tokens),
+            grad_norm=optimizer.grad_norm,
+            skipped=optimizer.skipped,
+            culprit=self._culprit() if optimizer.skipped else None,
+        )
+
+    def launch_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
+        """Everything of a step that the device does; the host waits for none of it.
+
+        Returns:
+            fp64 [3] on the device: loss, tokens, and the norm, with which the optimizer must be settled.
+        """
         micro_batches = self._own_tokens(micro_batches)
         tokens = global_tokens(micro_batches, self.grid, self.device, self._loss_rank)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = 1.0 / tokens.clamp(min=1.0)
         loss_sum = self._engine.run_training_schedule(micro_batches, learning_rate)
-        loss, tokens_all = share_loss(loss_sum, tokens, self.grid, self._loss_rank)
-        optimizer = self._engine.optimizer
-        return StepResult(
-            loss=loss,
-            tokens=tokens_all,
-            grad_norm=optimizer.grad_norm,
-            skipped=optimizer.skipped,
-            culprit=self._culprit() if optimizer.skipped else None,
-        )
+        shared = share_loss(loss_sum, tokens, self.grid, self._loss_rank)
+        return torch.cat((shared, self._engine.optimizer.norm[None]))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
@@ -109,7 +121,7 @@ class PipelineTrainEngine:
         tokens = global_tokens(micro_batches, self.grid, self.device, self._loss_rank)
         self._loss.scale = torch.ones_like(tokens)
         loss_sum = self._engine.run_inference_schedule(micro_batches)
-        return EvaluationResult(*share_loss(loss_sum, tokens, self.grid, self._loss_rank))
+        return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This context rank's share of whole samples."""

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import MicroBatch
-from megads.engine.stage_pipeline import StageLayerSpec, recompute_stages, run_stages
+from megads.engine.stage_pipeline import StageLayerSpec, run_stages, wrap_blocks
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.ops.choice import TORCH, Choice
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 
@@ -31,7 +32,7 @@ class WholeModel(nn.Module):
         loss: of a micro-batch.
         shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
             is drawn: no rank ever holds the whole model.
-        fused: take megads' own kernels.
+        ops: whose operators compute.
     """
 
     def __init__(
@@ -45,25 +46,24 @@ class WholeModel(nn.Module):
         precision: torch.dtype,
         loss: TokenMeanLoss,
         shard: Callable[[nn.Module], None] | None = None,
-        fused: bool = False,
+        ops: Choice = TORCH,
     ) -> None:
         super().__init__()
         self.loss = loss
-        self.tied_key = TIED_PARAMETER if model.tie_embeddings else None
+        tied = model.tie_embeddings
+        self.tied_key = TIED_PARAMETER if tied else None
         stages: dict[str, nn.Module] = {}
         for spec in stage_specs(model, seed):
             stage = (
-                StageLayerSpec(spec, grid, value, device, tied=model.tie_embeddings, parallel=parallel, fused=fused)
-                .build()
-                .to(precision)
+                StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops).build().to(precision)
             )
-            if model.tie_embeddings and spec.name == HEAD:
+            if tied and spec.name == HEAD:
                 stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
             if shard is not None:
                 shard(stage)
             stages[spec.name] = stage
         self.stages = nn.ModuleList(stages.values())
-        recompute_stages(stages, parallel, 0)
+        wrap_blocks(stages, parallel, 0, ops.compiled)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""

@@ -7,6 +7,7 @@ queries that share one of them (n / m), d = head dim, h = hidden size.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,8 @@ class AttentionCore(nn.Module):
         kind: how it is to be computed.
         fused: take megads' own kernels: the one of the whole, or with dropout on the probabilities that of softmax.
     """
+
+    untraced: ClassVar = ("forward",)
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()
@@ -148,16 +151,19 @@ class Attention(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
-        context_bnsd = self.core(*(x.transpose(1, 2) for x in self._queries_keys_values(hidden_bsh, info)), info)
-        out_bsh: Tensor = self.dense(context_bnsd.transpose(1, 2).flatten(2))
+        out_bsh: Tensor = self.dense(self.context(*self.heads(self.qkv(hidden_bsh), info), info))
         return out_bsh
 
-    def _queries_keys_values(self, hidden_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """q [b, s, n, d], k and v [b, s, m, d]: views of one projection, or all three of them copies.
+    def context(self, q_bsnd: Tensor, k_bsmd: Tensor, v_bsmd: Tensor, info: BatchInfo) -> Tensor:
+        """What the output projection reads, [b, s, n d]."""
+        context_bnsd: Tensor = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsmd, v_bsmd)), info)
+        return context_bnsd.transpose(1, 2).flatten(2)
+
+    def heads(self, qkv: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """q [b, s, n, d], k and v [b, s, m, d] of a projection [b, s, ...]: views of it, or all three of them copies.
 
         What backward keeps of a view would keep the whole projection beside the copies.
         """
-        qkv = self.qkv(hidden_bsh)
         batch, seq_len, width = qkv.shape
         parts = self.queries_per_kv + 2
         groups = width // (parts * self.head_dim)

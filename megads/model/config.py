@@ -83,8 +83,8 @@ class ModelConfig:
     """What is between the MLP's projections: gelu (its tanh approximation) or swiglu, silu(gate) * up with a third
     projection for the gates (Shazeer 2020): as many parameters as gelu has at two thirds of its ffn_size."""
     parallel_block: bool = False
-    """Attention and MLP of a block read the same norm and are added together, x + attention(norm(x)) + mlp(norm(x)), as
-    in GPT-J and PaLM; else the MLP follows attention, with a norm of its own."""
+    """Attention and MLP of a block read the same norm and are added, x + dropout(attention(norm(x)) + mlp(norm(x))), as
+    in GPT-J and PaLM: half the messages of tensor parallelism. Else the MLP follows attention, with its own norm."""
     embedding_norm: bool = True
     """A norm after the word embedding, as in BLOOM."""
     tie_embeddings: bool = True

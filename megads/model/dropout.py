@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ class Dropout(nn.Module):
         shard: (rank, size) of the share of dim 1 that the input is; its mask is that share of the whole input's.
         fused: take megads' own kernel to apply the mask.
     """
+
+    untraced: ClassVar = ("_mask",)
 
     def __init__(self, p: float, seed: int, site: str) -> None:
         super().__init__()

@@ -10,9 +10,10 @@ Shape suffixes: b = batch, s = sequence, n = heads, d = head dim, r = d/2 pairs.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.per_batch import PerBatch
@@ -41,7 +42,7 @@ def _place_tables(
     return rotary_tables(places_s, head_dim, theta, dtype)
 
 
-class Rotary:
+class Rotary(nn.Module):
     """Rotary position embedding of one attention layer; no parameters.
 
     Args:
@@ -49,10 +50,13 @@ class Rotary:
         theta: the base of the angles.
     """
 
+    untraced: ClassVar = ("tables",)
+
     def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
         self.head_dim, self.theta = head_dim, theta
 
-    def __call__(self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, fused: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, fused: bool = False) -> tuple[Tensor, Tensor]:
         """Queries and keys turned by the positions of the tokens that this rank holds.
 
         Args:
@@ -61,10 +65,11 @@ class Rotary:
             info: of the micro-batch.
             fused: take megads' own kernel.
         """
-        tables = self._tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
+        tables = self.tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
         return rotate(q_bsnd, *tables, fused), rotate(k_bsnd, *tables, fused)
 
-    def _tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
+    def tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
+        """Cosine and sine for so many tokens, made once for all layers."""
         positions_bs = info.position_ids_bs
         if positions_bs is None:
             return _place_tables(count, self.head_dim, self.theta, device, dtype, info.sequence_index)

@@ -17,6 +17,8 @@ SHARDING = ShardingTable(
         "blocks.*.mlp.up": Cut.column,
         "blocks.*.mlp.gate_up": Cut.column,
         "blocks.*.mlp.down": Cut.row,
+        "blocks.*.shared_input": Cut.columns,
+        "blocks.*.summed_output": Cut.rows,
         "head": Cut.vocab_head,
     },
     dropouts={

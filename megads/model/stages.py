@@ -6,7 +6,7 @@ Shape suffixes: b = batch, s = sequence, h = hidden size, v = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,12 @@ class Norm(nn.Module):
 
     Attributes:
         fused: take megads' own kernel for it.
+        apex: take NVIDIA apex'.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.fused = False
+        self.fused = self.apex = False
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
         centred = config.norm is NormKind.layernorm
@@ -40,14 +41,15 @@ class Norm(nn.Module):
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
         if self.bias is None:
-            return rms_norm(hidden_bsh, self.weight, self.eps, self.fused)
-        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused)
+            return rms_norm(hidden_bsh, self.weight, self.eps, self.fused, apex=self.apex)
+        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused, apex=self.apex)
 
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; the kernel makes both in one pass."""
         if self.bias is None:
-            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused)
-        return add_layer_norm(hidden_bsh, residual_bsh, self.weight, self.bias, self.eps, self.fused)
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused, apex=self.apex)
+        weight, bias = self.weight, self.bias
+        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.fused, apex=self.apex)
 
 
 class Embedding(nn.Module):
@@ -90,9 +92,18 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.ffn_width)
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
+    @property
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
+        return self.up
+
+    def activate(self, up_bsf: Tensor) -> Tensor:
+        """What `down` reads of what `first` made, [b, s, f]."""
+        return gelu(up_bsf, self.fused)
+
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
-        out_bsh: Tensor = self.down(gelu(self.up(hidden_bsh), self.fused))
+        out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
         return out_bsh
 
 
@@ -112,17 +123,27 @@ class GatedMLP(nn.Module):
         self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows)
         self.down = nn.Linear(config.ffn_width, config.hidden_size)
 
+    @property
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
+        return self.gate_up
+
+    def activate(self, gate_up_bsf: Tensor) -> Tensor:
+        """What `down` reads of what `first` made, [b, s, f]."""
+        return swiglu(gate_up_bsf, self.fused)
+
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
-        out_bsh: Tensor = self.down(swiglu(self.gate_up(hidden_bsh), self.fused))
+        out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
         return out_bsh
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) with a second norm.
+def _mlp(config: ModelConfig) -> MLP | GatedMLP:
+    return GatedMLP(config) if config.mlp is MLPKind.swiglu else MLP(config)
 
-    A parallel block, as in GPT-J and PaLM (Chowdhery et al. 2022), is x + attention(norm(x)) + mlp(norm(x)), with one.
-    """
+
+class Block(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) with a second norm."""
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
@@ -130,20 +151,81 @@ class Block(nn.Module):
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
-        self.post_attention_norm = None if config.parallel_block else Norm(config)
-        self.mlp = GatedMLP(config) if config.mlp is MLPKind.swiglu else MLP(config)
+        self.post_attention_norm = Norm(config)
+        self.mlp = _mlp(config)
         self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
-        normed_bsh = self.input_norm(hidden_bsh)
-        attended_bsh = self.attention(normed_bsh, info)
-        if self.post_attention_norm is None:
-            hidden_bsh = self.attention_dropout.add(attended_bsh, hidden_bsh, info)
-        else:
-            normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(
-                self.attention_dropout(attended_bsh, info), hidden_bsh
-            )
+        """Returns [b, s, h]."""
+        attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
+        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
         return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
+
+
+class SharedInput(nn.Module):
+    """Several linear layers of one input. It holds none of them: what may be cut is how they are run together."""
+
+    def forward(self, hidden_bsh: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        """Returns each layer's output, [b, s, ...]."""
+        return tuple(layer(hidden_bsh) for layer in layers)
+
+
+class SummedOutput(nn.Module):
+    """The sum of linear layers, each of an input of its own. It holds none of them, as `SharedInput`."""
+
+    def forward(self, inputs: Sequence[Tensor], layers: Sequence[nn.Module]) -> Tensor:
+        """Returns [b, s, h].
+
+        Args:
+            inputs: of each layer, [b, s, ...].
+            layers: at least one.
+        """
+        first_bsh, *others = (layer(x) for layer, x in zip(layers, inputs, strict=True))
+        out_bsh: Tensor = sum(others, start=first_bsh)
+        return out_bsh
+
+
+class ParallelBlock(nn.Module):
+    """x + dropout(attention(norm(x)) + mlp(norm(x))), as in GPT-J and PaLM (Chowdhery et al. 2022): one norm.
+
+    The two branches are run as one: the first projections read the same tensor, the last ones are added before anything
+    else, the dropout too (one mask, as in Falcon). So a rank that holds a part of each enters and leaves its
+    tensor-parallel region once (Jiang et al. 2024, MegaScale, section 3.1).
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}"
+        self.input_norm = Norm(config)
+        self.attention = Attention(config, seed, f"{site}.attention")
+        self.mlp = _mlp(config)
+        self.dropout = Dropout(config.hidden_dropout, seed, f"{site}.dropout")
+        self.shared_input: nn.Module = SharedInput()
+        self.summed_output: nn.Module = SummedOutput()
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        inputs = self._inner(self.input_norm(hidden_bsh), info)
+        summed_bsh = self.summed_output(inputs, (self.attention.dense, self.mlp.down))
+        return self.dropout.add(summed_bsh, hidden_bsh, info)
+
+    def _inner(self, normed_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
+        """What the last projections read."""
+        qkv, up_bsf = self.shared_input(normed_bsh, self.attention.qkv, self.mlp.first)
+        heads = self.attention.heads(qkv, info)
+        del qkv  # where the heads are copies
+        return self.attention.context(*heads, info), self.mlp.activate(up_bsf)
+
+
+def make_block(config: ModelConfig, seed: int, index: int) -> Block | ParallelBlock:
+    """A transformer block of the model's kind.
+
+    Args:
+        config: the model's shape.
+        seed: the run's seed, for dropout.
+        index: number of the block in the whole model.
+    """
+    return (ParallelBlock if config.parallel_block else Block)(config, seed, index)
 
 
 class FinalNorm(Norm):
@@ -197,6 +279,13 @@ def use_kernels(stage: nn.Module) -> None:
             module.fused = True
 
 
+def use_apex(stage: nn.Module) -> None:
+    """Makes a stage, or a whole model, take NVIDIA apex' norms, which `megads.ops.choice.load` has let pass."""
+    for module in stage.modules():
+        if isinstance(module, Norm):
+            module.apex = True
+
+
 def is_block(name: str) -> bool:
     """Whether the stage of this name is a transformer block."""
     return name.startswith("blocks.")
@@ -211,7 +300,7 @@ def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
     """
 
     def block(index: int) -> StageSpec:
-        return StageSpec(f"blocks.{index}", 1.0, lambda: Block(config, seed, index))
+        return StageSpec(f"blocks.{index}", 1.0, lambda: make_block(config, seed, index))
 
     return [
         StageSpec(EMBEDDING, 1.0, lambda: Embedding(config, seed)),

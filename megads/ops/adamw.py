@@ -18,7 +18,6 @@ class AdamWStep:
     """What all elements of a step share.
 
     Attributes:
-        clip: factor of the gradient.
         lr: learning rate.
         weight_decay: decoupled: the weight loses lr * weight_decay of itself.
         betas: decay rates of the moments.
@@ -26,7 +25,6 @@ class AdamWStep:
         step: number of the step, from 1.
     """
 
-    clip: float
     lr: float
     weight_decay: float
     betas: tuple[float, float]
@@ -35,32 +33,48 @@ class AdamWStep:
 
 
 def adamw(
-    master_e: Tensor, exp_avg_e: Tensor, exp_avg_sq_e: Tensor, weights_e: Tensor, grad_e: Tensor, how: AdamWStep
+    master_e: Tensor,
+    exp_avg_e: Tensor,
+    exp_avg_sq_e: Tensor,
+    weights_e: Tensor,
+    grad_e: Tensor,
+    clip: Tensor,
+    how: AdamWStep,
 ) -> None:
-    """Updates master and moments in place and rounds the master to the weights.
+    """Updates master and moments in place and rounds the master to the weights; no host waits for a GPU.
 
     Needs `megads.ops.library.load_library`; `adamw_reference` is the same in plain torch.
 
     Args:
-        master_e: fp32 weights on a CPU, contiguous, as is all else.
+        master_e: fp32 weights, contiguous, as is all else.
         exp_avg_e: fp32 first moment.
         exp_avg_sq_e: fp32 second moment.
-        weights_e: fp32 or bf16, overwritten.
+        weights_e: fp32 or bf16, on a GPU also fp16; overwritten.
         grad_e: fp32.
+        clip: fp32, one number on the same device: factor of the gradient. Where it is not finite there is no step, and
+            everything stays as it was.
         how: the step.
     """
     torch.ops.megads.adamw_step(
-        master_e, exp_avg_e, exp_avg_sq_e, weights_e, grad_e,
-        how.clip, how.lr, how.weight_decay, *how.betas, how.eps, how.step,
+        master_e, exp_avg_e, exp_avg_sq_e, weights_e, grad_e, clip,
+        how.lr, how.weight_decay, *how.betas, how.eps, how.step,
     )  # fmt: skip
 
 
 def adamw_reference(
-    master_e: Tensor, exp_avg_e: Tensor, exp_avg_sq_e: Tensor, weights_e: Tensor, grad_e: Tensor, how: AdamWStep
+    master_e: Tensor,
+    exp_avg_e: Tensor,
+    exp_avg_sq_e: Tensor,
+    weights_e: Tensor,
+    grad_e: Tensor,
+    clip: Tensor,
+    how: AdamWStep,
 ) -> None:
     """The same by the formula, in the dtype of the master; see `adamw`."""
+    if not clip.isfinite():
+        return
     beta1, beta2 = how.betas
-    grad_e = grad_e * how.clip
+    grad_e = grad_e * clip
     exp_avg_e.mul_(beta1).add_(grad_e, alpha=1 - beta1)
     exp_avg_sq_e.mul_(beta2).addcmul_(grad_e, grad_e, value=1 - beta2)
     mean_e, variance_e = exp_avg_e / (1 - beta1**how.step), exp_avg_sq_e / (1 - beta2**how.step)
@@ -78,7 +92,7 @@ def register() -> None:
         exp_avg_sq: Tensor,
         weights: Tensor,
         grad: Tensor,
-        clip: float,
+        clip: Tensor,
         lr: float,
         weight_decay: float,
         beta1: float,

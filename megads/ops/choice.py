@@ -7,65 +7,95 @@ from dataclasses import dataclass
 
 from megads.errors import ConfigError
 from megads.ops import build_cuda
+from megads.ops.apex import load_apex, require_apex
 from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.compiler import require_compiler
+from megads.ops.config import Compile, Implementation, OpsConfig
+
+Prepare = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that a run uses.
+    """The implementations that a run uses: fused, torch or apex each, never auto.
 
     Attributes:
-        fused: megads' own kernels; else torch's operators.
-        reason: why not the others; empty where nothing had to be decided.
+        model: of the model's operators and the loss.
+        optimizer: of gradient norms and AdamW.
+        reason: why not others; empty where nothing had to be decided.
+        compiled: what torch.compile compiles.
     """
 
-    fused: bool
+    model: Implementation
+    optimizer: Implementation
     reason: str = ""
+    compiled: Compile = Compile.none
+
+    @property
+    def fused(self) -> bool:
+        """The model takes megads' own kernels."""
+        return self.model is Implementation.fused
+
+    @property
+    def apex(self) -> bool:
+        """The model takes apex' norms."""
+        return self.model is Implementation.apex
 
     @property
     def text(self) -> str:
         """For the console and the event."""
-        return f"ops.impl: {'fused' if self.fused else 'torch'}{f' ({self.reason})' if self.reason else ''}"
+        apart = f", optim.impl: {self.optimizer}" if self.optimizer is not self.model else ""
+        return f"ops.impl: {self.model}{apart}{f' ({self.reason})' if self.reason else ''}"
 
 
-def choose(config: OpsConfig, *, cuda: bool) -> Choice:
+TORCH = Choice(Implementation.torch, Implementation.torch)
+"""Torch's operators as they are."""
+
+
+def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Choice:
     """What would run here; compiles and loads nothing.
 
     Args:
         config: what the user asked for.
         cuda: the model is on GPUs.
+        optimizer: what the user asked for there; auto: what the model takes.
 
     Raises:
-        ConfigError: fused was asked for and cannot be had.
+        ConfigError: fused or apex was asked for and cannot be had.
     """
-    return _choose(config, cuda, lambda: (library_path(), cuda and build_cuda.library_path()))
+    return _choose(config, optimizer, cuda, lambda: (library_path(), cuda and build_cuda.library_path()), _nothing)
 
 
-def prepare(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice:
+def prepare(
+    config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
+) -> Choice:
     """The same, and compiles the kernels where they are needed and missing.
 
     Args:
         config: what the user asked for.
         say: told what is being waited for.
         cuda: the model is on GPUs.
+        optimizer: see `choose`.
 
     Raises:
-        ConfigError: fused was asked for and cannot be had.
+        ConfigError: fused or apex was asked for and cannot be had.
     """
-    return _choose(config, cuda, lambda: (build(say), cuda and build_cuda.build_library(say)))
+    return _choose(config, optimizer, cuda, lambda: (build(say), cuda and build_cuda.build_library(say)), _nothing)
 
 
-def load(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice:
+def load(
+    config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
+) -> Choice:
     """The same, and loads the kernels into this process: a rank's.
 
     Args:
         config: what the user asked for.
         say: told what is being waited for.
         cuda: the model is on GPUs.
+        optimizer: see `choose`.
 
     Raises:
-        ConfigError: fused was asked for and cannot be had.
+        ConfigError: fused or apex was asked for and cannot be had.
     """
     # It imports torch, for which a launcher must not wait.
     from megads.ops.library import load_cuda_library, load_library
@@ -75,21 +105,54 @@ def load(config: OpsConfig, say: Callable[[str], None], *, cuda: bool) -> Choice
         if cuda:
             load_cuda_library(build_cuda.build_library(say))
 
-    return _choose(config, cuda, get)
+    return _choose(config, optimizer, cuda, get, load_apex)
 
 
-def _choose(config: OpsConfig, cuda: bool, get: Callable[[], object]) -> Choice:
-    if config.impl is Implementation.torch:
-        return Choice(fused=False)
-    if cuda and config.impl is Implementation.auto:
+def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
+    """Whether memory goes by megads' own kernels. Apex' norms keep what torch's keep, and need not be here for a plan.
+
+    Args:
+        config: what the user asked for.
+        cuda: the model would be on GPUs.
+
+    Raises:
+        ConfigError: fused was asked for and cannot be had.
+    """
+    return config.impl is not Implementation.apex and choose(config, cuda=cuda).fused
+
+
+def _nothing(_key: str) -> None:
+    """Apex is compiled by its own project."""
+
+
+def _choose(
+    config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
+) -> Choice:
+    require_compiler(config.compile, cuda=cuda)
+    model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
+    own = model
+    if optimizer is not Implementation.auto:
+        own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
+    return Choice(model, own, reason, config.compile)
+
+
+def _take(
+    key: str, impl: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
+) -> tuple[Implementation, str]:
+    """What runs, and why not others."""
+    if impl is Implementation.torch:
+        return impl, ""
+    if impl is Implementation.apex:
+        require_apex(key, cuda=cuda)
+        get_apex(key)
+        return impl, ""
+    if cuda and impl is Implementation.auto:
         # They are proven on a CPU only, lane by lane: nobody is to train with them unawares.
-        return Choice(fused=False, reason="the CUDA kernels have not run on a GPU yet; ops.impl=fused takes them")
+        return Implementation.torch, "the CUDA kernels have not run on a GPU yet; ops.impl=fused takes them"
     try:
         get()
     except KernelsUnavailable as error:
-        if config.impl is Implementation.fused:
-            raise ConfigError(
-                f"ops.impl = fused cannot run: {error}; or use ops.impl=auto, which does without"
-            ) from None
-        return Choice(fused=False, reason=str(error))
-    return Choice(fused=True)
+        if impl is Implementation.fused:
+            raise ConfigError(f"{key} = fused cannot run: {error}; or use {key}=auto, which does without") from None
+        return Implementation.torch, str(error)
+    return Implementation.fused, ""

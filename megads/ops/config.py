@@ -17,11 +17,23 @@ class Implementation(StrEnum):
     auto = "auto"
     fused = "fused"
     torch = "torch"
+    apex = "apex"
+
+
+class Compile(StrEnum):
+    """What torch.compile compiles.
+
+    graphs: blocks, whose pieces a GPU then replays as CUDA graphs.
+    """
+
+    none = "none"
+    blocks = "blocks"
+    graphs = "graphs"
 
     @classmethod
     def refused(cls) -> dict[str, str]:
         """Values that people ask for, and why they are not offered."""
-        return {"apex": "apex has kernels for CUDA only, and megads calls none of them yet; use auto"}
+        return {"True": "say what is to be compiled: blocks, or graphs", "False": "use none"}
 
 
 @dataclass
@@ -31,4 +43,9 @@ class OpsConfig:
     impl: Implementation = Implementation.auto
     """fused: megads' own kernels, compiled once for this machine and kept in the user's cache. torch: torch's
     operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so; torch on
-    GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md)."""
+    GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md). apex: NVIDIA apex' norms, on
+    GPUs, where its compiled extensions are installed; everything else is torch's then."""
+    compile: Compile = Compile.none
+    """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the
+    start. graphs: the same, and on a GPU its pieces are replayed as CUDA graphs, for small models whose kernels are
+    shorter than their launches; neither has run on a GPU yet (docs/kernels.md). none: as it is written."""

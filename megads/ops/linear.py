@@ -38,12 +38,19 @@ def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, fused: bool) 
     return F.linear(x_mi, weight_oi, bias_o)
 
 
-def linear_into(out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, fused: bool) -> None:
-    """Writes x W^T into rows of two dims that lie beside each other; see `linear`."""
+def linear_into(
+    out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, fused: bool, bias_o: Tensor | None = None, add: bool = False
+) -> None:
+    """Writes x W^T + b into rows of two dims that lie beside each other, or adds it to them; see `linear`."""
     if fused and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
-        torch.ops.megads.gemm(out_mo, x_mi, weight_oi, None, False)
-    else:
+        torch.ops.megads.gemm(out_mo, x_mi, weight_oi, bias_o, add)
+    elif add:
+        assert bias_o is None
+        out_mo.addmm_(x_mi, weight_oi.t())
+    elif bias_o is None:
         torch.mm(x_mi, weight_oi.t(), out=out_mo)
+    else:
+        torch.addmm(bias_o, x_mi, weight_oi.t(), out=out_mo)
 
 
 def input_gradient(grad_mo: Tensor, weight_oi: Tensor, fused: bool) -> Tensor:

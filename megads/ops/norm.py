@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.eligible import kernel_takes
+from megads.ops.apex import INT32_ELEMENTS
+from megads.ops.eligible import KERNEL_DTYPES, kernel_takes
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool, *, apex: bool = False
+) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in x's dtype.
 
     Args:
@@ -23,21 +26,41 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused
         bias: likewise; None: no bias.
         eps: added to the variance.
         fused: take the kernel; `megads.ops.library.load_library` was called.
+        apex: take NVIDIA apex' where there is one, which is on GPUs and with a bias; `megads.ops.choice.load` let it
+            pass.
     """
     if fused and kernel_takes(x, gpu=True):
         return _norm(x, weight, bias, eps, centred=True)
+    if apex and bias is not None and _apex_takes(x, weight):
+        from apex.normalization.fused_layer_norm import fused_layer_norm_affine
+
+        # Its default keeps the input for backward, as we do; the memory-efficient form computes it from the output.
+        normed: Tensor = fused_layer_norm_affine(x, weight, bias, x.shape[-1:], eps)
+        return normed
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool, *, apex: bool = False) -> Tensor:
     """x / sqrt(mean of x^2 + eps) * weight over the last dim; arguments as in `layer_norm`."""
     if fused and kernel_takes(x, gpu=True):
         return _norm(x, weight, None, eps, centred=False)
+    if apex and _apex_takes(x, weight):
+        from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+
+        normed: Tensor = fused_rms_norm_affine(x, weight, x.shape[-1:], eps)
+        return normed
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    fused: bool,
+    *,
+    apex: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`layer_norm` of x + residual, and that sum, which the norm reads as it was rounded.
 
@@ -48,6 +71,7 @@ def add_layer_norm(
         bias: likewise.
         eps: likewise.
         fused: likewise.
+        apex: likewise; the sum is torch's.
 
     Returns:
         The norm and the sum.
@@ -55,15 +79,22 @@ def add_layer_norm(
     if fused and kernel_takes(x, gpu=True):
         return _add_norm(x, residual, weight, bias, eps, centred=True)
     added = x + residual
-    return layer_norm(added, weight, bias, eps, fused), added
+    return layer_norm(added, weight, bias, eps, fused, apex=apex), added
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, fused: bool) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, fused: bool, *, apex: bool = False
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and that sum; arguments and results as in `add_layer_norm`."""
     if fused and kernel_takes(x, gpu=True):
         return _add_norm(x, residual, weight, None, eps, centred=False)
     added = x + residual
-    return rms_norm(added, weight, eps, fused), added
+    return rms_norm(added, weight, eps, fused, apex=apex), added
+
+
+def _apex_takes(x: Tensor, weight: Tensor) -> bool:
+    """Apex launches a grid of as many blocks as rows, and refuses mixed dtypes."""
+    return x.is_cuda and x.dtype in KERNEL_DTYPES["cuda"] and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW over flat masters, by megads' own kernel or torch's, and without torch.optim's base class.
+"""AdamW over flat masters, by megads' own kernel, torch's or NVIDIA apex', and without torch.optim's base class.
 
 The base class loads the compiler, torch._dynamo: 800 modules and 0.8 s of each rank's start, for nothing here, and on a
 shared file system that many files times the ranks.
@@ -6,6 +6,7 @@ shared file system that many files times the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,19 +15,26 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megads.ops.adamw import AdamWStep, adamw
+from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.eligible import kernel_takes
+from megads.ops.square_sums import APEX_CHUNK
+
+APEX_ADAMW_MODE = 1
+"""Decoupled weight decay; 0 is Adam with an L2 penalty."""
 
 
 class FusedAdamW:
     """AdamW (https://arxiv.org/abs/1711.05101) with clipping before it and the rounding to working weights after it.
 
     Our kernel does all three in one pass; torch's, bit for bit torch.optim.AdamW(fused=True), stands between two more.
+    So does apex'. The state is the same for all.
 
     Attributes:
         param_groups: `params` (masters), `weights`, `lr` and `weight_decay` of each; the caller sets the learning rate
             before a step.
         state: of each master its fp32 moments `exp_avg` and `exp_avg_sq` and the number of steps, `step`; all there
             before the first step, so that a checkpoint of step 0 has the shape of any other.
+        steps: the same number as the host knows it, which does not wait for the device to tell.
     """
 
     def __init__(
@@ -36,6 +44,8 @@ class FusedAdamW:
         betas: tuple[float, float],
         eps: float,
         fused: bool = False,
+        *,
+        apex: bool = False,
     ) -> None:
         """Makes the state.
 
@@ -46,9 +56,11 @@ class FusedAdamW:
             betas: decay rates of the moments.
             eps: added to the root of the second moment.
             fused: take megads' own kernel, which `megads.ops.library.load_library` has loaded.
+            apex: take NVIDIA apex' on GPUs, which `megads.ops.choice.load` has let pass.
         """
         self.param_groups = [{"lr": lr, **group} for group in groups]
-        self._betas, self._eps, self._fused = betas, eps, fused
+        self._betas, self._eps, self._fused, self._apex = betas, eps, fused, apex
+        self.steps = 0
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for group in groups:
             for parameter in group["params"]:
@@ -59,28 +71,67 @@ class FusedAdamW:
                 }
 
     @torch.no_grad()
-    def step(self, clip: float = 1.0) -> None:
-        """Updates every master from its `grad` and rounds it to its weights.
+    def step(self, clip: Tensor) -> None:
+        """Updates every master from its `grad` and rounds it to its weights; the host waits for nothing.
 
         Args:
-            clip: factor of all gradients; what it leaves in `grad` is undefined.
+            clip: fp32 scalar on the masters' device, factor of all gradients; what it leaves in `grad` is undefined.
+                Where it is not finite everything stays as it was, but `steps` has to be told by `was_skipped`.
         """
+        self.steps += 1
+        skipped = clip.isfinite().logical_not().float()
         for group in self.param_groups:
-            if self._fused and all(kernel_takes(master) for master in group["params"]):
-                self._step_by_kernel(group, clip)
+            if self._fused and all(kernel_takes(master, gpu=True) for master in group["params"]):
+                self._step_by_kernel(group, clip, skipped)
+            elif self._apex and all(master.is_cuda and master.numel() < INT32_ELEMENTS for master in group["params"]):
+                self._step_by_apex(group, clip)
             else:
-                self._step_by_torch(group, clip)
+                self._step_by_torch(group, clip, skipped)
 
-    def _step_by_kernel(self, group: dict[str, Any], clip: float) -> None:
+    def was_skipped(self) -> None:
+        """The last step's `clip` was not finite; before the next one."""
+        self.steps -= 1
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the number of steps, a checkpoint's."""
+        self.steps = steps
+        for state in self.state.values():
+            state["step"].fill_(float(steps))
+
+    def _step_by_kernel(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
+        how = AdamWStep(group["lr"], group["weight_decay"], self._betas, self._eps, self.steps)
         for master, weights in zip(group["params"], group["weights"], strict=True):
             state = self.state[master]
-            state["step"] += 1
-            how = AdamWStep(clip, group["lr"], group["weight_decay"], self._betas, self._eps, int(state["step"].item()))
-            adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, how)
+            state["step"].add_(1.0 - skipped)
+            adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, clip, how)
 
-    def _step_by_torch(self, group: dict[str, Any], clip: float) -> None:
+    def _step_by_apex(self, group: dict[str, Any], clip: Tensor) -> None:
+        """Apex knows no step that is none, so here the host waits for the factor."""
+        factor = clip.item()
+        if not math.isfinite(factor):
+            return
+        amp = extension(AMP)
+        masters = group["params"]
+        gradients = [master.grad for master in masters]
+        non_finite = torch.zeros(1, dtype=torch.int32, device=masters[0].device)  # wanted; the norm was finite
+        if factor != 1.0:
+            amp.multi_tensor_scale(APEX_CHUNK, non_finite, [gradients, gradients], factor)
+        states = [self.state[master] for master in masters]
+        for state in states:
+            state["step"] += 1
+        lists = [gradients, masters, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]]
+        bias_correction = 1
+        amp.multi_tensor_adam(
+            APEX_CHUNK, non_finite, lists, group["lr"], *self._betas, self._eps, self.steps, APEX_ADAMW_MODE,
+            bias_correction, group["weight_decay"],
+        )  # fmt: skip
+        for master, weights in zip(masters, group["weights"], strict=True):
+            weights.copy_(master)
+
+    def _step_by_torch(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
         gradients = [master.grad for master in group["params"]]
-        if clip != 1.0:
+        # A factor of 1 changes no bit. To ask a GPU whether it is one would be to wait for it.
+        if clip.device.type != "cpu" or clip.item() != 1.0:
             torch._foreach_mul_(gradients, clip)
         states = [self.state[master] for master in group["params"]]
         torch_adamw(
@@ -91,6 +142,7 @@ class FusedAdamW:
             [],
             [state["step"] for state in states],
             fused=True,
+            found_inf=skipped,
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],

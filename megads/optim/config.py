@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
+from megads.ops.config import Implementation
 
 
 class ScheduleName(StrEnum):
@@ -32,6 +33,10 @@ class OptimConfig:
     """Decoupled decay; biases and every norm are exempt, by name."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    impl: Implementation = Implementation.auto
+    """Whose kernels compute the gradient norm and AdamW; auto: as ops.impl. fused: megads' own. torch: torch's. apex:
+    NVIDIA apex', on GPUs. State and checkpoints are the same, so a run may go on with another. DeepSpeed's optimizer,
+    under parallel.zero_stage 2 and 3, is around torch's always."""
 
     def check(self) -> None:
         """Raises ConfigError on values that cannot train."""

@@ -24,6 +24,9 @@ ZERO_STAGES = (0, 1, 2, 3)
 GRADIENT_STAGES = (2, 3)
 """Those that shard gradients as they come, micro-batch by micro-batch."""
 
+SPLIT_SCHEDULES = (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
+"""Those with backward passes in two parts."""
+
 
 class Recompute(StrEnum):
     """What backward computes again instead of keeping it; the results are the same to the bit."""

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,8 @@ class ContextParallelCore(nn.Module):
         core: takes queries of some tokens of a sample and keys and values of all, and a BatchInfo that says which.
         axis: the context axis.
     """
+
+    untraced: ClassVar = ("forward",)
 
     def __init__(self, core: nn.Module, axis: Axis) -> None:
         super().__init__()

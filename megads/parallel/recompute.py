@@ -7,7 +7,7 @@ hold much and cost little (Korthikanti et al. 2022, "Reducing Activation Recompu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,8 +70,8 @@ def recompute_module(module: nn.Module) -> None:
     module.forward = recomputed(module.forward)  # type: ignore[method-assign]
 
 
-def recompute_blocks(blocks: Mapping[str, nn.Module], modes: Sequence[Recompute], table: ShardingTable) -> None:
-    """Makes blocks recompute what their modes say.
+def recompute_cores(blocks: Mapping[str, nn.Module], modes: Sequence[Recompute], table: ShardingTable) -> None:
+    """Makes the attention cores of `selective` blocks recomputed ones.
 
     Args:
         blocks: by their names in the whole model, cut already.
@@ -79,8 +79,18 @@ def recompute_blocks(blocks: Mapping[str, nn.Module], modes: Sequence[Recompute]
         table: names the attention cores.
     """
     for (name, block), mode in zip(blocks.items(), modes, strict=True):
-        if mode is Recompute.full:
-            recompute_module(block)
-        elif mode is Recompute.selective:
+        if mode is Recompute.selective:
             for core in attention_cores(block, name, table):
                 recompute_module(core)
+
+
+def recompute_whole(blocks: Iterable[nn.Module], modes: Sequence[Recompute]) -> None:
+    """Makes `full` blocks recomputed ones: what runs inside of them, compiled or not, runs again.
+
+    Args:
+        blocks: of a rank.
+        modes: one for each block.
+    """
+    for block, mode in zip(blocks, modes, strict=True):
+        if mode is Recompute.full:
+            recompute_module(block)

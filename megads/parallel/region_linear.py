@@ -1,6 +1,7 @@
 """Linear layers that open or close a tensor-parallel region, their collectives beside their matrix products.
 
-Backward, a layer that opens a region sums the gradient of its input over ranks while it computes that of its weight.
+Backward, layers that open a region sum the gradient of their input over ranks while they compute those of their
+weights. Layers that read the same input share that message, and those whose outputs are added the one behind them.
 Where a product has to wait for a message, or a message for a product, `Region.chunks` cuts both along the tokens: the
 message of one part travels while the product of another is computed (Jiang et al. 2024, MegaScale, section 3.2).
 
@@ -10,7 +11,9 @@ features, r = ranks, c = tokens of a part.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +35,7 @@ class Region:
         axis: the tensor-parallel axis.
         sequence_parallel: outside of regions every rank has its share of the tokens only.
         chunks: parts into which tokens are cut, so that messages and products overlap; 1: they take turns.
-        fused: whole products by `megads.ops.linear`'s choice, not by torch's; those of parts are torch's.
+        fused: products by `megads.ops.linear`'s choice, not by torch's.
     """
 
     axis: Axis
@@ -46,13 +49,56 @@ class Region:
         return [slice(start, stop) for start, stop in pairwise(tokens * part // count for part in range(count + 1))]
 
 
-def _product(x_rci: Tensor, matrix_io: Tensor, out_rco: Tensor, bias: Tensor | None = None) -> None:
-    """Writes x M (+ bias) into a tensor whose ranks lie apart."""
-    matrices = matrix_io.expand(x_rci.shape[0], *matrix_io.shape)
-    if bias is None:
+def _product(
+    x_rci: Tensor, weight_oi: Tensor, out_rco: Tensor, fused: bool, bias_o: Tensor | None = None, add: bool = False
+) -> None:
+    """Writes x W^T (+ bias) into a tensor whose ranks lie apart, or adds it to what is there."""
+    if fused:
+        for x_ci, out_co in zip(x_rci, out_rco, strict=True):
+            products.linear_into(out_co, x_ci, weight_oi, fused, bias_o, add)
+        return
+    matrices = weight_oi.t().expand(x_rci.shape[0], *weight_oi.t().shape)
+    if add:
+        out_rco.baddbmm_(x_rci, matrices)
+    elif bias_o is None:
         torch.bmm(x_rci, matrices, out=out_rco)
     else:
-        torch.baddbmm(bias, x_rci, matrices, out=out_rco)
+        torch.baddbmm(bias_o, x_rci, matrices, out=out_rco)
+
+
+def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], fused: bool) -> Tensor:
+    """The gradient of the input that layers share: the sum of theirs, made in one tensor."""
+    total = products.input_gradient(grads[0], weights[0], fused)
+    for grad_bso, weight in zip(grads[1:], weights[1:], strict=True):
+        products.linear_into(total.flatten(0, -2), grad_bso.flatten(0, -2), weight.t(), fused, add=True)
+    return total
+
+
+def _bias_gradients(grads: Sequence[Tensor], biases: Sequence[bool]) -> list[Tensor | None]:
+    return [grad.flatten(0, -2).sum(0) if has else None for grad, has in zip(grads, biases, strict=True)]
+
+
+def _weight_gradients(
+    ctx: Any, weights: Sequence[nn.Parameter], grads: Sequence[Tensor], input_of: Callable[[int], Tensor]
+) -> list[Tensor | None]:
+    """The gradients of layers' weights; None where they are put off.
+
+    Args:
+        ctx: of the layers.
+        weights: as they were given; under recomputation what was saved are other tensors of the same values.
+        grads: of the layers' outputs.
+        input_of: the input of a layer by its number, asked for once, and in their order.
+    """
+    fused, gradients = ctx.region.fused, ctx.gradients
+
+    def compute(number: int, grad: Tensor) -> Tensor:
+        return products.weight_gradient(grad, input_of(number), fused)
+
+    if gradients is None or not gradients.puts_off:
+        return [compute(number, grad) for number, grad in enumerate(grads)]
+    for number, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+        gradients.later(weight, partial(compute, number, grad))
+    return [None] * len(grads)
 
 
 class _OpenWhole(torch.autograd.Function):
@@ -60,36 +106,53 @@ class _OpenWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_bsi: Tensor,
-        weight: nn.Parameter,
-        bias: Tensor | None,
-        region: Region,
-        gradients: WeightGradients | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x_bsi, weight)
-        # Under recomputation what was saved is another tensor of the same values.
-        ctx.parameter = weight
-        ctx.region, ctx.has_bias, ctx.gradients = region, bias is not None, gradients
-        return products.linear(x_bsi, weight, bias, region.fused)
+        ctx: Any, x_bsi: Tensor, region: Region, gradients: WeightGradients | None, *layers: Any
+    ) -> tuple[Tensor, ...]:
+        weights, biases = layers[::2], layers[1::2]
+        ctx.save_for_backward(x_bsi, *weights)
+        ctx.parameters, ctx.has_bias = weights, [bias is not None for bias in biases]
+        ctx.region, ctx.gradients = region, gradients
+        return tuple(products.linear(x_bsi, weight, bias, region.fused) for weight, bias in _pairs(layers))
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        x_bsi, weight = ctx.saved_tensors
-        grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.region.fused)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x_bsi, *weights = ctx.saved_tensors
+        grad_x_bsi = _input_gradient(grads, weights, ctx.region.fused)
         work = dist.all_reduce(grad_x_bsi, group=ctx.region.axis.group, async_op=True)
-        grad_weight = _weight_gradient(ctx, x_bsi, grad_bso)
-        grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
+        of_weights = _weight_gradients(ctx, ctx.parameters, grads, lambda _: x_bsi)
+        of_biases = _bias_gradients(grads, ctx.has_bias)
         work.wait()
-        return grad_x_bsi, grad_weight, grad_bias, None, None
+        return grad_x_bsi, None, None, *_interleaved(of_weights, of_biases)
 
 
-def _weight_gradient(ctx: Any, x_bsi: Tensor, grad_bso: Tensor) -> Tensor | None:
-    """The gradient of the weight; None where it is put off."""
-    if ctx.gradients is not None and ctx.gradients.puts_off:
-        ctx.gradients.later(ctx.parameter, lambda: products.weight_gradient(grad_bso, x_bsi, ctx.region.fused))
-        return None
-    return products.weight_gradient(grad_bso, x_bsi, ctx.region.fused)
+def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _interleaved(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    return [value for pair in zip(first, second, strict=True) for value in pair]
+
+
+class _GatheredOnce:
+    """The whole of a cut tensor, gathered when the first layer asks for it and freed after the last.
+
+    Args:
+        x_bti: this rank's share.
+        axis: over which it is cut.
+        uses: how often it will be asked for.
+    """
+
+    def __init__(self, x_bti: Tensor, axis: Axis, uses: int) -> None:
+        self._share_bti, self._axis, self._uses = x_bti, axis, uses
+        self._whole_bsi: Tensor | None = None
+
+    def __call__(self, _number: int) -> Tensor:
+        whole_bsi = self._whole_bsi
+        if whole_bsi is None:
+            whole_bsi = collectives.start_gather(self._share_bti, self._axis)()
+        self._uses -= 1
+        self._whole_bsi = whole_bsi if self._uses else None
+        return whole_bsi
 
 
 class _OpenShare(torch.autograd.Function):
@@ -97,117 +160,122 @@ class _OpenShare(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_bti: Tensor,
-        weight: nn.Parameter,
-        bias: Tensor | None,
-        region: Region,
-        gradients: WeightGradients | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x_bti, weight)
-        ctx.parameter = weight
-        ctx.region, ctx.has_bias, ctx.gradients = region, bias is not None, gradients
+        ctx: Any, x_bti: Tensor, region: Region, gradients: WeightGradients | None, *layers: Any
+    ) -> tuple[Tensor, ...]:
+        weights, biases = layers[::2], layers[1::2]
+        ctx.save_for_backward(x_bti, *weights)
+        ctx.parameters, ctx.has_bias = weights, [bias is not None for bias in biases]
+        ctx.region, ctx.gradients = region, gradients
         parts = region.parts(x_bti.shape[1])
         if len(parts) == 1:
-            return products.linear(collectives.start_gather(x_bti, region.axis)(), weight, bias, region.fused)
+            whole_bsi = collectives.start_gather(x_bti, region.axis)()
+            return tuple(products.linear(whole_bsi, weight, bias, region.fused) for weight, bias in _pairs(layers))
         arriving = [collectives.start_gather_parts(x_bti[:, part], region.axis) for part in parts]
-        out_brto = x_bti.new_empty(x_bti.shape[0], region.axis.size, x_bti.shape[1], weight.shape[0])
+        outs = [x_bti.new_empty(len(x_bti), region.axis.size, x_bti.shape[1], weight.shape[0]) for weight in weights]
         for part, finish in zip(parts, arriving, strict=True):
-            for x_rci, out_rto in zip(finish().unbind(1), out_brto, strict=True):
-                _product(x_rci, weight.t(), out_rto[:, part], bias)
-        return out_brto.flatten(1, 2)
+            x_brci = finish().transpose(0, 1)
+            for out_brto, (weight, bias) in zip(outs, _pairs(layers), strict=True):
+                for x_rci, out_rto in zip(x_brci, out_brto, strict=True):
+                    _product(x_rci, weight, out_rto[:, part], region.fused, bias)
+        return tuple(out_brto.flatten(1, 2) for out_brto in outs)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
-        (x_bti, weight), axis, fused = ctx.saved_tensors, ctx.region.axis, ctx.region.fused
-        grad_bias = grad_bso.sum((0, 1)) if ctx.has_bias else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (x_bti, *weights), axis, fused = ctx.saved_tensors, ctx.region.axis, ctx.region.fused
+        of_biases = _bias_gradients(grads, ctx.has_bias)
         if ctx.gradients is not None and ctx.gradients.puts_off:
             # The whole is gathered when it is needed, so that only the share is kept until then.
-            ctx.gradients.later(
-                ctx.parameter,
-                lambda: products.weight_gradient(grad_bso, collectives.start_gather(x_bti, axis)(), fused),
-            )
-            grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
-            return collectives.start_scatter(grad_x_bsi, axis)(), None, grad_bias, None, None
-        # Each collective runs beside the product that does not need it.
+            of_weights = _weight_gradients(ctx, ctx.parameters, grads, _GatheredOnce(x_bti, axis, len(grads)))
+            grad_x_bti = collectives.start_scatter(_input_gradient(grads, weights, fused), axis)()
+            return grad_x_bti, None, None, *_interleaved(of_weights, of_biases)
+        # Each collective runs beside the products that do not need it.
         gathering = collectives.start_gather(x_bti, axis)
-        grad_x_bsi = products.input_gradient(grad_bso, weight, fused)
+        grad_x_bsi = _input_gradient(grads, weights, fused)
         whole_bsi = gathering()
         del gathering
         scattering = collectives.start_scatter(grad_x_bsi, axis)
         del grad_x_bsi
-        grad_weight = products.weight_gradient(grad_bso, whole_bsi, fused)
-        return scattering(), grad_weight, grad_bias, None, None
+        of_weights = _weight_gradients(ctx, ctx.parameters, grads, lambda _: whole_bsi)
+        return scattering(), None, None, *_interleaved(of_weights, of_biases)
 
 
 class _CloseWhole(torch.autograd.Function):
     """Every rank gets all tokens: all-reduce forward, nothing to do backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None
-    ) -> Tensor:
-        ctx.save_for_backward(x_bsi, weight)
-        ctx.parameter, ctx.region, ctx.gradients = weight, region, gradients
-        x_mi = x_bsi.flatten(0, -2)
-        out_mo = x_bsi.new_empty(x_mi.shape[0], weight.shape[0])
+    def forward(ctx: Any, region: Region, gradients: WeightGradients | None, *layers: Any) -> Tensor:
+        inputs, weights = layers[::2], layers[1::2]
+        ctx.save_for_backward(*layers)
+        ctx.parameters, ctx.region, ctx.gradients = weights, region, gradients
+        flat = [x_bsi.flatten(0, -2) for x_bsi in inputs]
+        out_mo = flat[0].new_empty(len(flat[0]), len(weights[0]))
         leaving = []
-        for part in region.parts(x_mi.shape[0]):
-            products.linear_into(out_mo[part], x_mi[part], weight, region.fused)
+        for part in region.parts(len(out_mo)):
+            for number, (x_mi, weight) in enumerate(zip(flat, weights, strict=True)):
+                products.linear_into(out_mo[part], x_mi[part], weight, region.fused, add=number > 0)
             leaving.append(dist.all_reduce(out_mo[part], group=region.axis.group, async_op=True))
         for work in leaving:
             work.wait()
-        return out_mo.view(*x_bsi.shape[:-1], -1)
+        return out_mo.view(*inputs[0].shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
-        x_bsi, weight = ctx.saved_tensors
-        grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.region.fused)
-        return grad_x_bsi, _weight_gradient(ctx, x_bsi, grad_bso), None, None
+    def backward(ctx: Any, grad_bso: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *_closed_gradients(ctx, ctx.saved_tensors, grad_bso)
+
+
+def _closed_gradients(ctx: Any, layers: Sequence[Tensor], grad_bso: Tensor) -> list[Any]:
+    """Gradients of the inputs and weights of layers that closed a region, in their order; of the output's, whole."""
+    inputs, weights = layers[::2], layers[1::2]
+    of_inputs = [products.input_gradient(grad_bso, weight, ctx.region.fused) for weight in weights]
+    return _interleaved(of_inputs, _weight_gradients(ctx, ctx.parameters, [grad_bso] * len(inputs), inputs.__getitem__))
 
 
 class _CloseShare(torch.autograd.Function):
     """Every rank gets its share of the tokens: reduce-scatter forward, all-gather backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None
-    ) -> Tensor:
-        ctx.save_for_backward(x_bsi, weight)
-        ctx.parameter, ctx.region, ctx.gradients = weight, region, gradients
-        axis = region.axis
-        assert x_bsi.shape[1] % axis.size == 0, f"{x_bsi.shape[1]} tokens cannot be cut over {axis.size} ranks"
-        parts = region.parts(x_bsi.shape[1] // axis.size)
+    def forward(ctx: Any, region: Region, gradients: WeightGradients | None, *layers: Any) -> Tensor:
+        inputs, weights, axis = layers[::2], layers[1::2], region.axis
+        ctx.save_for_backward(*layers)
+        ctx.parameters, ctx.region, ctx.gradients = weights, region, gradients
+        batch, seq_len = inputs[0].shape[:2]
+        assert seq_len % axis.size == 0, f"{seq_len} tokens cannot be cut over {axis.size} ranks"
+        parts = region.parts(seq_len // axis.size)
         if len(parts) == 1:
-            return collectives.start_scatter(products.linear(x_bsi, weight, None, region.fused), axis)()
-        x_brti = x_bsi.unflatten(1, (axis.size, -1))
+            out_bso = products.linear(inputs[0], weights[0], None, region.fused)
+            for x_bsi, weight in _pairs(layers)[1:]:
+                products.linear_into(out_bso.flatten(0, -2), x_bsi.flatten(0, -2), weight, region.fused, add=True)
+            return collectives.start_scatter(out_bso, axis)()
+        by_rank = [x_bsi.unflatten(1, (axis.size, -1)) for x_bsi in inputs]
         leaving = []
         for part in parts:
-            out_rbco = x_bsi.new_empty(axis.size, x_bsi.shape[0], part.stop - part.start, weight.shape[0])
-            for x_rti, out_rco in zip(x_brti, out_rbco.unbind(1), strict=True):
-                _product(x_rti[:, part], weight.t(), out_rco)
+            out_rbco = inputs[0].new_empty(axis.size, batch, part.stop - part.start, len(weights[0]))
+            for number, (x_brti, weight) in enumerate(zip(by_rank, weights, strict=True)):
+                for x_rti, out_rco in zip(x_brti, out_rbco.unbind(1), strict=True):
+                    _product(x_rti[:, part], weight, out_rco, region.fused, add=number > 0)
             leaving.append(collectives.start_scatter_parts(out_rbco, axis))
         return torch.cat([finish() for finish in leaving], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad_bto: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
-        x_bsi, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad_bto: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         axis, parts = ctx.region.axis, ctx.region.parts(grad_bto.shape[1])
+        layers = ctx.saved_tensors
         if len(parts) == 1:
-            grad_bso = collectives.start_gather(grad_bto, axis)()
-            grad_x_bsi = products.input_gradient(grad_bso, weight, ctx.region.fused)
-            return grad_x_bsi, _weight_gradient(ctx, x_bsi, grad_bso), None, None
+            return None, None, *_closed_gradients(ctx, layers, collectives.start_gather(grad_bto, axis)())
+        inputs, weights = layers[::2], layers[1::2]
         arriving = [collectives.start_gather_parts(grad_bto[:, part], axis) for part in parts]
-        grad_x_bsi = torch.empty_like(x_bsi, memory_format=torch.contiguous_format)
-        grad_x_brti = grad_x_bsi.unflatten(1, (axis.size, -1))
+        of_inputs = [torch.empty_like(x_bsi, memory_format=torch.contiguous_format) for x_bsi in inputs]
         whole_brto = grad_bto.new_empty(grad_bto.shape[0], axis.size, *grad_bto.shape[1:])
         for part, finish in zip(parts, arriving, strict=True):
-            grad_rbco = finish()
+            grad_brco = finish().transpose(0, 1)
             # The weight's gradient is one product, rounded once.
-            whole_brto[:, :, part] = grad_rbco.transpose(0, 1)
-            for grad_rco, out_rti in zip(grad_rbco.unbind(1), grad_x_brti, strict=True):
-                _product(grad_rco, weight, out_rti[:, part])
-        return grad_x_bsi, _weight_gradient(ctx, x_bsi, whole_brto.flatten(1, 2)), None, None
+            whole_brto[:, :, part] = grad_brco
+            for of_input, weight in zip(of_inputs, weights, strict=True):
+                for grad_rco, out_rti in zip(grad_brco, of_input.unflatten(1, (axis.size, -1)), strict=True):
+                    _product(grad_rco, weight.t(), out_rti[:, part], ctx.region.fused)
+        grads = [whole_brto.flatten(1, 2)] * len(inputs)
+        of_weights = _weight_gradients(ctx, ctx.parameters, grads, inputs.__getitem__)
+        return None, None, *_interleaved(of_inputs, of_weights)
 
 
 def opening_linear(
@@ -230,25 +298,47 @@ def opening_linear(
     """
     if region.axis.size == 1:
         return linear(x, weight, bias, gradients, region.fused)
-    layer = _OpenShare if region.sequence_parallel else _OpenWhole
-    out: Tensor = layer.apply(x, weight, bias, region, gradients)
-    return out
+    return opening_linears(x, [weight], [bias], region, gradients)[0]
 
 
-def closing_linear(
-    x_bsi: Tensor, weight: nn.Parameter, region: Region, gradients: WeightGradients | None = None
-) -> Tensor:
-    """Leaves a region of 2 or more ranks with the layer that closes it: the sum of x W^T over the axis.
+def opening_linears(
+    x: Tensor,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[Tensor | None],
+    region: Region,
+    gradients: WeightGradients | None = None,
+) -> tuple[Tensor, ...]:
+    """Enters a region of 2 or more ranks once, with all the layers that read the same input.
 
     Args:
-        x_bsi: this rank's input features, [b, s, i].
-        weight: [o, i].
-        region: how to leave.
-        gradients: says in the backward pass whether the weight's is put off; None where it never is.
+        x: as in `opening_linear`.
+        weights: of the layers, each [o, i].
+        biases: likewise, each [o] or None.
+        region: how to enter.
+        gradients: as in `opening_linear`.
 
     Returns:
-        [b, s, o] in x's dtype; with sequence parallelism this rank's share of the tokens, [b, t, o].
+        Each layer's [b, s, o], in x's dtype.
+    """
+    layer = _OpenShare if region.sequence_parallel else _OpenWhole
+    outs: tuple[Tensor, ...] = layer.apply(x, region, gradients, *_interleaved(weights, biases))
+    return outs
+
+
+def closing_linears(
+    inputs: Sequence[Tensor], weights: Sequence[nn.Parameter], region: Region, gradients: WeightGradients | None = None
+) -> Tensor:
+    """Leaves a region of 2 or more ranks once: the sum of x W^T over layers and over the axis.
+
+    Args:
+        inputs: this rank's input features of each layer, [b, s, i].
+        weights: of the layers, each [o, i].
+        region: how to leave.
+        gradients: says in the backward pass whether the weights' are put off; None where they never are.
+
+    Returns:
+        [b, s, o] in the inputs' dtype; with sequence parallelism this rank's share of the tokens, [b, t, o].
     """
     layer = _CloseShare if region.sequence_parallel else _CloseWhole
-    out: Tensor = layer.apply(x_bsi, weight, region, gradients)
+    out: Tensor = layer.apply(region, gradients, *_interleaved(inputs, weights))
     return out

@@ -15,8 +15,10 @@ from megads.parallel.grid import Axis
 from megads.parallel.region_linear import Region
 from megads.parallel.table import Cut, ShardingTable, Stream
 from megads.parallel.tensor import (
+    ColumnParallelBranches,
     ColumnParallelLinear,
     PositionShardEmbedding,
+    RowParallelBranches,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -55,6 +57,8 @@ class Placement:
 
 def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn.Module:
     axis = region.axis
+    if cut in (Cut.columns, Cut.rows):
+        return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
     if cut in (Cut.column, Cut.row):
         assert isinstance(layer, nn.Linear)
         divided = layer.out_features if cut is Cut.column else layer.in_features

@@ -12,6 +12,10 @@ class Cut(StrEnum):
 
     column: output features (dim 0 of weight and bias); the module enters a parallel region.
     row: input features (dim 1 of the weight, bias whole); the module leaves the region with a sum over ranks.
+    columns: nothing; the module is called with a tensor and the column modules that read it, and enters their region
+        once for all of them.
+    rows: nothing; the module is called with tensors and the row modules that read them, and leaves their region once,
+        with the sum of all.
     vocab: rows of an embedding table; the lookup ends with a sum over ranks.
     vocab_head: rows of the output projection; the module enters a region that ends in the loss.
     sequence: nothing; the module looks up whole positions [..., s], and with sequence parallelism a rank looks up only
@@ -22,6 +26,8 @@ class Cut(StrEnum):
 
     column = "column"
     row = "row"
+    columns = "columns"
+    rows = "rows"
     vocab = "vocab"
     vocab_head = "vocab_head"
     sequence = "sequence"
@@ -46,6 +52,7 @@ class ShardingTable:
     Attributes:
         parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
             region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
+            Modules of columns and rows do both for several branches together.
         dropouts: pattern -> random stream.
         attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
             take queries of some tokens with keys and values of all.

@@ -9,6 +9,8 @@ s), i = local input features, o = local output features, h = hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,11 +18,22 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.parallel.collectives import leave_region, scatter_sequence
 from megads.parallel.grid import Axis
-from megads.parallel.region_linear import Region, closing_linear, opening_linear
+from megads.parallel.region_linear import Region, closing_linears, opening_linear, opening_linears
 from megads.parallel.weight_gradients import SplitLayer, linear
 
 
-class ColumnParallelLinear(SplitLayer):
+class RegionBorder(nn.Module):
+    """What enters or leaves a parallel region."""
+
+    region: Region
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """What `megads.parallel.compile` leaves as it is: messages beside products."""
+        return ("forward",) if self.region.axis.size > 1 else ()
+
+
+class ColumnParallelLinear(RegionBorder, SplitLayer):
     """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region) -> None:
@@ -34,7 +47,7 @@ class ColumnParallelLinear(SplitLayer):
         return opening_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
 
 
-class RowParallelLinear(SplitLayer):
+class RowParallelLinear(RegionBorder, SplitLayer):
     """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
 
     The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
@@ -51,7 +64,41 @@ class RowParallelLinear(SplitLayer):
         if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
             return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
-        return closing_linear(x_bsi, self.weight, self.region, self.weight_gradients) + self.bias
+        return closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients) + self.bias
+
+
+class ColumnParallelBranches(RegionBorder):
+    """Several `ColumnParallelLinear` of one input, which enter their region once."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, x_bti: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+        """[b, t, in] -> [b, s, out / size] of every layer."""
+        if self.region.axis.size == 1:
+            return tuple(layer(x_bti) for layer in layers)
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        return opening_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+
+
+class RowParallelBranches(RegionBorder):
+    """The sum of several `RowParallelLinear`, which leave their region once.
+
+    What a rank has of the sum is added before the message, so it is sent, and rounded, once.
+    """
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, inputs: Sequence[Tensor], layers: Sequence[RowParallelLinear]) -> Tensor:
+        """[b, s, in / size] of every layer -> [b, t, out]."""
+        if self.region.axis.size == 1:
+            first_bto, *others = (layer(x_bsi) for layer, x_bsi in zip(layers, inputs, strict=True))
+            return sum(others, start=first_bto)
+        weights, bias = [layer.weight for layer in layers], sum(layer.bias for layer in layers)
+        return closing_linears(inputs, weights, self.region, layers[0].weight_gradients) + bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
@@ -95,7 +142,7 @@ class PositionShardEmbedding(nn.Module):
         return F.embedding(positions.narrow(-1, self.axis.rank * share, share), self.weight)
 
 
-class VocabParallelHead(SplitLayer):
+class VocabParallelHead(RegionBorder, SplitLayer):
     """Output projection whose rows are cut over the axis. The region it opens is closed by the loss."""
 
     def __init__(self, vocab_size: int, hidden_size: int, region: Region) -> None:

@@ -220,26 +220,23 @@ def _inner_op(p: Pass, attended: int) -> tuple[Op, int]:
 
 
 def mlp_ops(p: Pass) -> list[Op]:
-    """x + dropout(mlp(norm(x))). The output of attention lives until the block returns.
-
-    In a parallel block the norm is attention's, whose QKV projection keeps it.
-    """
+    """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
-    attended, normed = hidden, 0 if p.model.parallel_block else hidden
+    attended = hidden
     mask, drawing = hidden_dropout(p)
     dropped = hidden if mask else 0
     inner, opened = _inner_op(p, attended)
     into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
     norm = _norm_op(p, "post-attention norm", beside=attended + dropped, backward=3 * hidden)
     return [
-        *([] if p.model.parallel_block else [norm]),
+        norm,
         Op(
             "mlp up",
-            kept=normed,
+            kept=hidden,
             forward=attended + p.opened(opened),
             backward=hidden + p.opened_backward(opened, into),
             gradient=into,
-            deferred=normed + opened,
+            deferred=hidden + opened,
         ),
         inner,
         Op(
@@ -254,6 +251,43 @@ def mlp_ops(p: Pass) -> list[Op]:
     ]
 
 
+def parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
+    """x + dropout(attention(norm(x)) + mlp(norm(x))): both enter and leave their region together.
+
+    What the MLP's first projection made waits for attention to be done, and its gradient backward.
+    """
+    hidden, attention, projection, ffn, width = p.hidden, p.attention, p.projection, p.ffn, p.model.hidden_size
+    mask, drawing = hidden_dropout(p)
+    dropped = hidden if mask else 0
+    copied = attention if p.explicit_attention or recompute_core else 0
+    inner, opened = _inner_op(p, attended=copied)
+    into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
+    out_of = p.matrix(width, width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
+    core = [*_copied_ops(p), *_core_ops(p, recompute_core)]
+    return [
+        _norm_op(p, "input norm", backward=3 * hidden),
+        Op(
+            "qkv and mlp up",
+            kept=hidden + opened,
+            forward=p.opened(projection + opened) - opened,
+            backward=hidden + p.opened_backward(projection + opened, into),
+            gradient=into,
+            deferred=hidden + projection + opened,
+        ),
+        *(replace(op, backward=op.backward + opened) for op in core),
+        replace(inner, kept=inner.kept - opened, backward=inner.backward + attention),
+        Op(
+            "attention output and mlp down",
+            kept=copied + ffn + mask,
+            forward=max(p.closed() + copied, hidden + drawing),
+            backward=hidden + dropped + p.closed_backward(attention + ffn),
+            gradient=out_of,
+            deferred=attention + ffn + p.region_hidden,
+        ),
+        Op("residual", forward=2 * hidden + dropped, backward=hidden),
+    ]
+
+
 def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
     """One transformer block.
 
@@ -261,11 +295,8 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
         p: the micro-batch.
         mode: what is recomputed of it.
     """
-    ops = attention_ops(p, mode is Recompute.selective)
-    if p.model.parallel_block:
-        # What the MLP's backward pass made of the norm's gradient waits for attention's share.
-        ops = [replace(op, backward=op.backward + p.hidden) for op in ops]
-    ops += mlp_ops(p)
+    selective = mode is Recompute.selective
+    ops = parallel_ops(p, selective) if p.model.parallel_block else [*attention_ops(p, selective), *mlp_ops(p)]
     if mode is Recompute.full and p.norm_in_steps and p.weight_bytes < FP32:  # a copy is kept, not the input
         ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops

@@ -145,6 +145,9 @@ class ClusterConfig:
     """local: every rank on this machine; slurm: on the nodes of the SLURM job, one agent a node started by srun."""
     threads_per_rank: int | None = None
     """CPU threads of each rank, equal on all; null shares the cores out evenly."""
+    bind_cores: bool = False
+    """Keep each rank to an equal share of the machine's cores, neighbours together. For machines, or SLURM jobs, that
+    nothing else uses: of two runs side by side that do it both would take the same cores."""
     peak_tflops: float | None = None
     """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
     ranks_per_node: int | None = None

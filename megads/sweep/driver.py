@@ -148,6 +148,7 @@ class Driver:
         for point in self._book.points:
             if point.state is PointState.running and self._launcher.find(point):
                 self._say(f"point {point.number} is still known: {point.job or point.run_id}")
+                self._book.record(point)
                 self._follow(point)
 
     def _next(self) -> Point | None:
@@ -189,8 +190,10 @@ class Driver:
 
     def _start(self, point: Point) -> None:
         before = point.state
-        point.started_at = time.time()
+        point.state, point.started_at = PointState.running, time.time()
         point.reason, point.exit_code = "", None
+        # Before it starts: a sweep that is killed in the next moment must know that it may have.
+        self._book.record(point)
         try:
             self._launcher.start(point)
         except ConfigError as error:
@@ -200,7 +203,6 @@ class Driver:
             return
         verb = "goes on" if before is not PointState.waiting or point.trained_s else "starts"
         self._say(f"point {point.number} {verb}, {_name(point)}: {point.label}")
-        point.state = PointState.running
         self._book.record(point)
         self._follow(point)
 

@@ -57,7 +57,7 @@ class SlurmLauncher:
         Raises:
             ConfigError: sbatch refuses it, or is not there.
         """
-        log = self._folder / "points" / f"{point.number:04d}.log"
+        log = self._log(point)
         log.parent.mkdir(parents=True, exist_ok=True)
         answer = _ask(
             "sbatch",
@@ -77,11 +77,25 @@ class SlurmLauncher:
         self._asked.discard(point.number)
 
     def find(self, point: Point) -> bool:
-        """Follows a job that an earlier sweep submitted, as long as SLURM knows how it stands or stood."""
+        """Follows a job that an earlier sweep submitted, as long as SLURM knows how it stands or stood.
+
+        The last one, which that sweep may not have had the time to note.
+        """
+        point.job = self._last_job(point) or point.job
         if not point.job or (point.job not in self._queued() and _job_fields(point.job) is None):
             return False
         self._running[point.number] = point
         return True
+
+    def _last_job(self, point: Point) -> str:
+        """Id of the last job that was submitted for a point, by its name and its log; empty for none."""
+        answer = _ask("squeue", "--noheader", "--states=all", f"--name={point.run_id}", "--format=%i")
+        log = str(self._log(point))
+        own = [job for job in answer.stdout.split() if (_job_fields(job) or {}).get("StdOut") == log]
+        return max(own, key=int, default="")
+
+    def _log(self, point: Point) -> Path:
+        return (self._folder / "points" / f"{point.number:04d}.log").absolute()
 
     def ended(self) -> list[Ended]:
         """The jobs that left the queue since the last call."""

@@ -28,6 +28,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         value: initial weights; None is the scenario's.
     """
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
+    ops = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
     return build_train_engine(
         scenario.model,
         parallel,
@@ -38,7 +39,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         seed=scenario.seed,
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
-        fused=load(scenario.ops, print, cuda=False).fused,
+        ops=ops,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import traceback
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,19 @@ import torch
 import torch.distributed as dist
 
 from megads.batch import BatchInfo
+from megads.engine.interface import Shard
 from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
+from megads.runtime.deterministic import make_deterministic
 from tests import parity
 from tests.distributed import free_port, run_ranks
-from tests.parity import Scenario, scenario_with, step_batches, train_reference
+from tests.ops.test_apex import without_apex
+from tests.parity import MODEL, Scenario, scenario_with, step_batches, train_reference
 
 CUDA = pytest.param(
     "cuda",
@@ -29,10 +36,11 @@ CUDA = pytest.param(
 DEVICES = [pytest.param("cpu", marks=pytest.mark.distributed), CUDA]
 
 
-def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
-    """The engine's first step on one rank."""
+def engine_on(device_type: str, scenario: Scenario) -> PipelineTrainEngine:
+    """The engine of one rank; with the kernels that its scenario asks for."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-    engine = PipelineTrainEngine(
+    choice = load(scenario.ops, print, cuda=device_type == "cuda")
+    return PipelineTrainEngine(
         scenario.model,
         ParallelConfig(),
         scenario.optim,
@@ -42,7 +50,13 @@ def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
         seed=scenario.seed,
         device=device,
         value=parity.initial_weights(scenario),
+        ops=choice,
     )
+
+
+def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
+    """The engine's first step."""
+    engine = engine_on(device_type, scenario)
     result = engine.step(step_batches(scenario, 0), scenario.lr)
     shards = engine.named_shards()
     assert {s.tensor.device.type for s in shards} == {device_type}
@@ -50,7 +64,45 @@ def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
     return {"loss": result.loss, "norm": result.grad_norm, "weights": parity.assemble(rows, "weight")}
 
 
-def _cuda_rank(connection: Any, port: int, scenario: Scenario) -> None:
+def step_without_waiting(device_type: str, scenario: Scenario) -> tuple[float, float]:
+    """Loss and norm of the second step, during which CUDA raises where the host would wait; the first fills caches."""
+    engine = engine_on(device_type, scenario)
+    engine.step(step_batches(scenario, 0), scenario.lr)
+    mode = torch.cuda.get_sync_debug_mode() if device_type == "cuda" else 0
+    try:
+        if device_type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        outcome = engine.launch_step(step_batches(scenario, 1), scenario.lr)
+    finally:
+        if device_type == "cuda":
+            torch.cuda.set_sync_debug_mode(mode)
+    loss, _, norm = outcome.tolist()
+    return loss, norm
+
+
+def train_and_resume(device_type: str, scenario: Scenario) -> tuple[list[list[float]], list[bool]]:
+    """Losses and norms of steps 2 and 3, of a run and of another one that takes its state over after step 1; and of
+    every part of the state in the end, whether both have the same."""
+    make_deterministic(torch.device(device_type))
+    engines, results = [engine_on(device_type, scenario)], []
+    for step in range(2):
+        engines[0].step(step_batches(scenario, step), scenario.lr)
+    saved = {(s.key, s.offset): s.tensor.clone() for s in engines[0].named_shards(owned=False)}
+    engines.append(engine_on(device_type, scenario))
+
+    def fill(shards: list[Shard]) -> None:
+        for shard in shards:
+            shard.tensor.copy_(saved[shard.key, shard.offset])
+
+    engines[1].load_shards(fill, engines[0].optimizer_steps)
+    for engine in engines:
+        steps = [engine.step(step_batches(scenario, step), scenario.lr) for step in (2, 3)]
+        results.append([number for step in steps for number in (step.loss, step.grad_norm)])
+    first, second = (engine.named_shards() for engine in engines)
+    return results, [torch.equal(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)]
+
+
+def _cuda_rank(connection: Any, port: int, body: Callable[[str, Scenario], Any], scenario: Scenario) -> None:
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         DS_ACCELERATOR="cuda",
@@ -58,19 +110,19 @@ def _cuda_rank(connection: Any, port: int, scenario: Scenario) -> None:
     try:
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", rank=0, world_size=1)
-        connection.send((True, train_one_step("cuda", scenario)))
+        connection.send((True, body("cuda", scenario)))
         dist.destroy_process_group()
     except BaseException:
         connection.send((False, traceback.format_exc()))
 
 
-def step_on(device_type: str, scenario: Scenario) -> dict[str, Any]:
-    """Runs the step in a process of its own; one that uses CUDA must not be forked."""
+def run_on(device_type: str, body: Callable[[str, Scenario], Any], scenario: Scenario) -> Any:
+    """Runs a function in a process of its own; one that uses CUDA must not be forked."""
     if device_type == "cpu":
-        return run_ranks(train_one_step, 1, device_type, scenario)[0]
+        return run_ranks(body, 1, device_type, scenario)[0]
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_cuda_rank, args=(theirs, free_port(), scenario))
+    process = context.Process(target=_cuda_rank, args=(theirs, free_port(), body, scenario))
     process.start()
     theirs.close()
     try:
@@ -83,11 +135,22 @@ def step_on(device_type: str, scenario: Scenario) -> dict[str, Any]:
         process.kill()
 
 
-@pytest.mark.parametrize("device_type", DEVICES)
-def test_fp32_step(device_type: str) -> None:
+BY_TORCH, BY_APEX = OpsConfig(Implementation.torch), OpsConfig(Implementation.apex)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "ops"),
+    [
+        pytest.param("cpu", BY_TORCH, marks=pytest.mark.distributed),
+        pytest.param("cuda", BY_TORCH, marks=CUDA.marks),
+        pytest.param("cuda", BY_APEX, marks=[pytest.mark.gpu, without_apex]),
+    ],
+    ids=["cpu", "cuda", "apex"],
+)
+def test_fp32_step(device_type: str, ops: OpsConfig) -> None:
     """Catches a tensor left on the CPU, TF32 where fp32 was asked for, and an optimizer that differs on a GPU."""
-    scenario = scenario_with(masked=True)
-    found, reference = step_on(device_type, scenario), train_reference(scenario)
+    scenario = scenario_with(masked=True, ops=ops)
+    found, reference = run_on(device_type, train_one_step, scenario), train_reference(scenario)
     assert found["loss"] == pytest.approx(reference.losses[0], rel=1e-5)
     assert found["norm"] == pytest.approx(reference.norms[0], rel=1e-4)
     for name, weight in reference.weights.items():
@@ -103,11 +166,39 @@ def test_bf16_step(device_type: str) -> None:
     """Catches a mask, softmax or loss in bf16: the error is at most twice that of the CPU's bf16 step and rounding."""
     exact = train_reference(scenario_with(masked=True))
     scenario = scenario_with(masked=True, precision="bfloat16")
-    found, reference = step_on(device_type, scenario), train_reference(scenario)
+    found, reference = run_on(device_type, train_one_step, scenario), train_reference(scenario)
     own_error = abs(reference.losses[0] - exact.losses[0])
     assert abs(found["loss"] - exact.losses[0]) <= 2 * own_error + 2e-3 * exact.losses[0]
     assert found["norm"] == pytest.approx(exact.norms[0], rel=3e-2)
     assert all(np.isfinite(values).all() for values in found["weights"].values())
+
+
+DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("device_type", DEVICES)
+@pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
+def test_a_step_launches_without_waiting(impl: Implementation, device_type: str) -> None:
+    """Catches a copy from memory that is not pinned, a mask that is made on the host, and any read of a value."""
+    scenario = scenario_with(model=DROPOUT, documents=True, precision="bfloat16", ops=OpsConfig(impl))
+    loss, norm = run_on(device_type, step_without_waiting, scenario)
+    assert 0 < loss < 20 and 0 < norm < 100
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("device_type", DEVICES)
+@pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
+def test_a_resumed_run_goes_on_bit_for_bit(impl: Implementation, device_type: str) -> None:
+    """Catches sums whose order is left to chance: attention's backward pass on GPUs, atomics, split matrix products."""
+    # On a CPU, where other tests show it, this shows that the test works.
+    seq_len, samples = (1024, 8) if device_type == "cuda" else (64, 2)
+    model = replace(DROPOUT, max_seq_len=seq_len)
+    scenario = scenario_with(
+        model=model, precision="bfloat16", seq_len=seq_len, global_batch_size=samples, ops=OpsConfig(impl)
+    )
+    (whole, resumed), same = run_on(device_type, train_and_resume, scenario)
+    assert whole == resumed and all(same) and len(same) > 50
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

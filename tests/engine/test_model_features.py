@@ -10,7 +10,7 @@ import pytest
 
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.config import Implementation, OpsConfig
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
 from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, reference_losses
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
@@ -26,6 +26,7 @@ MODELS = {
     "all": {**GATED, "parallel_block": True, "num_kv_heads": 2, "window": 5, "position": Position.rope},
 }
 FUSED = OpsConfig(Implementation.fused)
+FULL = Recompute.full
 SELECTIVE = ParallelConfig(tp=3, recompute=Recompute.selective)
 CASES = [
     ("llama", "tp2"),
@@ -98,6 +99,28 @@ def test_packed_documents(model: str) -> None:
     """Catches a window that opens what a document's border hides, where places of both are cut over ranks."""
     run = train_layout(scenario(model, documents=True), parity.LAYOUTS["cp2"])
     assert faults(run, reference(model, documents=True)) == []
+
+
+# A parallel block is one tensor-parallel region, whose messages and put-off gradients two branches share.
+ONE_REGION = {
+    "shared, in parts, put off": (
+        {"hidden_dropout": 0.2},
+        ParallelConfig(tp=2, pp=2, sequence_parallel=True, tp_chunks=3, schedule=ScheduleName.zb_h1),
+    ),
+    "shared, recomputed": ({"hidden_dropout": 0.2}, ParallelConfig(tp=2, sequence_parallel=True, recompute=FULL)),
+    "whole, in parts, recomputed": ({}, ParallelConfig(tp=2, tp_chunks=2, recompute=Recompute.selective)),
+    "weights gathered": ({}, ParallelConfig(tp=2, dp=2, zero_stage=3)),
+}
+
+
+@pytest.mark.parametrize("layout", ONE_REGION)
+def test_parallel_block_is_one_region(layout: str) -> None:
+    """Catches an input that is gathered after its weights' gradients are put off, parts of two branches that are added
+    in each other's place, masks of an unreduced sum, and weights that nobody gathers because their layer is not
+    called."""
+    changes, parallel = ONE_REGION[layout]
+    whole = scenario_with(steps=2, masked=True, model=replace(MODEL, **MODELS["all"], **changes))
+    assert faults(train_layout(whole, parallel), train_reference(whole)) == []
 
 
 def test_recomputed_cores() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -13,8 +14,15 @@ import torch
 from torch.nn import Parameter
 
 import megads.engine.stage_pipeline
+from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.read import find_checkpoint, read_into
+from megads.checkpoint.store import save_checkpoint
 from megads.engine.bucket import Bucket
-from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.build import build_train_engine
+from megads.engine.interface import TrainEngine
+from megads.engine.optimizer import CLIP_EPSILON, BucketAdamW, NamedParameter, clip_factor
+from megads.ops.choice import Choice, load
+from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
@@ -110,6 +118,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
             assert entry.parameter.grad is None, "gradients must not outlive their addition"
     optimizer.reduce()
     optimizer.step(1e-3)
+    optimizer.settle(optimizer.norm.item())
     after = {entry.name: parity.digest(entry.parameter) for entry in named}
     return {"gradients": gradients, "norm": optimizer.grad_norm, "tp": grid.tp.rank, "after": after}
 
@@ -136,3 +145,68 @@ def test_partial_gradients_are_summed_over_tensor_parallel_ranks(zero_stage: int
     assert results[0]["norm"] == pytest.approx(np.sqrt(sum(square.sum() for square in squares)), rel=1e-6)
     assert {result["norm"] for result in results} == {results[0]["norm"]}
     assert len({result["after"]["blocks.0.input_norm.weight"] for result in results}) == 1
+
+
+def test_clip_factor() -> None:
+    """Catches gradients that are enlarged, a norm of infinity that becomes a factor of 0 (a step that should be none
+    would forget the moments), and rounding that differs from the host's, which older runs clipped by."""
+    for norm in (0.0, 0.3, 0.7, 1.5, 3.3e3, 1e30):
+        wanted = torch.tensor(min(1.0, 0.7 / (norm + CLIP_EPSILON))).float()
+        assert torch.equal(clip_factor(torch.tensor(norm, dtype=torch.float64), 0.7), wanted)
+        assert clip_factor(torch.tensor(norm, dtype=torch.float64), 0.0) == 1.0
+    for norm in (float("inf"), float("nan")):
+        for largest in (0.7, 0.0):
+            assert clip_factor(torch.tensor(norm, dtype=torch.float64), largest).isnan()
+
+
+def _engine_by(impl: Implementation) -> TrainEngine:
+    parallel = ParallelConfig()
+    return build_train_engine(
+        UNTIED.model, parallel, UNTIED.optim, build_grid(parallel, 0, 1), precision=UNTIED.dtype,
+        micro_batch_size=UNTIED.micro_batch_size, seed=UNTIED.seed, device=torch.device("cpu"),
+        value=parity.initial_weights(UNTIED), ops=Choice(Implementation.torch, impl),
+    )  # fmt: skip
+
+
+def _goes_on_with_another(run_dir: Path, first: Implementation, second: Implementation) -> dict[str, Any]:
+    """Two steps and a checkpoint by the first; the second loads it, and where it can compute here takes the third."""
+    batches = [parity.step_batches(UNTIED, step) for step in range(3)]
+    engine, other = _engine_by(first), _engine_by(second)
+    for batch in batches[:2]:
+        engine.step(batch, UNTIED.lr)
+    record = RunRecord({"step": 2, "samples": 24, "tokens": 0}, engine.optimizer_steps, "digest", {}, {})
+    save_checkpoint(run_dir, engine.named_shards(), record)
+    handle = find_checkpoint(run_dir, "auto")
+    assert handle is not None
+    other.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
+    shards = [engine.named_shards(), other.named_shards()]
+    layouts = [[(s.key, s.global_shape, s.offset, s.tensor.shape, s.tensor.dtype) for s in each] for each in shards]
+    found: dict[str, Any] = {
+        "same layout": layouts[0] == layouts[1],
+        "same state": all(torch.equal(a.tensor, b.tensor) for a, b in zip(*shards, strict=True)),
+        "steps": [engine.optimizer_steps, other.optimizer_steps],
+    }
+    if second is not Implementation.apex:
+        results = [each.step(batches[2], UNTIED.lr) for each in (engine, other)]
+        found["third"] = [(result.loss, result.grad_norm) for result in results]
+        found["after"] = [parity.pieces(each.named_shards()) for each in (engine, other)]
+    return found
+
+
+def _every_pair(folder: Path, pairs: list[tuple[Implementation, Implementation]]) -> list[dict[str, Any]]:
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    return [_goes_on_with_another(folder / f"{first}-{second}", first, second) for first, second in pairs]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_run_goes_on_with_another_implementation(tmp_path: Path) -> None:
+    """Catches a state that another optim.impl does not find, counts otherwise or holds in another shape, and a choice
+    that computes something else. Apex' arithmetic is compared where there is a GPU (tests/optim/test_adamw.py)."""
+    torch_, fused, apex = Implementation.torch, Implementation.fused, Implementation.apex
+    pairs = [(torch_, fused), (fused, torch_), (fused, apex)]
+    for found in run_ranks(_every_pair, 1, tmp_path, pairs)[0]:
+        assert found["same layout"] and found["same state"] and found["steps"] == [2, 2]
+        if "third" in found:
+            assert found["third"][1] == pytest.approx(found["third"][0], rel=1e-6)
+            for (key, *_, ours), (_, *_, theirs) in zip(*found["after"], strict=True):
+                np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-8, err_msg=key)

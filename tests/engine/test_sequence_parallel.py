@@ -93,11 +93,12 @@ def _collectives_of_hidden_states(scenario: Scenario, name: str) -> Counter[str]
     return calls
 
 
-def test_collectives_of_a_step() -> None:
-    """Catches a collective that theory does not know: L blocks take 4 L + 2 all-reduces; with sequence parallelism each
-    is an all-gather and a reduce-scatter, and the 2 L + 1 layers that open a region gather once more backward."""
-    scenario = scenario_with(global_batch_size=2)
-    regions = 2 * scenario.model.num_layers + 1
+@pytest.mark.parametrize(("parallel_block", "regions_a_block"), [(False, 2), (True, 1)])
+def test_collectives_of_a_step(parallel_block: bool, regions_a_block: int) -> None:
+    """Catches a collective that theory does not know: a region takes an all-reduce in each direction; with sequence
+    parallelism an all-gather and a reduce-scatter, and one more all-gather backward. A parallel block is one region."""
+    scenario = scenario_with(global_batch_size=2, model=replace(parity.MODEL, parallel_block=parallel_block))
+    regions = regions_a_block * scenario.model.num_layers + 1
     expected = {
         "tp2": {"all_reduce": 2 * regions},
         "tp2sp": {"all_gather_into_tensor": 3 * regions, "reduce_scatter_tensor": 2 * regions},

@@ -18,7 +18,7 @@ from megads.parallel.table import Cut, Stream
 
 # Every option that adds a module; a block's MLP is one of two kinds.
 EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2)
-CONFIGS = [replace(EVERYTHING, mlp=mlp) for mlp in MLPKind]
+CONFIGS = [replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)]
 REPLICATED = {"embedding.norm", "final_norm"}
 
 
@@ -52,6 +52,7 @@ def test_cuts_pair_up_in_every_branch() -> None:
         assert (cuts[f"{block}.attention.qkv"], cuts[f"{block}.attention.dense"]) == (Cut.column, Cut.row)
         assert cuts[f"{block}.mlp.up"] is cuts[f"{block}.mlp.gate_up"] is Cut.column
         assert cuts[f"{block}.mlp.down"] is Cut.row
+        assert (cuts[f"{block}.shared_input"], cuts[f"{block}.summed_output"]) == (Cut.columns, Cut.rows)
     assert (cuts["embedding.word"], cuts["head"]) == (Cut.vocab, Cut.vocab_head)
     assert cuts["embedding.position"] is Cut.sequence
 

@@ -14,7 +14,8 @@ from tests.ops.accuracy import relative_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-HOW = AdamWStep(clip=0.37, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=1)
+HOW = AdamWStep(lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=1)
+CLIP = torch.tensor(0.37)
 
 
 def state(numel: int, weights: torch.dtype) -> list[Tensor]:
@@ -27,7 +28,7 @@ def by_torch(tensors: list[Tensor], grad: Tensor, how: AdamWStep) -> None:
     """What megads does with ops.impl=torch."""
     master, exp_avg, exp_avg_sq, weights = tensors
     torch_adamw(
-        [master], [grad * how.clip], [exp_avg], [exp_avg_sq], [], [torch.tensor(how.step - 1.0)],
+        [master], [grad * CLIP], [exp_avg], [exp_avg_sq], [], [torch.tensor(how.step - 1.0)],
         fused=True, amsgrad=False, beta1=how.betas[0], beta2=how.betas[1], lr=how.lr, weight_decay=how.weight_decay,
         eps=how.eps, maximize=False,
     )  # fmt: skip
@@ -46,9 +47,9 @@ def test_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> No
         # Gradients of 1e-12 to 1e4: both the root and eps decide somewhere.
         grad = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-12, 5, (numel,), generator=generator)
         how = replace(HOW, step=step)
-        adamw(*ours, grad, how)
+        adamw(*ours, grad, CLIP, how)
         by_torch(theirs, grad, how)
-        adamw_reference(*exact, grad.double(), how)
+        adamw_reference(*exact, grad.double(), CLIP, how)
     for found, torchs, right in zip(ours[:3], theirs, exact, strict=False):
         assert relative_error(found, right) <= max(1.05 * relative_error(torchs, right), 1e-7)
     assert torch.equal(ours[3], ours[0].to(weights))
@@ -59,11 +60,11 @@ def test_bits_depend_neither_on_threads_nor_on_the_cut() -> None:
     grad = torch.randn(50_003)
     whole, cut = state(50_003, torch.bfloat16), state(50_003, torch.bfloat16)
     threads = torch.get_num_threads()
-    adamw(*whole, grad, HOW)
+    adamw(*whole, grad, CLIP, HOW)
     try:
         torch.set_num_threads(3)
         for piece in (slice(0, 17_001), slice(17_001, None)):
-            adamw(*(tensor[piece] for tensor in cut), grad[piece], HOW)
+            adamw(*(tensor[piece] for tensor in cut), grad[piece], CLIP, HOW)
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True))
@@ -71,14 +72,27 @@ def test_bits_depend_neither_on_threads_nor_on_the_cut() -> None:
 
 def test_refused_and_empty() -> None:
     """Catches a kernel that reads past a shorter tensor or a strided one, and one that falls over nothing."""
-    adamw(*state(0, torch.bfloat16), torch.empty(0), HOW)
+    adamw(*state(0, torch.bfloat16), torch.empty(0), CLIP, HOW)
     with pytest.raises(RuntimeError, match="one length"):
-        adamw(*state(8, torch.bfloat16), torch.ones(7), HOW)
+        adamw(*state(8, torch.bfloat16), torch.ones(7), CLIP, HOW)
     with pytest.raises(RuntimeError, match="contiguous"):
-        adamw(*state(8, torch.bfloat16), torch.ones(16)[::2], HOW)
+        adamw(*state(8, torch.bfloat16), torch.ones(16)[::2], CLIP, HOW)
+    with pytest.raises(RuntimeError, match="one fp32 number"):
+        adamw(*state(8, torch.bfloat16), torch.ones(8), CLIP.double(), HOW)
+
+
+@pytest.mark.parametrize("clip", [float("nan"), float("inf")])
+def test_no_step(clip: float) -> None:
+    """Catches a step that should have been skipped: with a moment or a weight changed there is no way back."""
+    start, grad = state(1031, torch.bfloat16), torch.full((1031,), float("nan"))
+    start[3].copy_(start[0])
+    for function in (adamw, adamw_reference):
+        after = [tensor.clone() for tensor in start]
+        function(*after, grad, torch.tensor(clip), HOW)
+        assert all(torch.equal(a, b) for a, b in zip(after, start, strict=True))
 
 
 def test_what_torch_must_know() -> None:
     """Catches a schema that hides what is written, so that torch.compile would drop or reorder the update."""
-    arguments = (*state(33, torch.bfloat16), torch.ones(33), 1.0, 1e-3, 0.1, 0.9, 0.95, 1e-8, 2)
+    arguments = (*state(33, torch.bfloat16), torch.ones(33), torch.ones(()), 1e-3, 0.1, 0.9, 0.95, 1e-8, 2)
     torch.library.opcheck(torch.ops.megads.adamw_step.default, arguments)

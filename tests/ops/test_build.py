@@ -17,6 +17,7 @@ from megads.ops.choice import Choice, choose, load, prepare
 from megads.ops.config import Implementation, OpsConfig
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
+TORCH = Implementation.torch
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ConfigError, match=r"ops\.impl = fused .*CXX = no-such-compiler.*ops\.impl=auto"):
             decide(FUSED, cuda=False)
         assert decide(AUTO, cuda=False) == Choice(
-            False, "there is no compiler CXX = no-such-compiler: correct or unset CXX"
+            TORCH, TORCH, "there is no compiler CXX = no-such-compiler: correct or unset CXX"
         )
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(fresh))
@@ -85,4 +86,4 @@ def test_on_gpus_torch_computes_unless_asked(fresh: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_HOME", str(fresh))
     with pytest.raises(ConfigError, match=r"ops\.impl = fused .*no nvcc in CUDA_HOME"):
         choose(FUSED, cuda=True)
-    assert load(OpsConfig(Implementation.torch), print, cuda=False) == Choice(fused=False)
+    assert load(OpsConfig(Implementation.torch), print, cuda=False) == Choice(TORCH, TORCH)

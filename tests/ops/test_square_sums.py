@@ -5,37 +5,39 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megads.ops.square_sums import square_sums
+from megads.ops.square_sums import Pieces, square_sums
 
 pytestmark = pytest.mark.usefixtures("kernels")
+CPU = torch.device("cpu")
 
 
 def test_exact_in_pieces_of_all_sizes() -> None:
     """Catches a piece that begins or ends at the wrong element, one that is lost because it is empty or small, and sums
     in fp32, which are off by 1e-6 here."""
     flat = torch.randn(70_001, generator=torch.Generator().manual_seed(0))
-    bounds = torch.tensor([[0, 40_003], [40_003, 40_003], [40_010, 40_011], [40_064, 70_001], [5, 20]])
-    found = square_sums(flat, bounds, fused=True)
-    exact = torch.stack([flat[start:stop].double().square().sum() for start, stop in bounds.tolist()])
+    pieces = Pieces([(0, 40_003), (40_003, 40_003), (40_010, 40_011), (40_064, 70_001), (5, 20)], CPU)
+    found = square_sums(flat, pieces, fused=True)
+    exact = torch.stack([flat[start:stop].double().square().sum() for start, stop in pieces.bounds])
     assert found.dtype is torch.float64
     torch.testing.assert_close(found, exact, rtol=1e-14, atol=0.0)
-    assert square_sums(flat, torch.empty(0, 2, dtype=torch.int64), fused=True).shape == (0,)
+    for fused in (True, False):
+        assert square_sums(flat, Pieces([], CPU), fused).shape == (0,)
 
 
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches partial sums by thread: the norm, and with it every weight, would change with the number of cores."""
-    flat, bounds, threads = torch.randn(100_000), torch.tensor([[3, 99_000]]), torch.get_num_threads()
-    alone = square_sums(flat, bounds, fused=True)
+    flat, pieces, threads = torch.randn(100_000), Pieces([(3, 99_000)], CPU), torch.get_num_threads()
+    alone = square_sums(flat, pieces, fused=True)
     try:
         torch.set_num_threads(3)
-        assert torch.equal(square_sums(flat, bounds, fused=True), alone)
+        assert torch.equal(square_sums(flat, pieces, fused=True), alone)
     finally:
         torch.set_num_threads(threads)
 
 
 def test_extreme_values() -> None:
     """Catches a norm that overflows where it is finite, and one that hides a non-finite gradient."""
-    whole = torch.tensor([[0, 40]])
+    whole = Pieces([(0, 40)], CPU)
     assert square_sums(torch.full((40,), 1e30), whole, fused=True).item() == pytest.approx(4e61)
     for broken in (float("inf"), float("nan")):
         flat = torch.ones(40)
@@ -45,7 +47,7 @@ def test_extreme_values() -> None:
 
 def test_what_torch_must_know() -> None:
     """Catches a fake result of another dtype, and bounds outside of the tensor, which would be read."""
-    flat, bounds = torch.randn(100), torch.tensor([[0, 10], [20, 100]])
-    torch.library.opcheck(torch.ops.megads.square_sums.default, (flat, bounds))
+    flat, pieces = torch.randn(100), Pieces([(0, 10), (20, 100)], CPU)
+    torch.library.opcheck(torch.ops.megads.square_sums.default, (flat, pieces.bounds_p2))
     with pytest.raises(RuntimeError, match="within flat"):
-        square_sums(flat, bounds + 1, fused=True)
+        square_sums(flat, Pieces([(20, 101)], CPU), fused=True)

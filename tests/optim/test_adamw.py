@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from megads.optim.adamw import FusedAdamW
+from tests.ops.test_apex import without_apex
 
 
 def test_bits_are_those_of_torch() -> None:
@@ -29,7 +32,8 @@ def test_bits_are_those_of_torch() -> None:
         for optimizer in (mine, stock):
             for group in optimizer.param_groups:
                 group["lr"] = 1e-3 * (step + 1)
-            optimizer.step()
+        mine.step(torch.ones(()))
+        stock.step()
     for a, b, start, weights in zip(ours, theirs, starts, working, strict=True):
         assert torch.equal(weights, a.bfloat16())
         assert torch.equal(a, b) and not torch.equal(a, start)
@@ -52,8 +56,70 @@ def test_the_kernel_takes_the_same_steps(clip: float) -> None:
         for _ in range(4):
             for master in masters:
                 master.grad = torch.randn(1000, generator=generator)
-            optimizer.step(clip)
+            optimizer.step(torch.tensor(clip))
         assert [optimizer.state[master]["step"].item() for master in masters] == [4.0, 4.0]
         runs.append(masters)
     for by_torch, by_kernel in zip(*runs, strict=True):
         torch.testing.assert_close(by_kernel, by_torch, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_leaves_no_trace(fused: bool) -> None:
+    """Catches a step counted though it was none, on the host or in what is saved, which would bias every later one."""
+    start, ends = torch.linspace(-1, 1, 1000), []
+    for steps in ((0.5, float("nan"), 0.25), (0.5, 0.25)):
+        master, weights = start.clone(), torch.empty(1000, dtype=torch.bfloat16)
+        optimizer = FusedAdamW(
+            [{"params": [master], "weights": [weights], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, fused
+        )
+        for clip in steps:
+            master.grad = torch.cos(start) if math.isfinite(clip) else torch.full((1000,), clip)
+            optimizer.step(torch.tensor(clip))
+            if not math.isfinite(clip):
+                optimizer.was_skipped()
+        assert optimizer.steps == 2
+        ends.append([master, weights, *optimizer.state[master].values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True)) and ends[0][2].item() == 2.0
+
+
+@pytest.mark.gpu
+@without_apex
+@pytest.mark.parametrize("clip", [1.0, 0.25])
+def test_apex_takes_the_same_steps(clip: float) -> None:
+    """Catches L2 in place of decoupled decay, a missing bias correction, eps inside the root, arguments in another
+    order, another group's rates, gradients that are not clipped, and weights that stay as they were."""
+    start, runs = torch.randn(70_001, generator=torch.Generator().manual_seed(0)), []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        masters = [start.to(device, dtype, copy=True) for _ in range(2)]
+        weights = [master.to(torch.bfloat16) for master in masters]
+        groups = [
+            {"params": [master], "weights": [working], "weight_decay": decay, "lr": lr}
+            for master, working, decay, lr in zip(masters, weights, (0.1, 0.0), (1e-2, 1e-3), strict=True)
+        ]
+        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-3, apex=device == "cuda")
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            for master in masters:
+                master.grad = torch.randn(len(start), generator=generator).to(master)
+            optimizer.step(torch.tensor(clip, dtype=torch.float32, device=device))
+        assert [optimizer.state[master]["step"].item() for master in masters] == [4.0, 4.0]
+        for master, working in zip(masters, weights, strict=True):
+            assert torch.equal(working, master.to(torch.bfloat16))
+        runs.append(
+            [*masters, *(optimizer.state[master][kind] for master in masters for kind in ("exp_avg", "exp_avg_sq"))]
+        )
+    for exact, found in zip(*runs, strict=True):
+        torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("taken", [{}, {"fused": True}, {"apex": True}], ids=["torch", "fused", "apex"])
+def test_the_state_does_not_depend_on_who_computes(taken: dict[str, bool]) -> None:
+    """Catches state that comes into being otherwise: a run could not go on with another optim.impl."""
+    masters = [torch.zeros(7), torch.zeros(3)]
+    groups = [{"params": [m], "weights": [torch.empty_like(m)], "weight_decay": 0.0} for m in masters]
+    state = FusedAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, **taken).state
+    for master in masters:
+        shapes = {kind: (tensor.shape, tensor.dtype) for kind, tensor in state[master].items()}
+        flat = (master.shape, torch.float32)
+        assert shapes == {"step": (torch.Size([]), torch.float32), "exp_avg": flat, "exp_avg_sq": flat}

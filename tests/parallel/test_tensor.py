@@ -13,12 +13,15 @@ from megads.batch import BatchInfo
 from megads.parallel.grid import Axis
 from megads.parallel.region_linear import Region
 from megads.parallel.tensor import (
+    ColumnParallelBranches,
     ColumnParallelLinear,
+    RowParallelBranches,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     padded_rows,
 )
+from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
 
@@ -96,6 +99,55 @@ def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) ->
     biases = [torch.from_numpy(found[-1]) for found in results]
     for bias in [sum(biases)] if sequence_parallel else biases:
         torch.testing.assert_close(bias, b2, rtol=1e-12, atol=1e-12)
+
+
+def _branches(sequence_parallel: bool, chunks: int) -> list[Any]:
+    """Two branches of one input, each a column and a row layer, run together and apart."""
+    axis = tensor_axis()
+    region, gradients = Region(axis, sequence_parallel, chunks), WeightGradients()
+    columns = [ColumnParallelLinear(HIDDEN, FFN, region).double() for _ in range(2)]
+    rows = [RowParallelLinear(FFN, HIDDEN, region).double() for _ in range(2)]
+    parameters = [parameter for layer in (*columns, *rows) for parameter in layer.parameters()]
+    for seed, parameter in enumerate(parameters):
+        with torch.no_grad():
+            parameter.copy_(random(*parameter.shape, seed=seed))
+    enter, leave = ColumnParallelBranches(region), RowParallelBranches(region)
+
+    def together(x: Tensor) -> Tensor:
+        return leave([F.gelu(opened) for opened in enter(x, *columns)], rows)
+
+    def apart(x: Tensor) -> Tensor:
+        return sum(row(F.gelu(column(x))) for column, row in zip(columns, rows, strict=True))
+
+    results = []
+    for function, put_off in ((together, False), (apart, False), (together, True)):
+        x = own_tokens(random(2, LENGTH, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
+        for layer in (*columns, *rows):
+            layer.zero_grad()
+            layer.weight_gradients = gradients if put_off else None
+        y = function(x)
+        loss = (y * own_tokens(random(2, LENGTH, HIDDEN, seed=9), axis, sequence_parallel)).sum()
+        if put_off:
+            with gradients.put_off() as owed:
+                loss.backward()
+            assert all(layer.weight.grad is None for layer in (*columns, *rows))
+            with torch.no_grad():
+                owed.settle(lambda weight, gradient: setattr(weight, "grad", gradient))
+        else:
+            loss.backward()
+        results.append([t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))])
+    return results
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("sequence_parallel", "chunks"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int) -> None:
+    """Catches a branch that is left out of the shared message, in either direction, or counts twice, a bias of the
+    other branch, and gradients that are put off with another layer's input."""
+    for together, apart, put_off in run_ranks(_branches, 2, sequence_parallel, chunks):
+        for found in (together, put_off):
+            for value, expected in zip(found, apart, strict=True):
+                torch.testing.assert_close(torch.from_numpy(value), torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
 
 
 def own_rows(table: Tensor, axis: Axis) -> Tensor:

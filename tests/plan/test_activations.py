@@ -14,7 +14,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
 from megads.model.initialise import initial_value
 from megads.model.sharding import SHARDING
-from megads.model.stages import Block, Embedding, FinalNorm, use_kernels
+from megads.model.stages import Block, Embedding, FinalNorm, make_block, use_kernels
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
@@ -99,7 +99,7 @@ def test_block_with_augmented_attention(features: dict[str, Any]) -> None:
 def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = False) -> None:
     """Asserts that a block on one of `tp` ranks keeps what the plan says."""
     with torch.device("meta"):
-        unsharded = Block(model, 0, 0)
+        unsharded = make_block(model, 0, 0)
     if fused:
         use_kernels(unsharded)
     block, placements = shard_stage(

@@ -118,6 +118,11 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(pp=2, schedule=ScheduleName.zb_h1),
     ),
     "cp2 fp32, palm": (replace(FP32, model=PALM), ParallelConfig(cp=2)),
+    "tp2, palm": (replace(MANY_TOKENS, model=PALM), ParallelConfig(tp=2)),
+    "tp2, sequence parallel, palm, dropout": (
+        replace(MANY_TOKENS, model=replace(PALM, hidden_dropout=0.1)),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
     "single bf16, dropout, fused": (replace(SCENARIO, model=DROPOUT, ops=FUSED), ParallelConfig()),
     "single bf16, fused softmax, recompute=selective": (
         replace(DEEP, model=replace(DEEP.model, attention=AttentionKind.fused_softmax), ops=FUSED),

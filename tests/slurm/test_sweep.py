@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,17 +15,24 @@ from tests.slurm.jobs import Jobs
 from tests.slurm.training import TRAIN
 
 STEPS = 60
+RATES = "1e-3,3e-3,1e30,-1,1e-2,3e-2"
 
 
-def sweep_command(jobs: Jobs, megads: StartCommand, corpus: Path, *overrides: str) -> Command:
+def sweep_command(
+    jobs: Jobs, megads: StartCommand, corpus: Path, *overrides: str, rates: str = RATES, tools: Path | None = None
+) -> Command:
+    """A sweep over learning rates; `tools` is a folder of commands that come before the others."""
     model = small_model(
         corpus, train__steps=STEPS, train__max_nonfinite_steps=1, checkpoint__every_steps=10,
         logging__wandb__mode="disabled",
     )  # fmt: skip
+    variables = jobs.environment()
+    if tools is not None:
+        variables["PATH"] = f"{tools}:{os.environ['PATH']}"
     options = "sweep.sbatch_options=--nodes=1 --gpus-per-node=0 --time=60"
     return megads(
-        "train", "-m", *model, "optim.lr=1e-3,3e-3,1e30,-1,1e-2,3e-2", "sweep.name=mine", "sweep.launcher=slurm",
-        f"sweep.sbatch={TRAIN}", options, "sweep.poll_s=0.5", *overrides, variables=jobs.environment(),
+        "train", "-m", *model, f"optim.lr={rates}", "sweep.name=mine", "sweep.launcher=slurm",
+        f"sweep.sbatch={TRAIN}", options, "sweep.poll_s=0.5", *overrides, variables=variables,
     )  # fmt: skip
 
 
@@ -47,6 +55,8 @@ def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus
     holder = current_holder(killed)
     assert holder is not None
     os.kill(holder.pid, signal.SIGKILL)
+    # Before that SLURM is still cleaning up, and the second sweep would see the point end as its own.
+    first.wait_for(lambda: read_points(folder)[0].state == "killed")
     first.wait_for(lambda: saved(folder, 1) is not None)
     # A login node that goes down: the jobs go on without the command that submitted them.
     first.kill_everything()
@@ -69,6 +79,27 @@ def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus
     results = json.loads((folder / "results.json").read_text())
     objectives = {point.number: point.objective for point in points if point.state == "finished"}
     assert results["ranking"][0]["point"] == min(objectives, key=lambda number: objectives[number] or 0)
+
+
+def test_a_sweep_killed_while_it_submits_finds_the_job(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:
+    """Catches a job that was submitted in a sweep's last moment and that the next sweep does not know of: the point
+    would be submitted twice, and one of the two jobs fail, as the other holds the run."""
+    folder = megads.folder / "runs" / "sweeps" / "mine"
+    tools = megads.folder / "tools"
+    tools.mkdir()
+    submit = tools / "sbatch"
+    submit.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@"\nkill -KILL $PPID\n')
+    submit.chmod(0o755)
+    first = sweep_command(jobs, megads, corpus, "sweep.parallel=1", rates="1e-3,3e-3", tools=tools)
+    assert first.end().code == -signal.SIGKILL
+    (before,) = [point for point in read_points(folder) if point.state == "running"]
+    assert before.job == ""
+
+    again = sweep_command(jobs, megads, corpus, "sweep.parallel=1", rates="1e-3,3e-3").end(400)
+    points = read_points(folder)
+    jobs.submitted += [point.job for point in points]
+    assert again.code == 0, again
+    assert [len(events_of(megads.folder / point.run_dir, "start")) for point in points] == [1, 1]
 
 
 def test_ctrl_c_stops_and_cancels_jobs(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:

@@ -20,17 +20,18 @@ Tensor square_sums(const Tensor& flat, const Tensor& bounds) {
 }
 
 void adamw_step(const Tensor& master, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& weights,
-                const Tensor& grad, double clip, double lr, double weight_decay, double beta1, double beta2, double eps,
-                int64_t step) {
+                const Tensor& grad, const Tensor& clip, double lr, double weight_decay, double beta1, double beta2,
+                double eps, int64_t step) {
   for (const Tensor* x : {&master, &exp_avg, &exp_avg_sq, &grad})
     require(x->scalar_type() == ScalarType::Float && x->numel() == master.numel(),
             "master, moments and gradient must be fp32 of one length");
   require(weights.numel() == master.numel() && step >= 1, "weights must be as long as master, and steps count from 1");
-  require_together({&master, &exp_avg, &exp_avg_sq, &weights, &grad});
+  require(clip.scalar_type() == ScalarType::Float && clip.numel() == 1, "clip must be one fp32 number");
+  require_together({&master, &exp_avg, &exp_avg_sq, &weights, &grad, &clip});
   const Launch launch(master);
   launch(megads_cuda_adamw, number_of_type(weights), master.numel(), data_of<float>(grad), data_of<float>(master),
-         data_of<float>(exp_avg), data_of<float>(exp_avg_sq), data(weights), clip, nullptr, lr, weight_decay, beta1,
-         beta2, eps, step);
+         data_of<float>(exp_avg), data_of<float>(exp_avg_sq), data(weights), data_of<float>(clip), lr, weight_decay,
+         beta1, beta2, eps, step);
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import sys
 import tomllib
@@ -15,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import megads
+from megads.ops.apex import ApexState, find_apex
 from megads.resilience.doctor.finding import Finding, Status, note, ok, problem
 
 Installed = Mapping[str, Sequence[str]]
@@ -139,19 +139,14 @@ def _contains(releases: str, version: str) -> bool:
 
 
 def check_apex() -> list[Finding]:
-    """Tells NVIDIA's apex from the other project of that name by its compiled extensions."""
-    if importlib.util.find_spec("apex") is None:
-        return []
-    extensions = [name for name in ("fused_layer_norm_cuda", "amp_C") if importlib.util.find_spec(name)]
-    if extensions:
-        return [ok("apex", f"NVIDIA's, with {', '.join(extensions)}")]
+    """Says what is installed under the name apex: NVIDIA's, whole or not, or the other project."""
+    found = find_apex()
+    if found.state is ApexState.absent:
+        return [ok("apex", "not installed: wanted for ops.impl=apex and optim.impl=apex only")]
+    if found.state is ApexState.present:
+        return [ok("apex", f"{found.text}: ops.impl=apex and optim.impl=apex take it on GPUs")]
     return [
-        note(
-            "apex",
-            "a package `apex` without NVIDIA's compiled extensions",
-            "the package of that name on PyPI is another project and offers no fused kernel; megads uses neither",
-            "pip uninstall apex",
-        )
+        note("apex", found.text, "ops.impl=apex and optim.impl=apex are refused; nothing else wants it", found.remedy)
     ]
 
 

@@ -7,7 +7,8 @@ import torch
 from megads.ops.adamw import AdamWStep, adamw
 from scripts.bench.operators.case import OURS, Case, Sizes, Target
 
-HOW = AdamWStep(clip=0.5, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=10)
+CLIP = 0.5
+HOW = AdamWStep(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=10)
 EAGER = "eager, torch's fused AdamW"
 
 
@@ -18,15 +19,15 @@ def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     parameter = torch.nn.Parameter(master.clone())
     parameter.grad = torch.empty_like(grad)
     torchs = torch.optim.AdamW([parameter], lr=HOW.lr, betas=HOW.betas, weight_decay=HOW.weight_decay, fused=True)
-    torchs_weights = master.to(dtype)
+    torchs_weights, clip = master.to(dtype), torch.tensor(CLIP)
 
     def eager() -> None:
         assert parameter.grad is not None
-        torch.mul(grad, HOW.clip, out=parameter.grad)
+        torch.mul(grad, CLIP, out=parameter.grad)
         torchs.step()
         torchs_weights.copy_(parameter.detach())
 
-    sides = {OURS: lambda: adamw(master, exp_avg, exp_avg_sq, weights, grad, HOW), EAGER: eager}
+    sides = {OURS: lambda: adamw(master, exp_avg, exp_avg_sq, weights, grad, clip, HOW), EAGER: eager}
     # Master and moments in and out, gradient in, weights out.
     moved = sizes.parameters * (7 * 4 + dtype.itemsize)
     return Case(f"AdamW {sizes.parameters:,} parameters", sides, moved, in_place=True, targets=(Target(EAGER, 1.0),))

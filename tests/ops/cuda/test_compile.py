@@ -33,7 +33,6 @@ MOST_REGISTERS = {
     "rotary": 48,
     "square_sums": 40,
     "sum_partials": 48,
-    "clip_factor": 48,
     "adamw": 40,
 }
 """Of a thread, whatever the element type: what the blocks that a multiprocessor holds at a time follow from."""

@@ -1,0 +1,177 @@
+"""When the host reads what a device computed, and would wait for a GPU: once a step.
+
+A CPU waits for nothing, so reads are counted by the places in the code that make them. A step on torch's meta device
+shows what of that concerns CPUs only, or tensors that lie on the host: there a read raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megads.engine.optimizer
+from megads.batch import BatchInfo
+from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.stage_pipeline import placement_of
+from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
+from megads.engine.whole_model import WholeModel
+from megads.model.config import NormKind, Position
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.grid import single_rank_grid
+from tests import parity
+from tests.distributed import run_ranks
+from tests.parity import MODEL, Scenario, build_engine, scenario_with, step_batches
+
+OPERATORS = {
+    "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select", "_unique2",
+    "unique_dim", "unique_consecutive", "bincount", "repeat_interleave",
+}  # fmt: skip
+"""Of torch, which give the host a value or a shape that depends on values."""
+METHODS = {"tolist", "numpy", "cpu"}
+"""Of tensors, which do that without an operator."""
+DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+
+THE_WAIT = ("engine/training.py", "step")
+HOST = {("engine/token_mean.py", "<genexpr>"), ("model/dropout.py", "_mask")}
+"""Read masks of the loss and numbers of samples, which are on the host."""
+CPU = {("parallel/cross_entropy.py", "backward"), ("optim/adamw.py", "_step_by_torch")}
+"""Ask a CPU for what saves a pass over memory there, and no other device."""
+
+Place = tuple[str, str]
+
+
+def place() -> Place:
+    """File and function of the code, torch's and this one's left out, that runs."""
+    frames = reversed(traceback.extract_stack())
+    frame = next(f for f in frames if "/torch/" not in f.filename and f.filename != __file__)
+    return frame.filename.rpartition("/megads/")[2], frame.name
+
+
+class Operators(TorchDispatchMode):
+    """Notes where operators are called that a host waits for."""
+
+    def __init__(self, found: Counter[Place]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        masks = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else []
+        if name in OPERATORS or any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in masks):
+            self.found[place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Methods(TorchFunctionMode):
+    """Notes where tensors are read without an operator."""
+
+    def __init__(self, found: Counter[Place]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in METHODS:
+            self.found[place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(
+    scenario: Scenario, parallel: ParallelConfig, defect: Callable[[], None] | None
+) -> tuple[Counter[Place], int]:
+    """Where the second step of a run reads tensors, and its micro-batches; the first one fills caches."""
+    load(scenario.ops, print, cuda=False)
+    if defect is not None:
+        defect()
+    engine, found = build_engine(scenario, parallel), Counter[Place]()
+    engine.step(step_batches(scenario, 0), scenario.lr)
+    batches = step_batches(scenario, 1)
+    with Methods(found), Operators(found):
+        engine.step(batches, scenario.lr)
+    return found, len(batches)
+
+
+FUSED = OpsConfig(Implementation.fused)
+CASES = {
+    "single": (scenario_with(model=DROPOUT, documents=True), ParallelConfig()),
+    "single, kernels": (scenario_with(model=DROPOUT, ops=FUSED), ParallelConfig(recompute=Recompute.full)),
+    "pp2, kernels": (scenario_with(model=MODEL, ops=FUSED), ParallelConfig(pp=2)),
+    "tp2sp": (scenario_with(model=DROPOUT), ParallelConfig(tp=2, sequence_parallel=True)),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_waits_once(case: str) -> None:
+    """Catches a read added anywhere in a step: on a GPU each drains the queue of work, and the device idles."""
+    scenario, parallel = CASES[case]
+    for found, micro_batches in run_ranks(reads_of_a_step, parallel.world_size, scenario, parallel, None):
+        assert found.pop(THE_WAIT) == 1
+        assert set(found) <= HOST | CPU
+        assert found["engine/token_mean.py", "<genexpr>"] in (0, micro_batches)
+
+
+def a_norm_that_is_read() -> None:
+    inner = megads.engine.optimizer.clip_factor
+    megads.engine.optimizer.clip_factor = lambda norm, largest: inner(norm, largest) if norm > 0 else norm
+
+
+@pytest.mark.distributed
+def test_a_wait_is_seen() -> None:
+    """Catches counters that see nothing."""
+    found, _ = run_ranks(reads_of_a_step, 1, *CASES["single"], a_norm_that_is_read)[0]
+    assert set(found) - HOST - CPU - {THE_WAIT} == {("engine/optimizer.py", "_update")}
+
+
+VARIANTS = {
+    "alibi": scenario_with(precision="bfloat16"),
+    "alibi, documents": scenario_with(documents=True),
+    "rope, RMSNorm, window, documents": scenario_with(
+        model=replace(MODEL, position=Position.rope, norm=NormKind.rmsnorm, window=7), documents=True
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_read_on_another_device(variant: str) -> None:
+    """Catches a read on devices other than CPUs. There is no GPU here: on the meta device a read raises."""
+    scenario, device, grid, parallel = VARIANTS[variant], torch.device("meta"), single_rank_grid(), ParallelConfig()
+    loss = TokenMeanLoss(scenario.model.vocabulary, grid)
+    value = parity.initial_weights(scenario)
+    assert value is not None
+    model = WholeModel(scenario.model, parallel, grid, scenario.seed, value, device, scenario.dtype, loss)
+    named = [NamedParameter(placement_of(p).key, p) for p in model.parameters()]
+    optimizer = BucketAdamW(named, scenario.optim, parallel, grid)
+    batches = step_batches(scenario, 0)
+    tokens = global_tokens(batches, grid, device, 0)
+    loss.scale = 1.0 / tokens.clamp(min=1.0)
+    losses = []
+    for index, batch in enumerate(batches):
+        optimizer.last_backward = index == len(batches) - 1
+        losses.append(model(batch.to(device)))
+        losses[-1].backward()
+    optimizer.reduce()
+    optimizer.step(scenario.lr)
+    shared = share_loss(functools.reduce(torch.add, losses).detach(), tokens, grid, 0)
+    assert shared.device == optimizer.norm.device == device
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        optimizer.norm.item()
+
+
+def test_numbers_of_samples_stay_on_the_host() -> None:
+    """Catches a copy to the device that every dropout would have to read back."""
+    info = BatchInfo(torch.tensor([3, 4]), document_starts=torch.zeros(2, 5, dtype=torch.int64))
+    moved = info.to(torch.device("meta"))
+    assert moved.sample_ids is info.sample_ids
+    assert moved.document_starts is not None and moved.document_starts.device.type == "meta"
