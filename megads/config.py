@@ -12,8 +12,9 @@ from megads.data.batch_size import BatchSizeSchedule
 from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, Engine, TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.ops.config import AUGMENTED_LONGEST, Compile, Implementation, OpsConfig
+from megads.model.attention_kinds import AttentionWork, why_not
+from megads.model.config import ModelConfig, Position
+from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
@@ -153,7 +154,7 @@ def check_config(config: RootConfig) -> None:
         config.cluster,
     ):
         part.check()
-    _check_attention(config)
+    check_attention(config)
     _check_optimizer(config)
     _check_compile(config)
     _check_layout(config)
@@ -178,31 +179,32 @@ def check_shape(config: RootConfig) -> None:
     _check_positions(config)
 
 
-def _check_attention(config: RootConfig) -> None:
-    """Who insists on a kernel for attention must insist on kernels, so that a run without them does not start."""
-    kind = config.model.attention
-    if kind in (AttentionKind.fused, AttentionKind.fused_softmax) and config.ops.impl is not Implementation.fused:
-        raise ConfigError(
-            f"model.attention = {kind} needs megads' own kernels, but ops.impl = {config.ops.impl} can do without: set "
-            "ops.impl=fused, or model.attention=auto"
-        )
-    if kind is not AttentionKind.augmented:
-        return
-    for wrong, found, wanted in (
-        (config.train.precision is not Precision.bf16, "train.precision = fp32", "train.precision=bf16"),
-        (config.parallel.cp > 1, f"parallel.cp = {config.parallel.cp}", "parallel.cp=1"),
-        (config.data.document_mask, "data.document_mask = true", "data.document_mask=false"),
-        (
-            config.train.seq_len > AUGMENTED_LONGEST,
-            f"train.seq_len = {config.train.seq_len:,}",
-            f"{AUGMENTED_LONGEST:,} or less",
-        ),
-    ):
-        if wrong:
-            raise ConfigError(
-                f"model.attention = augmented is a plain causal kernel in bf16 with ALiBi inside, but {found}: set "
-                f"{wanted}, or model.attention=auto"
-            )
+def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool | None = None) -> AttentionWork:
+    """What a rank of a run asks of attention.
+
+    Args:
+        config: the run.
+        cuda: ranks compute on GPUs; None where that is not known.
+        fused: megads' own kernels are loaded, or not; None goes by ops.impl.
+    """
+    loaded = config.ops.impl if fused is None else Implementation.fused if fused else Implementation.torch
+    return replace(
+        config.model.attention_work(config.parallel.tp),
+        bf16=config.train.precision is Precision.bf16,
+        cuda=cuda,
+        impl=loaded,
+        seq_len=config.train.seq_len,
+        micro_batch_size=config.train.micro_batch_size,
+        context=config.parallel.cp,
+        documents=config.data.document_mask,
+    )
+
+
+def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
+    """Raises ConfigError where the attention that was asked for cannot do the run's work; see `attention_work`."""
+    reason = why_not(config.model.attention, attention_work(config, cuda=cuda))
+    if reason:
+        raise ConfigError(f"model.attention = {config.model.attention} {reason}")
 
 
 def _check_optimizer(config: RootConfig) -> None:

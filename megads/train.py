@@ -14,7 +14,14 @@ import torch.distributed as dist
 from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, read_into
-from megads.config import Precision, RootConfig, batch_size_schedule, open_run_data, planned_steps
+from megads.config import (
+    Precision,
+    RootConfig,
+    attention_work,
+    batch_size_schedule,
+    open_run_data,
+    planned_steps,
+)
 from megads.data.batches import Packing
 from megads.data.blend import BlendedSamples
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
@@ -23,12 +30,14 @@ from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.skip import require_same_past, skips_of
 from megads.data.unigram import unigram_entropy
+from megads.engine.attention_kind import record_attention, settle_attention
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
 from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest, config_of_start
+from megads.model.attention_kinds import AttentionKind
 from megads.ops.choice import Choice, load
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
@@ -81,7 +90,10 @@ def train(config: RootConfig, run_dir: Path) -> int:
         step_lines = metrics_hook(config, environment, device, metrics)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
-        engine = build_engine(config, grid, device, ops)
+        work = attention_work(config, cuda=device.type == "cuda", fused=ops.fused)
+        attention = settle_attention(config.model, work, grid, device, run_dir)
+        record_attention(events, attention)
+        engine = build_engine(config, grid, device, ops, attention.kind)
         state = TrainState()
         resume(config, run_dir, engine, state, events)
         metrics.drop_after(state.step)
@@ -178,10 +190,12 @@ def load_ops(config: RootConfig, device: torch.device) -> Choice:
     return choice
 
 
-def build_engine(config: RootConfig, grid: ParallelGrid, device: torch.device, ops: Choice) -> TrainEngine:
+def build_engine(
+    config: RootConfig, grid: ParallelGrid, device: torch.device, ops: Choice, attention: AttentionKind
+) -> TrainEngine:
     """The engine with its initial weights."""
     return build_train_engine(
-        config.model,
+        replace(config.model, attention=attention),
         config.parallel,
         config.optim,
         grid,

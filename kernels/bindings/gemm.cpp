@@ -9,7 +9,7 @@ namespace megads::bindings {
 namespace {
 
 struct Product {
-  megads::Operand a, b;
+  megads::Matrix<float> a, b;
   const float* bias;
   float* c;
   int64_t rows, columns, inner;

@@ -5,65 +5,8 @@
 namespace megads {
 namespace {
 
-constexpr int kBlock = 8;
-typedef float Eight __attribute__((vector_size(kBlock * 4)));
-typedef int32_t EightInts __attribute__((vector_size(kBlock * 4)));
-
-inline Eight interleaved_low(Eight x, Eight y) {
-#if defined(__clang__)
-  return __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
-#else
-  return __builtin_shuffle(x, y, EightInts{0, 8, 1, 9, 2, 10, 3, 11});
-#endif
-}
-
-inline Eight interleaved_high(Eight x, Eight y) {
-#if defined(__clang__)
-  return __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-  return __builtin_shuffle(x, y, EightInts{4, 12, 5, 13, 6, 14, 7, 15});
-#endif
-}
-
-// Transposes eight rows. A round turns the bits of an element's place (row, column) by one; three exchange the two.
-inline void transpose(Eight (&x)[kBlock]) {
-#pragma GCC unroll 3
-  for (int round = 0; round < 3; ++round) {
-    Eight y[kBlock];
-#pragma GCC unroll 4
-    for (int i = 0; i < kBlock / 2; ++i) {
-      y[2 * i] = interleaved_low(x[i], x[i + kBlock / 2]);
-      y[2 * i + 1] = interleaved_high(x[i], x[i + kBlock / 2]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < kBlock; ++i) x[i] = y[i];
-  }
-}
-
-// One panel whose inner elements lie beside each other. A panel's width that is no multiple of eight is written over its
-// end, in the order in which what follows is written.
 template <int kWidth>
-void pack_transposed(const float* data, int64_t row, int64_t rows, int64_t inner, float* to) {
-  int64_t k = 0;
-  for (; k + kBlock <= inner; k += kBlock)
-    for (int group = 0; group < kWidth; group += kBlock) {
-      Eight x[kBlock];
-#pragma GCC unroll 8
-      for (int r = 0; r < kBlock; ++r)
-        if (group + r < kWidth && group + r < rows)
-          std::memcpy(&x[r], data + (group + r) * row + k, sizeof x[r]);
-        else
-          x[r] = Eight{};
-      transpose(x);
-#pragma GCC unroll 8
-      for (int j = 0; j < kBlock; ++j) std::memcpy(to + (k + j) * kWidth + group, &x[j], sizeof x[j]);
-    }
-  for (; k < inner; ++k)
-    for (int r = 0; r < kWidth; ++r) to[k * kWidth + r] = r < rows ? data[r * row + k] : 0.0f;
-}
-
-template <int kWidth>
-void pack_panel(const Operand& from, const float* data, int64_t rows, int64_t inner, float* to) {
+void pack_panel(const Matrix<float>& from, const float* data, int64_t rows, int64_t inner, float* to) {
   if (from.inner == 1) return pack_transposed<kWidth>(data, from.row, rows, inner, to);
   for (int64_t k = 0; k < inner; ++k, data += from.inner, to += kWidth) {
     if (from.row == 1 && rows == kWidth) {
@@ -75,7 +18,7 @@ void pack_panel(const Operand& from, const float* data, int64_t rows, int64_t in
 }
 
 template <int kWidth>
-void pack(const Operand& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+void pack(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
   for (int64_t row = first; row < last; row += kWidth, to += kWidth * (end - begin)) {
     const float* data = from.data + row * from.row + begin * from.inner;
     pack_panel<kWidth>(from, data, std::min<int64_t>(kWidth, last - row), end - begin, to);
@@ -105,11 +48,11 @@ inline __attribute__((always_inline)) void tile(int64_t inner, const float* a, c
 
 }  // namespace
 
-void pack_rows(const Operand& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+void pack_rows(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
   pack<kPanelRows>(from, first, last, begin, end, to);
 }
 
-void pack_columns(const Operand& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+void pack_columns(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
   pack<kPanelColumns>(from, first, last, begin, end, to);
 }
 

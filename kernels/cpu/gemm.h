@@ -2,15 +2,9 @@
 // van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
 #pragma once
 
-#include "vector.h"
+#include "gemm_transpose.h"
 
 namespace megads {
-
-// Element (i, k) is at data[i * row + k * inner].
-struct Operand {
-  const float* data;
-  int64_t row, inner;
-};
 
 // Inner elements of one pass over c. Rounding errors grow with the length of a sum, so this is also what makes it exact.
 constexpr int64_t kInnerBlock = 256;
@@ -25,14 +19,12 @@ constexpr int kPanelRows = 6, kPanelVectors = 2;  // 12 of 16
 constexpr int kPanelColumns = kPanelVectors * kLanes;
 constexpr int64_t kSlack = 8;  // floats that pack_rows may write behind its last panel
 
-constexpr int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
-
 // Packs rows first..last-1 and inner elements begin..end-1: panels of kPanelRows rows, in each of them the rows of one
 // inner element after those of the other. Rows that the last panel lacks are zero.
-void pack_rows(const Operand& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
+void pack_rows(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
 
 // The same in panels of kPanelColumns; writes nothing behind them.
-void pack_columns(const Operand& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
+void pack_columns(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
 
 // c [rows, columns] = start + a b^T of packed blocks of `inner` elements. Row r of `start` is at start + r * start_row:
 // c itself, or with start_row 0 a bias; null is zero.

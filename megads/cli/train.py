@@ -22,10 +22,10 @@ from megads.cli.train_data import (
     require_data,
 )
 from megads.cli.verb import Invocation, Verb
-from megads.config import RootConfig, batch_size_schedule, check_config, planned_steps
+from megads.config import RootConfig, batch_size_schedule, check_attention, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
-from megads.model.config import AttentionKind, ModelConfig
+from megads.model.config import ModelConfig
 from megads.ops.choice import Choice, choose, prepare
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
@@ -183,14 +183,9 @@ def chosen_kernels(config: RootConfig, machine: Machine) -> Choice:
         machine: where the ranks would run.
 
     Raises:
-        ConfigError: kernels were asked for and cannot be had there.
+        ConfigError: kernels, or a kind of attention, were asked for and cannot be had there.
     """
-    kind = config.model.attention
-    if machine.per_gpu and kind in (AttentionKind.fused, AttentionKind.fused_softmax):
-        raise ConfigError(
-            f"model.attention = {kind} is for CPUs, but this run is on GPUs: use model.attention=auto, which takes "
-            "torch's there"
-        )
+    check_attention(config, cuda=machine.per_gpu)
     return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 

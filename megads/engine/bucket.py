@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
+from megads.parallel.weight_gradients import WeightGradient
 
 
 class Bucket:
@@ -85,13 +86,22 @@ class Bucket:
         """
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        place = self.layout.slots[slot]
-        sums = self._room()[place.start : place.stop].view(parameter.shape)
-        if slot in self._empty:
-            self._empty.remove(slot)
+        sums, first = self._place(slot, parameter)
+        if first:
             sums.copy_(gradient)
         else:
             sums.add_(gradient)
+
+    def add_product(self, slot: int, parameter: Parameter, gradient: WeightGradient) -> None:
+        """Computes the gradient of a linear layer's weight in the fp32 sums; like `add`, but it is never rounded."""
+        gradient.add_to(*self._place(slot, parameter))
+
+    def _place(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:
+        """A parameter's sums, which are about to get a gradient, and whether it is the first."""
+        place = self.layout.slots[slot]
+        first = slot in self._empty
+        self._empty.discard(slot)
+        return self._room()[place.start : place.stop].view(parameter.shape), first
 
     def _room(self) -> Tensor:
         """The sums; what is in slots that are still empty is undefined, gaps between slots are zero."""

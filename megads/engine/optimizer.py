@@ -1,9 +1,9 @@
 """AdamW on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
 
 The same code drives both precisions, so what the fp32 parity tests prove is what bf16 training runs. A step is:
-gradients are added to fp32 sums as autograd makes them, micro-batch after micro-batch; the last backward pass starts
-the reduction of each bucket as soon as its last gradient is in; norm, clipping and AdamW work on this rank's slices;
-the new weights are gathered.
+gradients are added to fp32 sums as the backward pass makes them, micro-batch after micro-batch; the last one starts the
+reduction of each bucket as soon as its last gradient is in; norm, clip and AdamW work on this rank's slices; and the
+new weights are gathered.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.groups import Role, parameter_role
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
+from megads.parallel.weight_gradients import WeightGradient
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
@@ -155,16 +156,20 @@ class BucketAdamW:
         for bucket in self.buckets:
             bucket.begin()
 
-    def take(self, parameter: Parameter, gradient: Tensor) -> None:
-        """Adds a gradient that the backward pass put off, as if it had made it now."""
-        parameter.grad = gradient
-        self._on_gradient(parameter)
+    def take(self, parameter: Parameter, gradient: WeightGradient) -> None:
+        """Adds a gradient that autograd does not get: its product was put off, or computes in the sums themselves."""
+        bucket, slot = self._places[parameter]
+        bucket.add_product(slot, parameter, gradient)
+        self._count(bucket)
 
     def _on_gradient(self, parameter: Parameter) -> None:
-        if parameter.grad is None:  # put off
+        if parameter.grad is None:  # put off, or taken
             return
         bucket, slot = self._places[parameter]
         bucket.add(slot, parameter)
+        self._count(bucket)
+
+    def _count(self, bucket: Bucket) -> None:
         if self.last_backward:
             bucket.missing -= 1
             self._launch_complete()

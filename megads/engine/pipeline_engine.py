@@ -90,7 +90,9 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
-        self._weight_gradients = WeightGradients()
+        self._weight_gradients = WeightGradients(self.optimizer.take)
+        if module.ops.fused:
+            split_backward(module, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans = SpanRecorder(self.device)
         self._begin([])

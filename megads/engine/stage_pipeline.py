@@ -181,7 +181,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.placement = parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = tied, model.hidden_size
-        self.grid, self.parallel, self.compiled = grid, parallel, ops.compiled
+        self.grid, self.parallel, self.ops = grid, parallel, ops
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops) for spec in specs],
             topology=GridTopology(parallel),
@@ -203,7 +203,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             stages |= zip(names, self.forward_funcs, strict=True)
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
-        wrap_blocks(stages, self.parallel, self.stage_id, self.compiled)
+        wrap_blocks(stages, self.parallel, self.stage_id, self.ops.compiled)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""

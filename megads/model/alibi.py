@@ -21,10 +21,10 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-@functools.lru_cache(maxsize=4)
-def slopes_of(num_heads: int, first_head: int, last_head: int) -> Tensor:
+@functools.lru_cache(maxsize=8)
+def slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
     """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
-    return alibi_slopes(num_heads)[first_head:last_head].clone()
+    return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
 
 
 @functools.lru_cache(maxsize=4)

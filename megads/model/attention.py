@@ -10,12 +10,13 @@ import functools
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import BatchInfo
 from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
-from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.model.attention_kinds import AttentionKind
+from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.model.explicit_attention import explicit_attention
 from megads.model.per_batch import PerBatch
@@ -23,30 +24,16 @@ from megads.model.rotary import Rotary
 from megads.ops.attention import attention
 from megads.ops.augmented_attention import augmented_attention
 from megads.ops.eligible import kernel_takes
+from megads.ops.flash_attention import INSTALLED, Documents, documents_of, flash_attention
+from megads.ops.flex_attention import flex_attention, visible_blocks
+from megads.ops.masked_attention import bias_dtype, cudnn_attention, masked_attention
 from megads.ops.softmax import masked_softmax
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
+_DOCUMENTS: PerBatch[Documents] = PerBatch()
+_DOCUMENT_BLOCKS: PerBatch[BlockMask] = PerBatch()
 _WINDOW_STARTS: PerBatch[Tensor] = PerBatch()
-
-
-def bias_dtype(queries: Tensor) -> torch.dtype:
-    """Dtype of the additive mask that the fused kernels want beside these queries.
-
-    The CPU kernel takes an fp32 mask beside bf16 queries, but computes garbage with one beside fp64 queries; CUDA
-    kernels want the queries' dtype.
-    """
-    low = queries.device.type == "cpu" and queries.dtype.itemsize < 4
-    return torch.float32 if low else queries.dtype
-
-
-def masked_attention(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) v with torch's kernel, [b, n, s, d]; bias as `AttentionCore.bias` makes it."""
-    group = q_bnsd.shape[1] // k_bmtd.shape[1]
-    if group > 1 and q_bnsd.device.type != "cpu":
-        # Of CUDA's kernels that take a mask, only the one that has all scores in memory knows shared keys.
-        k_bmtd, v_bmtd = k_bmtd.repeat_interleave(group, dim=1), v_bmtd.repeat_interleave(group, dim=1)
-    shared = k_bmtd.shape[1] != q_bnsd.shape[1]
-    return F.scaled_dot_product_attention(q_bnsd, k_bmtd, v_bmtd, attn_mask=bias, enable_gqa=shared)
+_blocks_of = functools.lru_cache(maxsize=8)(visible_blocks)
 
 
 class AttentionCore(nn.Module):
@@ -57,7 +44,7 @@ class AttentionCore(nn.Module):
     rank holds. Query head i sees key-value head i // g.
 
     Attributes:
-        kind: how it is to be computed.
+        kind: how it is to be computed; auto is the kernel of the whole where megads' own are taken, else sdpa.
         fused: take megads' own kernels: the one of the whole, or with dropout on the probabilities that of softmax.
     """
 
@@ -103,29 +90,79 @@ class AttentionCore(nn.Module):
 
         return _WINDOW_STARTS.get(info, (window, device), make)
 
+    def slopes(self, device: torch.device) -> Tensor | None:
+        """ALiBi slope of each of this core's heads, fp32; None: there is no bias."""
+        return slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
+
+    def blocks(self, info: BatchInfo, queries: int, keys: int, device: torch.device) -> BlockMask:
+        """FlexAttention's mask of this micro-batch: of its documents, or of its lengths alone."""
+        sizes, starts_bs = (queries, keys, device, self.window, info.sequence_index), info.document_starts
+        if starts_bs is None:
+            return _blocks_of(*sizes)
+        return _DOCUMENT_BLOCKS.get(info, sizes, lambda: visible_blocks(*sizes, starts_bs))
+
+    def taken(self, q_bnsd: Tensor) -> AttentionKind:
+        """The kind that computes on these tensors: the one that was asked for, or where its kernel cannot be had sdpa.
+
+        A run that trains has been checked before (`attention_kinds.why_not`); but its model may be evaluated elsewhere.
+        """
+        kind, low = self.kind, q_bnsd.dtype is torch.bfloat16
+        if kind is AttentionKind.auto:
+            kind = AttentionKind.fused
+        match kind:
+            case AttentionKind.fused | AttentionKind.fused_softmax:
+                there = self.fused and kernel_takes(q_bnsd, gpu=kind is AttentionKind.fused_softmax)
+            case AttentionKind.augmented:
+                there = low
+            case AttentionKind.flex:
+                there = q_bnsd.is_cuda
+            case AttentionKind.flash:
+                there = q_bnsd.is_cuda and low and INSTALLED
+            case _:
+                there = q_bnsd.is_cuda and low
+        return kind if there else AttentionKind.sdpa
+
     def forward(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
+        kind = self.taken(q_bnsd)
+        if self.dropout.active or kind is AttentionKind.fused_softmax:
+            return self._explicit(q_bnsd, k_bmtd, v_bmtd, info)
+        (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
+        inputs, slopes_n, places_s = (q_bnsd, k_bmtd, v_bmtd), self.slopes(device), info.sequence_index
+        match kind:
+            case AttentionKind.fused:
+                return attention(*inputs, slopes_n, places_s, self.starts(info, queries, device))
+            case AttentionKind.augmented:
+                assert slopes_n is not None
+                return augmented_attention(*inputs, slopes_n)
+            case AttentionKind.flex:
+                return flex_attention(*inputs, self.blocks(info, queries, num_keys, device), slopes_n, places_s)
+            case AttentionKind.flash:
+                starts_bs = info.document_starts
+                apart = None if starts_bs is None else _DOCUMENTS.get(info, None, lambda: documents_of(starts_bs))
+                return flash_attention(*inputs, slopes_n, self.window, apart)
+            case AttentionKind.cudnn:
+                causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
+                bias = None if causal_alone else self.bias(info, num_keys, device, bias_dtype(q_bnsd))
+                return cudnn_attention(*inputs, bias)
+        return masked_attention(*inputs, self.bias(info, num_keys, device, bias_dtype(q_bnsd)))
+
+    def _explicit(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
+        """The same with scores in memory, [b, n, s, d]; what dropout wants."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
-        if self.kind is AttentionKind.augmented and q_bnsd.dtype is torch.bfloat16:
-            own_slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop)
-            return augmented_attention(q_bnsd, k_bmtd, v_bmtd, own_slopes_n)
-        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd)
-        slopes_n = slopes_of(self.num_heads, self.heads.start, self.heads.stop) if self.alibi and fused else None
+        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd, gpu=True)
         starts_bs = self.starts(info, queries, device) if fused else None
+        scale = dim**-0.5
 
         def soften(scores_bnst: Tensor) -> Tensor:
-            scale = dim**-0.5
             if fused:
+                slopes_n = self.slopes(device)
                 return masked_softmax(scores_bnst, scale, slopes_n, info.sequence_index, starts_bs, fused=True)
             biased_bnst = scores_bnst.float() * scale + self.bias(info, num_keys, device, torch.float32)
             return torch.softmax(biased_bnst, dim=-1).to(v_bmtd.dtype)
 
-        if self.dropout.active or (fused and self.kind is AttentionKind.fused_softmax):
-            drop = functools.partial(self.dropout, info=info, sequence_dim=2)
-            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, soften, drop)
-        if fused:
-            return attention(q_bnsd, k_bmtd, v_bmtd, slopes_n, info.sequence_index, starts_bs)
-        return masked_attention(q_bnsd, k_bmtd, v_bmtd, self.bias(info, num_keys, device, bias_dtype(q_bnsd)))
+        drop = functools.partial(self.dropout, info=info, sequence_dim=2)
+        return explicit_attention(q_bnsd, k_bmtd, v_bmtd, soften, drop)
 
 
 class Attention(nn.Module):

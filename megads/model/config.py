@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megads.errors import ConfigError
+from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
 
 
 class Position(StrEnum):
@@ -29,23 +30,6 @@ class MLPKind(StrEnum):
 
     gelu = "gelu"
     swiglu = "swiglu"
-
-
-class AttentionKind(StrEnum):
-    """How attention is computed; all compute the same."""
-
-    auto = "auto"
-    fused = "fused"
-    fused_softmax = "fused_softmax"
-    sdpa = "sdpa"
-    augmented = "augmented"
-
-    @classmethod
-    def refused(cls) -> dict[str, str]:
-        """Values that people ask for, and why they are not offered."""
-        in_it = "fused is a flash kernel with ALiBi, document borders and context parallelism inside; use auto"
-        flex = "FlexAttention has no backward pass on a CPU; use auto"
-        return {"flash": in_it, "flex": flex, "reference": "use sdpa, which is plain torch"}
 
 
 @dataclass
@@ -94,10 +78,13 @@ class ModelConfig:
     attention_dropout: float = 0.0
     """Dropout on the attention probabilities."""
     attention: AttentionKind = AttentionKind.auto
-    """How attention is computed, not what: fused is megads' own kernel, and fused_softmax megads' own softmax of scores
-    that are in memory, between two matrix products (both with ops.impl=fused); sdpa is torch's, with a mask in memory;
-    augmented is torch's causal flash kernel, without a mask, ALiBi being eight more features of a head, in bf16.
-    auto takes fused where ops.impl has it (fused_softmax with model.attention_dropout), and sdpa elsewhere."""
+    """How attention is computed, not what. On CPUs: fused, megads' own kernel. On GPUs: flash, the package flash-attn;
+    flex, torch's FlexAttention; cudnn, cuDNN's kernel. On both: fused_softmax, megads' own softmax of scores that are
+    in memory, between two matrix products (like fused with ops.impl=fused); sdpa, torch's, with a mask in memory;
+    augmented, torch's causal flash kernel without a mask, ALiBi being eight more features of a head, in bf16.
+    auto: on a CPU fused where ops.impl has it (fused_softmax with model.attention_dropout), else sdpa; on GPUs the
+    quickest of those that can do the run's work, as measured at the first start and kept in the user's cache
+    (docs/kernels.md)."""
     norm_eps: float = 1e-5
     """Added to the variance (the mean square with rmsnorm) in every norm."""
     init_std: float | None = None
@@ -164,29 +151,26 @@ class ModelConfig:
                 f"model.hidden_size / model.num_heads = {self.head_dim} is odd, but model.position=rope turns pairs of "
                 "a head's features: choose an even head size, or model.position=alibi"
             )
-        if self.attention is AttentionKind.fused and self.attention_dropout:
-            raise ConfigError(
-                f"model.attention = fused cannot drop probabilities, but model.attention_dropout = "
-                f"{self.attention_dropout}: set that to 0, or model.attention=fused_softmax or auto"
-            )
-        self._check_augmented()
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")
+        reason = why_not(self.attention, self.attention_work())
+        if reason:
+            raise ConfigError(f"model.attention = {self.attention} {reason}")
 
-    def _check_augmented(self) -> None:
-        """Raises ConfigError where a plain causal kernel computes something else."""
-        if self.attention is not AttentionKind.augmented:
-            return
-        for wrong, found, wanted in (
-            (self.position is not Position.alibi, f"model.position = {self.position}", "model.position=alibi"),
-            (self.window is not None, f"model.window = {self.window}", "model.window=null"),
-            (self.attention_dropout > 0, f"model.attention_dropout = {self.attention_dropout}", "0"),
-        ):
-            if wrong:
-                raise ConfigError(
-                    f"model.attention = augmented is ALiBi through a kernel that can do nothing else, but {found}: set "
-                    f"{wanted}, or model.attention=auto"
-                )
+    def attention_work(self, tp: int = 1) -> AttentionWork:
+        """What the model asks of attention on a rank; precision, place and batch are not known here.
+
+        Args:
+            tp: tensor parallel size.
+        """
+        return AttentionWork(
+            head_dim=self.head_dim,
+            heads=self.num_heads // tp,
+            kv_heads=self.kv_heads // tp,
+            alibi=self.position is Position.alibi,
+            window=self.window,
+            dropout=self.attention_dropout,
+        )

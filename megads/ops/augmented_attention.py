@@ -35,8 +35,7 @@ def augmented_attention(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, slopes_n
         q_bnsd: queries, bf16.
         k_bmsd: keys of the same places; at most AUGMENTED_LONGEST.
         v_bmsd: their values.
-        slopes_n: ALiBi slope of every head of the queries, on the CPU; cached by its identity: give the same tensor
-            every time.
+        slopes_n: ALiBi slope of every head of the queries; cached by its identity: give the same tensor every time.
     """
     assert k_bmsd.shape[2] == q_bnsd.shape[2] <= AUGMENTED_LONGEST and q_bnsd.dtype is torch.bfloat16
     dim, dtype = q_bnsd.shape[-1], q_bnsd.dtype

@@ -1,8 +1,9 @@
 """The matrix products of a linear layer, where torch's own are slow.
 
 torch multiplies fp32 matrices with MKL, which on AMD's processors uses half of AVX-512: our kernel is twice as fast
-(measured on a core of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). In bf16 torch takes oneDNN, but adds a bias in a
-second pass, which oneDNN's inner product does in the first.
+(measured on a core of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). In bf16 torch takes oneDNN, which is good, but
+rounds what it sums up: our kernel adds weight gradients to their fp32 sums, and on a Zen 5 is faster besides. Elsewhere
+oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one.
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """
@@ -10,6 +11,7 @@ Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = 
 from __future__ import annotations
 
 import functools
+import re
 from math import prod
 from pathlib import Path
 
@@ -18,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 THINNEST = 16
-"""Rows and columns of the smallest result that our kernel computes: torch's dot products are better at less."""
+"""Rows and columns of the smallest result that our kernels compute: torch's dot products are better at less."""
+
+WIDEST = 16
+"""Columns a row from which on the bf16 kernel would mostly pack: oneDNN is better at few tokens and a large weight."""
 
 
 def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, fused: bool) -> Tensor:
@@ -42,8 +47,10 @@ def linear_into(
     out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, fused: bool, bias_o: Tensor | None = None, add: bool = False
 ) -> None:
     """Writes x W^T + b into rows of two dims that lie beside each other, or adds it to them; see `linear`."""
-    if fused and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
-        torch.ops.megads.gemm(out_mo, x_mi, weight_oi, bias_o, add)
+    # What a result in bf16 holds is added by torch, which rounds once, too.
+    in_kernel = not add or out_mo.dtype is torch.float32
+    if fused and in_kernel and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
+        _gemm_into(out_mo, x_mi, weight_oi, bias_o, add)
     elif add:
         assert bias_o is None
         out_mo.addmm_(x_mi, weight_oi.t())
@@ -68,26 +75,59 @@ def weight_gradient(grad_mo: Tensor, x_mi: Tensor, fused: bool) -> Tensor:
     return grad_mo.t() @ x_mi
 
 
+def sums_in_place(grad_mo: Tensor, x_mi: Tensor) -> bool:
+    """Whether a fused `add_weight_gradient` computes in the sums; else it computes the gradient first."""
+    return _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
+
+
+def add_weight_gradient(sums_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, fused: bool) -> None:
+    """Adds `weight_gradient`, which is not rounded to its dtype on the way where `sums_in_place`.
+
+    Args:
+        sums_oi: fp32, contiguous.
+        grad_mo: [..., o].
+        x_mi: [..., i].
+        first: writes over what the sums hold.
+        fused: see `linear`.
+    """
+    if fused and sums_in_place(grad_mo, x_mi):
+        _gemm_into(sums_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
+    elif first:
+        sums_oi.copy_(weight_gradient(grad_mo, x_mi, fused))
+    else:
+        sums_oi.add_(weight_gradient(grad_mo, x_mi, fused))
+
+
 def register() -> None:
     """Tells torch that nothing is returned; gradients are the callers'. The library is loaded."""
+    for name in ("gemm", "gemm_bf16"):
 
-    @torch.library.register_fake("megads::gemm")
-    def _(c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, add: bool) -> None:
-        return None
+        @torch.library.register_fake(f"megads::{name}")
+        def _(c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, add: bool) -> None:
+            return None
 
 
 def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
-    if left.device.type != "cpu" or left.dtype is not torch.float32 or right.dtype is not torch.float32:
+    if left.device.type != "cpu" or left.dtype is not right.dtype or not (left.numel() and right.numel()):
         return False
-    return min(rows, columns) >= THINNEST and left.numel() > 0 and right.numel() > 0 and mkl_is_slow()
+    if min(rows, columns) < THINNEST:
+        return False
+    if left.dtype is torch.float32:
+        return mkl_is_slow()
+    return left.dtype is torch.bfloat16 and columns < WIDEST * rows and pairs_are_fast()
 
 
 def _gemm(a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None) -> Tensor:
-    """a b^T + bias in fp32, [..., n]; any strides. Bitwise the same for any number of threads."""
+    """a b^T + bias, [..., n]; any strides. Bitwise the same for any number of threads."""
     flat_mk = a_mk.flatten(0, -2)
     out_mn = flat_mk.new_empty(flat_mk.shape[0], b_nk.shape[0])
-    torch.ops.megads.gemm(out_mn, flat_mk, b_nk, bias_n, False)
+    _gemm_into(out_mn, flat_mk, b_nk, bias_n, False)
     return _unflattened(out_mn, a_mk)
+
+
+def _gemm_into(out_mn: Tensor, a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None, add: bool) -> None:
+    gemm = torch.ops.megads.gemm if a_mk.dtype is torch.float32 else torch.ops.megads.gemm_bf16
+    gemm(out_mn, a_mk, b_nk, bias_n, add)
 
 
 def _unflattened(out_mo: Tensor, like: Tensor) -> Tensor:
@@ -115,8 +155,23 @@ def _has_inner_product() -> bool:
 @functools.cache
 def mkl_is_slow() -> bool:
     """Whether this is an AMD processor with AVX-512; elsewhere torch's choice stands."""
+    return "AuthenticAMD" in _processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@functools.cache
+def pairs_are_fast() -> bool:
+    """Whether this is a Zen 5, the only processor on which our bf16 kernel has been compared with oneDNN.
+
+    By name, not by a measurement: ranks must agree, and so must a run and the one that resumes it.
+    """
+    return (
+        mkl_is_slow() and "avx512_bf16" in _processor() and re.search(r"cpu family\s*: 26\b", _processor()) is not None
+    )
+
+
+@functools.cache
+def _processor() -> str:
     try:
-        processor = Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
-    return "AuthenticAMD" in processor and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        return ""

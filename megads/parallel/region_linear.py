@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megads.ops import linear as products
 from megads.parallel import collectives
 from megads.parallel.grid import Axis
-from megads.parallel.weight_gradients import WeightGradients, linear
+from megads.parallel.weight_gradients import WeightGradient, WeightGradients, give, linear
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _bias_gradients(grads: Sequence[Tensor], biases: Sequence[bool]) -> list[Ten
 def _weight_gradients(
     ctx: Any, weights: Sequence[nn.Parameter], grads: Sequence[Tensor], input_of: Callable[[int], Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of layers' weights; None where they are put off.
+    """The gradients of layers' weights; None where they are put off, or in their sums already.
 
     Args:
         ctx: of the layers.
@@ -89,16 +89,10 @@ def _weight_gradients(
         grads: of the layers' outputs.
         input_of: the input of a layer by its number, asked for once, and in their order.
     """
-    fused, gradients = ctx.region.fused, ctx.gradients
-
-    def compute(number: int, grad: Tensor) -> Tensor:
-        return products.weight_gradient(grad, input_of(number), fused)
-
-    if gradients is None or not gradients.puts_off:
-        return [compute(number, grad) for number, grad in enumerate(grads)]
-    for number, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-        gradients.later(weight, partial(compute, number, grad))
-    return [None] * len(grads)
+    return [
+        give(ctx.gradients, weight, WeightGradient(grad_bso, partial(input_of, number), ctx.region.fused))
+        for number, (weight, grad_bso) in enumerate(zip(weights, grads, strict=True))
+    ]
 
 
 class _OpenWhole(torch.autograd.Function):
@@ -291,7 +285,7 @@ def opening_linear(
         weight: this rank's output features, [o, i].
         bias: [o], or None.
         region: how to enter.
-        gradients: says in the backward pass whether the weight's is put off; None where it never is.
+        gradients: says in the backward pass what becomes of the weight's; None leaves it to autograd.
 
     Returns:
         [b, s, o], in x's dtype.
@@ -334,7 +328,7 @@ def closing_linears(
         inputs: this rank's input features of each layer, [b, s, i].
         weights: of the layers, each [o, i].
         region: how to leave.
-        gradients: says in the backward pass whether the weights' are put off; None where they never are.
+        gradients: says in the backward pass what becomes of the weights'; None leaves them to autograd.
 
     Returns:
         [b, s, o] in the inputs' dtype; with sequence parallelism this rank's share of the tokens, [b, t, o].

@@ -1,7 +1,8 @@
-"""Backward in two parts: the gradients of linear layers' weights may be put off (Qi et al. 2023, zero bubble).
+"""The gradients of linear layers' weights: put off (Qi et al. 2023, zero bubble), or added straight to fp32 sums.
 
 The gradient of an input is what the previous pipeline stage waits for; that of a weight is due at the end of the step.
-Only matrix products are worth putting off: biases, norms and embeddings stay where autograd computes them.
+Only matrix products are worth putting off: biases, norms and embeddings stay where autograd computes them. And a
+product whose kernel keeps its sums in fp32 need not round them to the weight's dtype before they are added up.
 
 Shape suffixes: b = batch, s = sequence, i = local input features, o = local output features.
 """
@@ -17,8 +18,46 @@ from torch import Tensor, nn
 
 from megads.ops import linear as products
 
-WeightGradient = Callable[[], Tensor]
-"""Computes a weight's gradient; to be called once. Holds the layer's input and the gradient of its output."""
+
+class WeightGradient:
+    """A weight's gradient that is yet to be computed, once; holds the layer's input and its output's gradient."""
+
+    def __init__(self, grad_bso: Tensor, x_bsi: Tensor | Callable[[], Tensor], fused: bool) -> None:
+        """Computes nothing yet.
+
+        Args:
+            grad_bso: [b, s, o].
+            x_bsi: [b, s, i], or what gathers it.
+            fused: products by `megads.ops.linear`'s choice, not by torch's.
+        """
+        self._grad_bso, self._x_bsi, self._fused = grad_bso, x_bsi, fused
+
+    @property
+    def straight(self) -> bool:
+        """Whether `add_to` computes the sums in place; else it is no better than adding up `compute`'s."""
+        return self._fused and products.sums_in_place(self._grad_bso, self._input())
+
+    def compute(self) -> Tensor:
+        """Returns it: [o, i] in the weight's dtype."""
+        return products.weight_gradient(self._grad_bso, self._input(), self._fused)
+
+    def add_to(self, sums_oi: Tensor, first: bool) -> None:
+        """Adds it to fp32 sums [o, i], or writes it over what they hold.
+
+        Args:
+            sums_oi: contiguous.
+            first: what they hold does not count.
+        """
+        products.add_weight_gradient(sums_oi, self._grad_bso, self._input(), first, self._fused)
+
+    def _input(self) -> Tensor:
+        if not isinstance(self._x_bsi, Tensor):
+            self._x_bsi = self._x_bsi()
+        return self._x_bsi
+
+
+Take = Callable[[nn.Parameter, WeightGradient], None]
+"""Computes a weight's gradient and adds it to the sums of the step."""
 
 
 class PutOff:
@@ -27,23 +66,28 @@ class PutOff:
     def __init__(self) -> None:
         self._owed: list[tuple[nn.Parameter, WeightGradient]] = []
 
-    def add(self, weight: nn.Parameter, compute: WeightGradient) -> None:
+    def add(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
         """Takes note of a gradient."""
-        self._owed.append((weight, compute))
+        self._owed.append((weight, gradient))
 
-    def settle(self, take: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Computes every gradient, hands it over with its weight and frees what it was computed from."""
+    def settle(self, take: Take) -> None:
+        """Hands every gradient over with its weight, and frees what it was computed from."""
         self._owed.reverse()
         while self._owed:
-            weight, compute = self._owed.pop()
-            take(weight, compute())
+            take(*self._owed.pop())
 
 
 class WeightGradients:
-    """Says to the linear layers of a rank whether the backward pass that runs puts off the gradients of weights."""
+    """Says to the linear layers of a rank what becomes of their weights' gradients in the backward pass that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: Take | None = None) -> None:
+        """For one rank.
+
+        Args:
+            take: adds a gradient to the sums of the step; None leaves gradients that are not put off to autograd.
+        """
         self._open: PutOff | None = None
+        self._take = take
 
     @contextmanager
     def put_off(self) -> Iterator[PutOff]:
@@ -60,10 +104,20 @@ class WeightGradients:
         """Whether the backward pass that runs puts them off."""
         return self._open is not None
 
-    def later(self, weight: nn.Parameter, compute: WeightGradient) -> None:
-        """Puts off the gradient of a weight."""
-        assert self._open is not None
-        self._open.add(weight, compute)
+    def give(self, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
+        """Returns what autograd is to add up; None where the gradient is put off, or in the sums already."""
+        if self._open is not None:
+            self._open.add(weight, gradient)
+        elif self._take is not None and gradient.straight:
+            self._take(weight, gradient)
+        else:
+            return gradient.compute()
+        return None
+
+
+def give(gradients: WeightGradients | None, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
+    """`WeightGradients.give`; the gradient itself where there are none."""
+    return gradient.compute() if gradients is None else gradients.give(weight, gradient)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -88,10 +142,8 @@ class _SplitLinear(torch.autograd.Function):
         fused = ctx.fused
         grad_x_bsi = products.input_gradient(grad_bso, weight, fused) if ctx.needs_input_grad[0] else None
         grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
-        if ctx.gradients is not None and ctx.gradients.puts_off:
-            ctx.gradients.later(ctx.parameter, lambda: products.weight_gradient(grad_bso, x_bsi, fused))
-            return grad_x_bsi, None, grad_bias, None, None
-        return grad_x_bsi, products.weight_gradient(grad_bso, x_bsi, fused), grad_bias, None, None
+        grad_weight = give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, fused))
+        return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
 def linear(
@@ -101,13 +153,13 @@ def linear(
     gradients: WeightGradients | None,
     fused: bool = False,
 ) -> Tensor:
-    """x W^T + b, whose weight's gradient can be put off.
+    """x W^T + b, whose weight's gradient can be put off or go straight to its sums.
 
     Args:
         x_bsi: [b, s, i].
         weight: [o, i].
         bias: [o], or None.
-        gradients: decides in the backward pass; None where none is ever put off.
+        gradients: decides in the backward pass; None where autograd gets them all.
         fused: products by `megads.ops.linear`'s choice, not by torch's.
 
     Returns:
@@ -120,10 +172,10 @@ def linear(
 
 
 class SplitLayer(nn.Module):
-    """A linear layer whose weight's gradient can be put off.
+    """A linear layer whose weight's gradient can be put off or go straight to its sums.
 
     Attributes:
-        weight_gradients: of the rank, where its schedule splits the backward pass.
+        weight_gradients: of the rank; None leaves the gradient to autograd.
     """
 
     weight: nn.Parameter
@@ -131,7 +183,7 @@ class SplitLayer(nn.Module):
 
 
 def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
-    """Lets the tensor-parallel linear layers of a module put off the gradients of their weights.
+    """Lets the tensor-parallel linear layers of a module hand over the gradients of their weights.
 
     Args:
         module: cut already; changed in place.

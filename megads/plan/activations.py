@@ -117,7 +117,8 @@ def _attention_op(p: Pass) -> Op:
 
     The kernel saves queries, keys and values (views of the QKV projection, or copies where they were turned or
     gathered), its output and an fp32 logsumexp of every row; backward makes the gradients of the three from that of the
-    output. Gathered keys and values are counted where they are gathered.
+    output. Gathered keys and values are counted where they are gathered. So do the kernels for GPUs, of which none has
+    been measured: FlexAttention's, flash-attn's, cuDNN's.
 
     The explicit product saves contiguous copies of queries, keys and values beside its probabilities; the QKV
     projection, which nobody saves, is alive beside it.
@@ -131,9 +132,9 @@ def _attention_op(p: Pass) -> Op:
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
             "attention",
-            kept=inputs + p.attention + logsumexp,
+            kept=inputs + p.attention + logsumexp + p.repeated_keys,
             forward=0 if p.cp == 1 else p.projection,
-            backward=p.hidden + p.attention + made,
+            backward=p.hidden + p.attention + made + p.repeated_keys + p.split_sums,
         )
     one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
     if one_group and p.cp == 1 and p.model.position is not Position.rope:

@@ -11,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import AttentionKind, ModelConfig, NormKind, Position
+from megads.model.attention_kinds import AttentionKind
+from megads.model.config import ModelConfig, NormKind, Position
 from megads.parallel.tensor import padded_rows
 
 FP32, INT64 = 4, 8
+MULTIPROCESSORS = 160
+"""Of a GPU, at most; flash-attn gives each a sum of its own where there are few heads and samples."""
 
 
 @dataclass(frozen=True)
@@ -181,30 +184,67 @@ class Pass:
         return 2 * FP32 * blocks * self.model.hidden_size if self.fused else 0
 
     @property
-    def masked_by_kernel(self) -> bool:
-        """Megads' own kernels hide keys, so that no mask is in memory; there is none of them for GPUs."""
-        return self.fused and not self.cuda and self.model.attention is not AttentionKind.sdpa
+    def attention_kind(self) -> AttentionKind:
+        """What computes attention without dropout, as `AttentionCore.taken` says; auto on GPUs is taken for sdpa.
+
+        What auto measures there keeps little more at most (`megads.model.attention_choice`).
+        """
+        kind, low = self.model.attention, self.weight_bytes < FP32
+        if kind is AttentionKind.auto:
+            kind = AttentionKind.fused
+        there = {
+            AttentionKind.fused: self.fused and not self.cuda,
+            AttentionKind.fused_softmax: self.fused,
+            AttentionKind.augmented: low,
+            AttentionKind.flash: self.cuda and low,
+            AttentionKind.flex: self.cuda,
+            AttentionKind.cudnn: self.cuda and low,
+        }
+        return kind if there.get(kind) else AttentionKind.sdpa
 
     @property
     def explicit_attention(self) -> bool:
         """Attention scores are in memory."""
-        chosen = self.fused and not self.cuda and self.model.attention is AttentionKind.fused_softmax
-        return chosen or self.model.attention_dropout > 0
+        return self.attention_kind is AttentionKind.fused_softmax or self.model.attention_dropout > 0
+
+    @property
+    def masked_by_kernel(self) -> bool:
+        """Kernels hide keys and add biases themselves, so that no mask is in memory."""
+        if self.explicit_attention:
+            return self.fused and self.model.attention is not AttentionKind.sdpa
+        if self.attention_kind is not AttentionKind.cudnn:
+            return self.attention_kind is not AttentionKind.sdpa
+        apart = self.model.window is not None or self.document_mask or self.cp > 1
+        return self.model.position is not Position.alibi and not apart
 
     @property
     def fused_attention(self) -> bool:
         """Megads' own kernel computes the whole of attention."""
-        return self.masked_by_kernel and not self.explicit_attention and not self.augmented_attention
+        return self.attention_kind is AttentionKind.fused and not self.explicit_attention
 
     @property
     def augmented_attention(self) -> bool:
         """Torch's causal kernel computes attention on longer queries, keys and values."""
-        return self.model.attention is AttentionKind.augmented and self.weight_bytes < FP32
+        return self.attention_kind is AttentionKind.augmented and not self.explicit_attention
+
+    @property
+    def repeated_keys(self) -> int:
+        """Bytes of keys and values repeated for every head of queries: CUDA's kernels with a mask do not share."""
+        with_mask = self.attention_kind in (AttentionKind.sdpa, AttentionKind.cudnn) and not self.explicit_attention
+        return 2 * self.cp * self.attention if self.cuda and with_mask and self.model.queries_per_kv > 1 else 0
+
+    @property
+    def split_sums(self) -> int:
+        """Bytes of the partial gradients of queries, fp32, by which flash-attn's are the same on every run."""
+        if self.attention_kind is not AttentionKind.flash:
+            return 0
+        splits = -(-MULTIPROCESSORS // (self.micro_batch_size * self.heads))
+        return splits * FP32 * self.attention // self.weight_bytes
 
     @property
     def bias_table(self) -> int:
         """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
-        if self.masked_by_kernel or self.augmented_attention:
+        if self.masked_by_kernel:
             return 0
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 

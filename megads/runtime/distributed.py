@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megads.errors import ConfigError
+from megads.errors import ConfigError, MegadsError
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -41,6 +44,27 @@ def require_equal(what: str, value: str, remedy: str = "every node must see the 
     if len(set(values)) > 1:
         by_value = {v: [r for r, other in enumerate(values) if other == v] for v in set(values)}
         raise ConfigError(f"{what} differs between ranks: {by_value}; {remedy}")
+
+
+def first_decides(decide: Callable[[], T]) -> T:
+    """Rank 0's answer, on every rank; collective.
+
+    Args:
+        decide: called on rank 0 only, so it must not communicate; its answer can be pickled.
+
+    Raises:
+        MegadsError: on every rank, when rank 0 met one.
+    """
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [decide()]
+        except MegadsError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], MegadsError):
+        raise answer[0]
+    return answer[0]
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -57,7 +57,7 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
     assert code == 0, [finding for finding in findings.values() if finding["status"] == "problem"]
     for check in ("python", "packages", "cores", "memory", "disk of runs", "disk of caches", "slurm", "wandb", "clock"):
         assert findings[check]["status"] in ("ok", "note")
-    for check in ("hydra", "import torch", "import deepspeed", "collectives", "kernels"):
+    for check in ("hydra", "import torch", "import deepspeed", "collectives", "kernels", "attention"):
         assert findings[check]["status"] == "ok", findings[check]
     assert all(finding["cost"] and finding["remedy"] for finding in findings.values() if finding["status"] != "ok")
     assert list(tmp_path.iterdir()) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,16 @@ from megads.ops import linear as products
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
+HAS_PAIRS = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+needs_pairs = pytest.mark.skipif(not HAS_PAIRS, reason="this processor has no AVX-512 BF16")
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor on which MKL is slow."""
+    """As on a processor on which torch is slow; what the instructions of this one do not allow is not forced."""
     monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(products, "pairs_are_fast", lambda: HAS_PAIRS)
 
 
 def tensors(dtype: torch.dtype, tokens: tuple[int, ...], out: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,3 +96,109 @@ def test_fp64_goes_to_torch() -> None:
     """Catches a reference in fp64 that is computed in fp32 on the way."""
     x, weight, bias, _ = tensors(torch.float64, (2, 3), 4, 5)
     assert torch.equal(products.linear(x, weight, bias, True), torch.nn.functional.linear(x, weight, bias))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x.contiguous(),
+    "columns": lambda x: x.t().contiguous().t(),
+    "a view": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "any strides": lambda x: x.repeat_interleave(2, 0).repeat_interleave(3, 1)[::2, ::3],
+}
+
+
+@needs_pairs
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize("right", LAYOUTS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    # Part of a tile; odd ends; more rows than are packed at a time; passes over fp32 sums; and over a bf16 result.
+    [(1, 1, 1), (8, 48, 2), (9, 49, 3), (7, 97, 33), (300, 20, 31), (18, 33, 1250), (10, 17, 4099), (9, 20, 8194)],
+)
+def test_bf16_products(left: str, right: str, m: int, n: int, k: int) -> None:
+    """Catches numbers paired with the wrong partner, an odd end that is lost, edges of tiles, and passes that lose or
+    round what was before them. Sums in fp32 may be off by what fp32 is."""
+    generator = torch.Generator().manual_seed(m)
+    a, b, bias = (torch.randn(*size, generator=generator).to(BF16) for size in ((m, k), (n, k), (n,)))
+    exact = a.double() @ b.double().t()
+    a, b = LAYOUTS[left](a), LAYOUTS[right](b)
+    bound = 1e-6 * exact.norm()
+    sums = torch.full((m, n), 3.0)
+    torch.ops.megads.gemm_bf16(sums, a, b, bias, False)
+    assert (sums - (exact + bias.double())).norm() <= bound + 1e-6 * bias.double().norm() * m**0.5
+    sums.fill_(3.0)
+    torch.ops.megads.gemm_bf16(sums, a, b, None, True)
+    assert (sums - (exact + 3.0)).norm() <= bound + 1e-6 * 3.0 * (m * n) ** 0.5
+    rounded = torch.full((m, n), float("nan"), dtype=BF16)
+    torch.ops.megads.gemm_bf16(rounded, a, b, bias, False)
+    check_error(rounded, (exact + bias.double()).to(BF16), exact + bias.double())
+
+
+@needs_pairs
+def test_bf16_columns_beyond_one_block() -> None:
+    """Catches a block of packed columns that begins at the wrong one, or at another bias."""
+    generator = torch.Generator().manual_seed(0)
+    a, b, bias = (torch.randn(*size, generator=generator).to(BF16) for size in ((4, 4000), (1200, 4000), (1200,)))
+    found = a.new_empty(4, 1200)
+    torch.ops.megads.gemm_bf16(found, a, b, bias, False)
+    exact = a.double() @ b.double().t() + bias.double()
+    check_error(found, exact.to(BF16), exact)
+
+
+@needs_pairs
+def test_bf16_bits_do_not_depend_on_threads() -> None:
+    """Catches rows that threads share, and sums cut by thread (N8)."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, 1300, generator=generator).to(BF16).t().contiguous().t() for size in (333, 101))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.append(torch.empty(333, 101))
+            torch.ops.megads.gemm_bf16(found[-1], a, b, None, False)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@needs_pairs
+def test_bf16_infinity_stays_in_its_row() -> None:
+    """Catches rows and columns that only fill a tile up, and are multiplied with what is not finite."""
+    a, b = torch.ones(9, 3, dtype=BF16), torch.ones(50, 3, dtype=BF16)
+    a[8, 2] = float("inf")
+    for of_a in (a, a.t().contiguous().t()):
+        found = torch.empty(9, 50)
+        torch.ops.megads.gemm_bf16(found, of_a, b, None, False)
+        assert found[:8].eq(3.0).all() and found[8].isinf().all()
+
+
+@needs_pairs
+def test_what_torch_must_know_of_bf16() -> None:
+    """Catches a schema that hides what is written, and operands that would be read out of bounds or as another type."""
+    a, b, c = torch.randn(5, 7).to(BF16), torch.randn(3, 7).to(BF16), torch.zeros(5, 3)
+    torch.library.opcheck(torch.ops.megads.gemm_bf16.default, (c, a, b, None, True))
+    for arguments, complaint in [
+        ((c, a, b[:, :6], None, False), "same k"),
+        ((c.t(), a, b, None, False), "contiguous"),
+        ((c, a.float(), b, None, False), "must be bf16"),
+        ((c.to(BF16), a, b, None, True), "fp32 c"),
+        ((c, a, b, torch.zeros(3), False), "bias must be"),
+    ]:
+        with pytest.raises(RuntimeError, match=complaint):
+            torch.ops.megads.gemm_bf16(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) -> None:
+    """Catches a first gradient added to what was there, a second one that replaces it, and, in the kernels, one that
+    was rounded on the way."""
+    x, _, _, grad = tensors(dtype, (3, 40), 70, 50)
+    exact = 2 * (grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1))
+    sums = torch.full((70, 50), float("nan"))
+    products.add_weight_gradient(sums, grad, x, True, fused)
+    products.add_weight_gradient(sums, grad, x, False, fused)
+    straight = dtype is torch.float32 or (fused and HAS_PAIRS)
+    assert (sums - exact).norm() <= (1e-6 if straight else 4e-3) * exact.norm()
+    assert products.sums_in_place(grad, x) is (dtype is torch.float32 or HAS_PAIRS)
+    products.add_weight_gradient(sums, grad[:0], x[:0], False, fused)
+    assert (sums - exact).norm() <= 4e-3 * exact.norm()

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megads.parallel.weight_gradients import WeightGradients, linear
+from megads.ops import linear as products
+from megads.parallel.weight_gradients import WeightGradient, WeightGradients, linear
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, nn.Parameter, Tensor]:
@@ -35,7 +36,7 @@ def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, l
         with gradients.put_off() as owed:
             out.backward(grad)
         assert weight.grad is None and x.grad is not None and bias.grad is not None
-        owed.settle(lambda parameter, gradient: setattr(parameter, "grad", gradient))
+        owed.settle(lambda parameter, gradient: setattr(parameter, "grad", gradient.compute()))
     else:
         out.backward(grad)
     assert all(torch.equal(p.grad, wanted) for p, wanted in zip((x, weight, bias), expected, strict=True))
@@ -54,7 +55,7 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
         hidden.sum().backward()
     del hidden
 
-    def take(weight: nn.Parameter, _: Tensor) -> None:
+    def take(weight: nn.Parameter, _: WeightGradient) -> None:
         seen.append(next(i for i, known in enumerate(weights) if known is weight))
         gc.collect()
         alive.append(sum(reference() is not None for reference in watched))
@@ -64,3 +65,39 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
     assert alive[-1] == 0 and sorted(alive, reverse=True) == alive
     owed.settle(take)
     assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("later", [False, True])
+def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a weight's gradient that autograd gets as well, one that is taken twice, and a hook that sees it."""
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    x, weight, bias, grad = inputs(torch.float32)
+    sums, seen = torch.zeros_like(weight), []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))
+
+    def take(parameter: nn.Parameter, gradient: WeightGradient) -> None:
+        assert parameter is weight
+        gradient.add_to(sums, first=False)
+
+    gradients = WeightGradients(take)
+    for _ in range(2):
+        out = linear(x, weight, bias, gradients, fused=True)
+        if later:
+            with gradients.put_off() as owed:
+                out.backward(grad)
+            owed.settle(take)
+        else:
+            out.backward(grad)
+    assert weight.grad is None and all(gradient is None for gradient in seen)
+    assert bias.grad is not None and x.grad is not None
+    torch.testing.assert_close(sums, 2 * torch.einsum("bso,bsi->oi", grad, x.detach()))
+
+
+def test_gradients_that_no_kernel_adds_up_go_to_autograd() -> None:
+    """Catches fp64, or torch's products, taken out of autograd's hands for nothing."""
+    x, weight, bias, grad = inputs(torch.float32)
+    taken = []
+    gradients = WeightGradients(lambda parameter, gradient: taken.append(parameter))
+    linear(x, weight, bias, gradients).backward(grad)
+    assert weight.grad is not None and not taken

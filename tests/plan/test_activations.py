@@ -96,6 +96,26 @@ def test_block_with_augmented_attention(features: dict[str, Any]) -> None:
         check_block(model, torch.bfloat16, tp)
 
 
+@pytest.mark.parametrize("position", [Position.alibi, Position.rope])
+def test_attention_kinds_of_gpus(position: Position) -> None:
+    """Catches a mask counted for kernels that need none, one forgotten for cuDNN's with a bias, keys that are repeated
+    for heads that share them, and a kind for GPUs that changes the plan of a CPU. No GPU has measured them."""
+    model = replace(MODEL, position=position, num_kv_heads=3)
+    sdpa, flash, flex, cudnn = (
+        Pass(replace(model, attention=kind), 1, BATCH, SEQ_LEN, 2, cuda=True)
+        for kind in (AttentionKind.sdpa, AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn)
+    )
+    assert sdpa.bias_table and not flash.bias_table and not flex.bias_table
+    assert bool(cudnn.bias_table) is (position is Position.alibi)
+    kept = [kept_bytes(block_ops(p)) for p in (flash, flex, sdpa, cudnn)]
+    assert kept[0] == kept[1] == kept[2] - sdpa.repeated_keys and kept[2] == kept[3] and sdpa.repeated_keys
+    packed = replace(cudnn, document_mask=True)
+    assert packed.bias_table
+    for kind in (AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn):
+        on_cpu, plain = (Pass(replace(model, attention=k), 1, BATCH, SEQ_LEN, 2) for k in (kind, AttentionKind.sdpa))
+        assert block_ops(on_cpu) == block_ops(plain) and on_cpu.bias_table == plain.bias_table
+
+
 def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = False) -> None:
     """Asserts that a block on one of `tp` ranks keeps what the plan says."""
     with torch.device("meta"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megads.resilience.doctor.attention import describe_attention
 from megads.resilience.doctor.commands import ask, installed_version
 from megads.resilience.doctor.finding import Finding, note, ok, problem, size
 from megads.resilience.doctor.trial import Outcome
@@ -25,6 +26,7 @@ def judge_probe(outcome: Outcome) -> list[Finding]:
         *_judge_gloo(outcome),
         *_judge_gpus(outcome),
         *_judge_kernels(outcome),
+        *_judge_attention(outcome),
     ]
 
 
@@ -85,6 +87,11 @@ def _judge_kernels(outcome: Outcome) -> list[Finding]:
             return [ok("kernels", "compiled for this machine: ops.impl=fused")]
         wrong = f"GELU is off by {result['error']:.1e}"
     return [problem("kernels", str(wrong), "training on a CPU crashes, or computes something else", remedy)]
+
+
+def _judge_attention(outcome: Outcome) -> list[Finding]:
+    gpus = outcome.results.get("gpus")
+    return [] if gpus is None else [describe_attention(bool(gpus["gpus"]))]
 
 
 def _judge_gpus(outcome: Outcome) -> list[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from megads.model.attention_kinds import AttentionKind
 from megads.resilience.doctor.finding import Finding, Status
 from megads.resilience.doctor.software import describe_gpus, judge_probe
 from megads.resilience.doctor.trial import Outcome, read_outcome
@@ -101,3 +102,18 @@ def test_gpus() -> None:
     for check in ("gpu models", "bf16", "gpu memory", "peer access"):
         assert found[check].status == Status.note and found[check].remedy
     assert "GPU 1" in found["bf16"].found
+
+
+def test_attention_of_this_machine() -> None:
+    """Catches a GPU's kinds of attention promised to a CPU, and a kind that is left out without a reason."""
+    gpu = '{"name": "A", "free_bytes": 9, "total_bytes": 9, "capability": [9, 0]}'
+    on_gpu = GOOD.replace('"gpus": [], "reason": null', f'"gpus": [{gpu}], "apart": [], "nccl": "2"')
+    for text, there, reason in (
+        (GOOD, "fused, fused_softmax, sdpa, augmented", "cudnn is for GPUs (cuDNN)"),
+        (on_gpu, "fused_softmax, sdpa, augmented", "fused is for CPUs"),
+    ):
+        found = judge_probe(read_outcome(text, "exited with 0"))
+        (finding,) = [finding for finding in found if finding.check == "attention"]
+        kinds, *others = finding.found.split("; ")
+        assert kinds.startswith(there) and reason in others
+        assert {part.split()[0] for part in others} | set(kinds.split(", ")) == set(AttentionKind) - {"auto"}

@@ -1,0 +1,139 @@
+// The matrix product of linear layers in bf16: schema, checks and threads.
+#include "../cpu/gemm_bf16.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "tensors.h"
+
+namespace megads::bindings {
+namespace {
+
+#if defined(__AVX512BF16__)
+
+using bf16::Pair;
+
+constexpr int64_t kPackedPairs = 1 << 21;  // of b at a time, 8 MiB
+constexpr int64_t kRowBlock = 256;         // of a at a time, of each thread
+constexpr int64_t kPackedInner = 1024;     // inner elements of a pass where a is packed
+constexpr int64_t kInnerInPlace = 2048;    // and where it is not
+
+struct Free {
+  void operator()(Pair* room) const { std::free(room); }
+};
+
+// Not set to zero, and on a cache line of its own.
+std::unique_ptr<Pair, Free> room_for(int64_t pairs) {
+  constexpr int64_t kLine = 64;
+  auto* room = static_cast<Pair*>(std::aligned_alloc(kLine, megads::padded(pairs * int64_t(sizeof(Pair)), kLine)));
+  if (!room) throw std::bad_alloc();
+  return std::unique_ptr<Pair, Free>(room);
+}
+
+template <typename T>
+struct Product {
+  megads::Matrix<BFloat16> a, b;
+  const BFloat16* bias;
+  T* c;
+  int64_t rows, columns, inner;
+  bool add;
+};
+
+// c's columns from..to-1 by the inner elements begin..end-1. Which thread computes an element does not matter: its sum is
+// always over the same elements in the same order.
+template <typename T>
+void pass(const Product<T>& p, int64_t from, int64_t to, int64_t begin, int64_t end, Pair* packed_b) {
+  const int64_t wide = to - from, inner = end - begin, width = bf16::kPanelColumns, height = bf16::kPanelRows;
+  torch::stable::parallel_for(0, megads::padded(wide, width) / width, 1, [&](int64_t first, int64_t last) {
+    bf16::pack_columns(p.b, from + first * width, std::min(from + last * width, to), begin, end,
+                       packed_b + first * width * bf16::pairs_of(inner));
+  });
+  const bool in_place = bf16::read_in_place(p.a, inner), add = p.add || begin > 0;
+  torch::stable::parallel_for(0, megads::padded(p.rows, height) / height, 1, [&](int64_t first, int64_t last) {
+    const int64_t start = first * height, stop = std::min(last * height, p.rows);
+    const int64_t block = std::min(stop - start, kRowBlock);
+    const auto packed_a = room_for(in_place ? 0 : megads::padded(block, height) / height * bf16::row_panel(inner));
+    for (int64_t row = start; row < stop; row += block) {
+      const int64_t high = std::min(block, stop - row);
+      if (!in_place) bf16::pack_rows(p.a, row, row + high, begin, end, packed_a.get());
+      const bf16::Rows rows = {p.a.data + row * p.a.row + begin * p.a.inner, p.a.row,
+                               in_place ? nullptr : packed_a.get()};
+      bf16::block_product<T>(high, wide, inner, rows, packed_b,
+                             {p.c + row * p.columns + from, p.columns, add || !p.bias ? nullptr : p.bias + from, add});
+    }
+  });
+}
+
+template <typename T>
+void multiply(const Product<T>& p, int64_t longest) {
+  // Passes of the same length, of whole pairs.
+  const int64_t passes = megads::padded(p.inner, longest) / longest;
+  const int64_t inner = megads::padded(megads::padded(p.inner, passes) / passes, 2);
+  const int64_t most = std::max(kPackedPairs / bf16::pairs_of(inner) / bf16::kPanelColumns, int64_t(1));
+  const int64_t columns = std::min(most * bf16::kPanelColumns, megads::padded(p.columns, bf16::kPanelColumns));
+  const auto packed_b = room_for(columns * bf16::pairs_of(inner));
+  for (int64_t from = 0; from < p.columns; from += columns)
+    for (int64_t begin = 0; begin < p.inner; begin += inner)
+      pass(p, from, std::min(from + columns, p.columns), begin, std::min(begin + inner, p.inner), packed_b.get());
+}
+
+void round_to(BFloat16* to, const float* from, int64_t count) {
+  torch::stable::parallel_for(0, count, kElementsOfOneThread, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i += kLanes) {
+      const int64_t some = std::min<int64_t>(kLanes, last - i);
+      store_some(to + i, load_some(from + i, some, 0.0f), some);
+    }
+  });
+}
+
+void run(const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, bool add) {
+  const megads::Matrix<BFloat16> of_a = {data_of<BFloat16>(a), a.stride(0), a.stride(1)};
+  const megads::Matrix<BFloat16> of_b = {data_of<BFloat16>(b), b.stride(0), b.stride(1)};
+  const auto* of_bias = optional_data<BFloat16>(bias);
+  const int64_t rows = a.size(0), columns = b.size(0), inner = a.size(1);
+  const int64_t longest = bf16::read_in_place(of_a, inner) ? kInnerInPlace : kPackedInner;
+  if (c.scalar_type() == ScalarType::Float)
+    return multiply<float>({of_a, of_b, of_bias, data_of<float>(c), rows, columns, inner, add}, longest);
+  if (inner <= bf16::kLongestInner)
+    return multiply<BFloat16>({of_a, of_b, of_bias, data_of<BFloat16>(c), rows, columns, inner, false},
+                              bf16::kLongestInner);
+  // Several passes over c; between them it is not to be rounded.
+  const Tensor wide = fp32_like(c, {rows, columns});
+  multiply<float>({of_a, of_b, of_bias, data_of<float>(wide), rows, columns, inner, false}, longest);
+  round_to(data_of<BFloat16>(c), data_of<float>(wide), rows * columns);
+}
+
+#else
+
+void run(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, bool) {
+  require(false, "this processor does not multiply pairs of bf16 numbers (AVX-512 BF16)");
+}
+
+#endif
+
+void gemm_bf16(const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, bool add) {
+  for (const Tensor* x : {&c, &a, &b}) require(x->dim() == 2, "a, b and c must be of two dims");
+  require(a.scalar_type() == ScalarType::BFloat16 && b.scalar_type() == ScalarType::BFloat16, "a and b must be bf16");
+  require(c.scalar_type() == ScalarType::BFloat16 || c.scalar_type() == ScalarType::Float, "c must be bf16 or fp32");
+  require(b.size(1) == a.size(1), "a [m, k] and b [n, k] must have the same k");
+  require(c.size(0) == a.size(0) && c.size(1) == b.size(0) && c.is_contiguous(), "c must be a contiguous [m, n]");
+  require(!bias || (bias->scalar_type() == ScalarType::BFloat16 && bias->dim() == 1 && bias->size(0) == c.size(1) &&
+                    bias->is_contiguous()), "bias must be contiguous bf16 [n]");
+  require(!(bias && add), "a bias and what c holds cannot both be added");
+  require(!add || c.scalar_type() == ScalarType::Float, "only an fp32 c can be added to");
+  require(a.numel() > 0 && b.numel() > 0, "a and b must not be empty");
+  run(c, a, b, bias, add);
+}
+
+}  // namespace
+}  // namespace megads::bindings
+
+STABLE_TORCH_LIBRARY_FRAGMENT(megads, library) {
+  library.def("gemm_bf16(Tensor(a!) c, Tensor a, Tensor b, Tensor? bias, bool add) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megads, CPU, library) {
+  library.impl("gemm_bf16", TORCH_BOX(&megads::bindings::gemm_bf16));
+}

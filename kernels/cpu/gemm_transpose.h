@@ -1,0 +1,81 @@
+// Panels of a matrix's rows, in which the rows' words of one place lie beside each other: what products read.
+#pragma once
+
+#include "vector.h"
+
+namespace megads {
+
+// A matrix anywhere in memory: element (i, k) is at data[i * row + k * inner].
+template <typename T>
+struct Matrix {
+  const T* data;
+  int64_t row, inner;
+};
+
+constexpr int kBlock = 8;
+typedef float Eight __attribute__((vector_size(kBlock * 4)));
+typedef int32_t EightInts __attribute__((vector_size(kBlock * 4)));
+
+constexpr int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+inline Eight interleaved_low(Eight x, Eight y) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return __builtin_shuffle(x, y, EightInts{0, 8, 1, 9, 2, 10, 3, 11});
+#endif
+}
+
+inline Eight interleaved_high(Eight x, Eight y) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shuffle(x, y, EightInts{4, 12, 5, 13, 6, 14, 7, 15});
+#endif
+}
+
+// Transposes eight rows. A round turns the bits of an element's place (row, column) by one; three exchange the two.
+inline void transpose(Eight (&x)[kBlock]) {
+#pragma GCC unroll 3
+  for (int round = 0; round < 3; ++round) {
+    Eight y[kBlock];
+#pragma GCC unroll 4
+    for (int i = 0; i < kBlock / 2; ++i) {
+      y[2 * i] = interleaved_low(x[i], x[i + kBlock / 2]);
+      y[2 * i + 1] = interleaved_high(x[i], x[i + kBlock / 2]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlock; ++i) x[i] = y[i];
+  }
+}
+
+// One panel of rows that are contiguous: `words` words of 32 bits each, an fp32 number or two of bf16; rows that it
+// lacks are zero. A panel's width that is no multiple of eight is written over its end, in the order in which what
+// follows is written.
+template <int kWidth, typename T, typename Word>
+void pack_transposed(const T* data, int64_t row, int64_t rows, int64_t words, Word* to) {
+  static_assert(sizeof(Word) == 4);
+  constexpr int64_t kValues = sizeof(Word) / sizeof(T);
+  int64_t k = 0;
+  for (; k + kBlock <= words; k += kBlock)
+    for (int group = 0; group < kWidth; group += kBlock) {
+      Eight x[kBlock];
+#pragma GCC unroll 8
+      for (int r = 0; r < kBlock; ++r)
+        if (group + r < kWidth && group + r < rows)
+          std::memcpy(&x[r], data + (group + r) * row + k * kValues, sizeof x[r]);
+        else
+          x[r] = Eight{};
+      transpose(x);
+#pragma GCC unroll 8
+      for (int j = 0; j < kBlock; ++j) std::memcpy(to + (k + j) * kWidth + group, &x[j], sizeof x[j]);
+    }
+  for (; k < words; ++k)
+    for (int r = 0; r < kWidth; ++r) {
+      Word word{};
+      if (r < rows) std::memcpy(&word, data + r * row + k * kValues, sizeof word);
+      to[k * kWidth + r] = word;
+    }
+}
+
+}  // namespace megads

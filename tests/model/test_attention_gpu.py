@@ -1,0 +1,72 @@
+"""Every kind of attention on a GPU against fp64, forward and backward; skipped where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.batch import BatchInfo
+from megads.errors import ConfigError
+from megads.model.attention import AttentionCore
+from megads.model.attention_kinds import AttentionKind, why_not
+from megads.model.config import ModelConfig, Position
+from megads.ops.attention_trial import plain_attention
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from tests.ops.accuracy import check_error
+from tests.ops.test_attention import both
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")]
+
+KINDS = [kind for kind in AttentionKind if kind not in (AttentionKind.auto, AttentionKind.fused)]
+MODEL = ModelConfig(hidden_size=512, num_heads=8)
+STARTS = torch.stack([torch.arange(600) // 170 * 170, torch.arange(600) // 256 * 256])
+CASES: dict[str, tuple[ModelConfig, Tensor | None]] = {
+    "alibi": (MODEL, None),
+    "shared keys and a window": (replace(MODEL, num_kv_heads=2, window=100), None),
+    "documents": (MODEL, STARTS),
+    "documents and a window": (replace(MODEL, window=100), STARTS),
+    "rotary": (replace(MODEL, position=Position.rope, num_heads=4, num_kv_heads=2), None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch.dtype) -> None:
+    """Catches a kernel that reads the bias, the window, the documents or shared keys otherwise than the model means, or
+    a core that silently takes another one."""
+    config, starts = CASES[case]
+    work = replace(
+        config.attention_work(), bf16=dtype is torch.bfloat16, cuda=True, impl=Implementation.fused, seq_len=600,
+        documents=starts is not None,
+    )  # fmt: skip
+    reason = why_not(kind, work)
+    if reason:
+        pytest.skip(f"model.attention = {kind} {reason}")
+    generator = torch.Generator().manual_seed(4)
+    shapes = (config.num_heads, config.kv_heads, config.kv_heads, config.num_heads)
+    tensors = [torch.randn(2, 600, n, config.head_dim, generator=generator).transpose(1, 2).to(dtype) for n in shapes]
+    core = AttentionCore(replace(config, attention=kind), 0, "core")
+    if kind is AttentionKind.fused_softmax:
+        try:
+            load(OpsConfig(Implementation.fused), print, cuda=True)
+        except ConfigError as error:
+            pytest.skip(f"no kernels for this GPU: {error}")
+        core.fused = True
+    assert core.taken(tensors[0].cuda()) is kind
+    window_starts = core.starts(BatchInfo(torch.arange(2), document_starts=starts), 600, torch.device("cpu"))
+    rest = (core.slopes(torch.device("cpu")), None, window_starts)
+    exact = both(plain_attention, [x.double() for x in tensors], *rest)
+    theirs = both(plain_attention, tensors, *rest)
+    for ours, their, right in zip(attended(core, tensors, starts), theirs, exact, strict=True):
+        check_error(ours, their, right)
+
+
+def attended(core: AttentionCore, tensors: list[Tensor], starts: Tensor | None) -> list[Tensor]:
+    """Output and gradients of queries, keys and values on the GPU, brought to the CPU."""
+    info = BatchInfo(torch.arange(2), document_starts=None if starts is None else starts.cuda())
+    return [x.cpu() for x in both(lambda *inputs: core(*inputs, info), [x.cuda() for x in tensors])]

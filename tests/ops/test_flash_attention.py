@@ -1,0 +1,16 @@
+"""What can be known of flash-attn without it: where the documents of a batch begin."""
+
+from __future__ import annotations
+
+import torch
+
+from megads.ops.flash_attention import documents_of
+
+
+def test_documents_of_a_batch() -> None:
+    """Catches a sample whose first document is joined to the last of the sample before it, a bound off by one, and the
+    end of the batch left out."""
+    starts = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 4], [0, 0, 0, 0, 0]])
+    documents = documents_of(starts)
+    assert documents.bounds.tolist() == [0, 3, 5, 6, 9, 10, 15] and documents.bounds.dtype is torch.int32
+    assert documents.longest == 5

@@ -1,0 +1,120 @@
+"""FlexAttention's scores and masks against the formula in fp64, as far as a CPU runs them.
+
+Its operators are plain ones here; the forward pass is also compiled, as a GPU's would be, where blocks decide which
+keys are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as plain_operator
+
+from megads.ops.attention import attention_reference
+from megads.ops.flex_attention import BLOCK, _alibi, _attend, flex_attention, visible_blocks
+from tests.ops.accuracy import check_error, relative_error
+from tests.ops.test_attention import both, eager, inputs
+
+SLOPES = torch.linspace(0.5, 0.001, 6)
+PLACES = torch.cat([torch.arange(0, 70), torch.arange(210, 280)])
+STARTS = torch.stack([torch.arange(300) // 37 * 37, torch.arange(300) // 90 * 90])
+CASES: dict[str, tuple[int, int, Tensor | None, int | None, Tensor | None, Tensor | None]] = {
+    "no bias": (300, 300, None, None, None, None),
+    "alibi": (256, 256, SLOPES, None, None, None),
+    "window": (300, 300, SLOPES, 50, None, None),
+    "documents": (300, 300, SLOPES, None, None, STARTS),
+    "documents and a window": (300, 300, SLOPES, 30, None, STARTS),
+    "context rank": (140, 280, SLOPES, 100, PLACES, STARTS[:, PLACES]),
+}
+
+
+def first_seen(queries: int, window: int | None, places: Tensor | None, starts: Tensor | None) -> Tensor:
+    """First key of every query, [b, s]."""
+    places = torch.arange(queries) if places is None else places
+    first = torch.zeros(2, queries, dtype=torch.int64) if starts is None else starts
+    return first if window is None else torch.maximum(first, places - window + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in CASES), ("alibi", torch.bfloat16), ("documents and a window", torch.bfloat16)],
+)
+def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
+    """Catches a bias of the wrong head, of the wrong sign or by rank's places, a window off by one, a document's border
+    that is not seen, keys of another group."""
+    queries, keys, slopes, window, places, starts = CASES[name]
+    q, k, v, _ = inputs(queries, keys, 24, dtype, heads=6, key_heads=2)
+    mask = visible_blocks(queries, keys, q.device, window, places, starts)
+    first = first_seen(queries, window, places, starts)
+    exact_slopes = None if slopes is None else slopes.double()
+    exact = attention_reference(q.double(), k.double(), v.double(), exact_slopes, places, first)
+    theirs = eager(q, k, v, slopes, places, first)
+    check_error(flex_attention(q, k, v, mask, slopes, places), theirs, exact)
+
+
+@pytest.mark.parametrize("name", ["documents and a window", "context rank"])
+def test_gradients(name: str) -> None:
+    """Catches a score or a mask that FlexAttention cannot differentiate.
+
+    Torch refuses gradients on a CPU, but has the operator: it is called without the face that refuses.
+    """
+    queries, keys, _, window, places, starts = CASES[name]
+    tensors = inputs(queries, keys, 16, torch.float32, heads=6, key_heads=2)
+    mask = visible_blocks(queries, keys, torch.device("cpu"), window, places, starts)
+    add = _alibi(SLOPES, places)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return plain_operator(q, k, v, add, mask.as_tuple(), 0.25, {"PRESCALE_QK": False})[0]
+
+    found = both(torch.compile(attend, backend="eager", fullgraph=True), tensors)
+    rest = (SLOPES.double(), places, first_seen(queries, window, places, starts))
+    exact = both(attention_reference, [x.double() for x in tensors], *rest)
+    for ours, right in zip(found, exact, strict=True):
+        assert relative_error(ours, right) < 1e-6
+
+
+@pytest.mark.parametrize("queries", [127, 128, 384, 400])
+@pytest.mark.parametrize("window", [None, 1, 128, 200])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_hold_what_is_seen(queries: int, window: int | None, packed: bool) -> None:
+    """Catches a block that is left out though a query sees one of its keys, and one called whole that hides some: plain
+    operators look at no blocks, only compiled kernels do."""
+    starts = torch.stack([torch.arange(queries) // 130 * 130, torch.arange(queries) // 256 * 256]) if packed else None
+    mask = visible_blocks(queries, queries, torch.device("cpu"), window, None, starts)
+    keys = torch.arange(queries)
+    first = first_seen(queries, window, None, starts)
+    seen = (keys <= torch.arange(queries)[:, None]) & (keys >= first[:, :, None])
+    blocks = -(-queries // BLOCK)
+    room = torch.zeros(2, blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
+    room[:, :queries, :queries] = seen
+    tiles = room.unflatten(2, (blocks, BLOCK)).unflatten(1, (blocks, BLOCK)).transpose(2, 3)
+    some, whole = (dense(*listed, blocks) for listed in ((mask.kv_num_blocks, mask.kv_indices), full_blocks(mask)))
+    assert torch.equal((some | whole).expand(2, -1, -1) & tiles.any((-1, -2)), tiles.any((-1, -2)))
+    assert torch.equal(whole.expand(2, -1, -1), tiles.all((-1, -2)))
+    assert not (some & whole).any()
+
+
+def full_blocks(mask: Any) -> tuple[Tensor, Tensor]:
+    return mask.full_kv_num_blocks, mask.full_kv_indices
+
+
+def dense(count: Tensor, indices: Tensor, blocks: int) -> Tensor:
+    """Blocks that a list names, bool [b, i, j]."""
+    named = torch.arange(blocks) < count[:, 0, :, None]
+    return torch.zeros(named.shape, dtype=torch.bool).scatter(2, indices[:, 0].long(), named)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_forward(name: str) -> None:
+    """Catches blocks in an order that the kernel does not read, and closures that the compiler does not take."""
+    queries, keys, slopes, window, places, starts = CASES[name]
+    q, k, v, _ = inputs(queries, keys, 32, torch.float32, heads=6, key_heads=2)
+    mask = visible_blocks(queries, keys, q.device, window, places, starts)
+    add = None if slopes is None else _alibi(slopes, places)
+    found = _attend(True)(q, k, v, score_mod=add, block_mask=mask, enable_gqa=True)
+    rest = (None if slopes is None else slopes.double(), places, first_seen(queries, window, places, starts))
+    assert relative_error(found, attention_reference(q.double(), k.double(), v.double(), *rest)) < 1e-6
