@@ -7,7 +7,6 @@ python -m scripts.bench.gpu_device [--device cuda] [--append bench.jsonl]
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import platform
 import shutil
 import subprocess
@@ -16,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import megads
+from megads.ops.apex import find_apex
 from megads.plan.peak import device_peak_tflops
 from megads.runtime.environment import available_cores
 from scripts.bench.device_clock import copy_bandwidth, matrix_flops_per_s
@@ -23,9 +23,6 @@ from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 PEERS = ("transformers", "flash-attn", "triton")
 """Packages that are measured beside ours where they are installed, and what torch.compile needs."""
-APEX_EXTENSION = "fused_layer_norm_cuda"
-"""What NVIDIA's apex builds from source; the package index has another project of that name."""
-MISSING = "not installed"
 
 
 def installed(package: str) -> str:
@@ -33,15 +30,7 @@ def installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return MISSING
-
-
-def apex_state() -> str:
-    """Whether NVIDIA's apex has its compiled norms here."""
-    if importlib.util.find_spec(APEX_EXTENSION) is not None:
-        return installed("apex")
-    found = installed("apex")
-    return MISSING if found == MISSING else f"{found} without {APEX_EXTENSION}"
+        return "not installed"
 
 
 def driver() -> str:
@@ -72,7 +61,7 @@ def device_line(device: str) -> Line:
         "cuda": torch.version.cuda or "",
         "megads": megads.__version__,
         "deepspeed": installed("deepspeed"),
-        "peers": {package: installed(package) for package in PEERS} | {"apex": apex_state()},
+        "peers": {package: installed(package) for package in PEERS} | {"NVIDIA apex": find_apex().state.value},
     }
 
 

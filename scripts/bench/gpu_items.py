@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megads.ops.apex import ApexState, find_apex
 from scripts.bench.gpu_layouts import LAYOUTS
 
 STAGES = ("kernels", "attention", "train", "resume", "tests", "layouts")
@@ -65,9 +66,12 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         Item("attention", "kinds", bench("gpu_attention"), 20.0),
         *(training(size, side) for size in ("350m", "760m") for side in TRAINED),
         resume("fused", work),
+        training("1.3b", "fused_compiled", 40.0, 150.0),
+        *([training("1.3b", "apex")] if find_apex().state is ApexState.present else []),
         Item("kernels", "torch.compile", bench("gpu_kernels", "--compiled"), 25.0, 150.0),
         Item("tests", "GPU tests", bench("gpu_tests"), 20.0, 180.0),
         training("125m", "hf_compiled", 60.0, 150.0),
+        training("125m", "fused_graphs", 40.0, 150.0),
         *layouts(work, overrides),
     ]
 
@@ -80,7 +84,7 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
         Item(ALWAYS, "device", bench("gpu_device")),
         Item(ALWAYS, "build", bench("gpu_build", "--device", "cpu"), most_s=240.0, appends=False),
         Item("kernels", "kernels", kernels),
-        *(training("1.3b", side) for side in TRAINED),
+        *(training("1.3b", side) for side in (*TRAINED, "fused_compiled")),
         resume("fused", work),
         Item("attention", "kinds", bench("gpu_attention", "--rounds", "1")),
         Item("kernels", "torch.compile", (*kernels, "--compiled", "--only", "RMSNorm")),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megads.model.alibi import alibi_slopes
 from megads.model.rotary import rotary_tables
+from megads.ops.apex import ApexState, find_apex
 from megads.ops.bias_gelu import bias_gelu
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
@@ -33,7 +34,6 @@ from megads.ops.swiglu import swiglu
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
 from scripts.bench.device_clock import copy_bandwidth, median_seconds
-from scripts.bench.gpu_device import APEX_EXTENSION, MISSING, apex_state
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -187,14 +187,12 @@ def timings(case: Case, function: Function, device: str, rounds: int) -> Line:
 
 
 def apex_norms() -> dict[str, Function]:
-    """NVIDIA apex's norms by the name of our case; empty where its extensions are missing."""
-    if apex_state().endswith((MISSING, APEX_EXTENSION)):
+    """NVIDIA apex's norms, through megads' face, by the name of our case; empty where it is not here."""
+    if find_apex().state is not ApexState.present:
         return {}
-    from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
-
     return {
-        "LayerNorm": lambda x, weight, bias: fused_layer_norm_affine(x, weight, bias, weight.shape, EPS),
-        "RMSNorm": lambda x, weight: fused_rms_norm_affine(x, weight, weight.shape, EPS),
+        "LayerNorm": lambda x, weight, bias: layer_norm(x, weight, bias, EPS, False, apex=True),
+        "RMSNorm": lambda x, weight: rms_norm(x, weight, EPS, False, apex=True),
     }
 
 

@@ -27,7 +27,15 @@ COPY_TARGET = 0.85
 TARGET_KERNELS = ("ALiBi softmax", "LayerNorm", "RMSNorm")
 MFU_TARGETS = {"1.3b": 0.5}
 KERNEL_SIDES = ("ours", "eager", "compiled", "apex")
-SIDE_NAMES = {"fused": "megads fused", "torch": "megads torch", "hf": "Hugging Face", "hf_compiled": "HF, compiled"}
+SIDE_NAMES = {
+    "fused": "megads fused",
+    "fused_compiled": "fused, compile=blocks",
+    "fused_graphs": "fused, compile=graphs",
+    "torch": "megads torch",
+    "apex": "megads apex",
+    "hf": "Hugging Face",
+    "hf_compiled": "HF, compiled",
+}
 
 Rows = list[Line]
 
@@ -165,8 +173,8 @@ def attention_rows(lines: Rows) -> list[str]:
 def train_rows(lines: Rows) -> list[str]:
     """Sizes and sides."""
     last = newest(lines, "size", "side")
-    rows = ["", f"{'training step, bf16':30}{'ms':>8}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'planned':>9}"
-            f"{'micro':>7}{'recompute':>11}  same?  target"]  # fmt: skip
+    heads = f"{'ms':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'planned':>9}{'micro':>8}{'recompute':>11}"
+    rows = ["", f"{'training step, bf16':27}{heads}  same?  target"]
     for size in dict.fromkeys(str(size) for size, _ in last):
         reference = last.get((size, "torch"), {})
         for side in SIDE_NAMES:
@@ -180,16 +188,15 @@ def train_row(line: Line, reference: Line) -> str:
     """One size and side."""
     name = f"{line['size']} {SIDE_NAMES[line['side']]}"
     if line["outcome"] != "done":
-        return f"{name:30}{line['outcome']}: {line['reason']}"
+        return f"{name:27}{line['outcome']}: {line['reason']}"
     of_peak, target = "", MFU_TARGETS.get(line["size"])
-    if target is not None and line["side"] == "fused":
+    if target is not None and line["side"] in ("fused", "fused_compiled"):
         of_peak = f"MFU {target:.0%}: {'yes' if line['mfu'] >= target else 'no'}"
-    name += f", B{line['batch']} S{line['seq_len']}"
+    micro = f"{line['micro_batch']}/{line['batch']}"
     return (
-        f"{name:30}{line['step_s'] * 1e3:8.1f}{line['tokens_per_s']:10,.0f}"
+        f"{name:27}{line['step_s'] * 1e3:9.1f}{line['tokens_per_s']:10,.0f}"
         f"{line['tflops_per_device']:9.1f}{line['mfu']:7.1%}{line['peak_memory_bytes'] / 2**30:7.1f}"
-        f"{line['planned_bytes'] / 2**30:9.1f}{line['micro_batch']:7d}{line['recompute']:>11}"
-        f"  {same(line, reference):7}{of_peak}"
+        f"{line['planned_bytes'] / 2**30:9.1f}{micro:>8}{line['recompute']:>11}  {same(line, reference):7}{of_peak}"
     )
 
 

@@ -4,11 +4,11 @@
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
 BLOOM-like models (ALiBi, embedding norm, tied embeddings, V 50,304, S 2,048) in bf16 with fp32 masters and moments:
-megads' engine with ops.impl=fused and torch, and Hugging Face's BloomForCausalLM under autocast with torch's fused
-AdamW, which keeps weights and moments in fp32, eager and compiled. All begin with the same weights and see the same
-tokens. megads' micro-batch is the largest that the memory plan says fits, recomputing only where none else does;
-Hugging Face's follows from a rough count of its explicit attention. Where memory runs out all the same, half of it is
-tried.
+megads' engine with ops.impl=fused, torch, apex, and with ops.compile, and Hugging Face's BloomForCausalLM under autocast
+with torch's fused AdamW, which keeps weights and moments in fp32, eager and compiled. All begin with the same weights
+and see the same tokens. megads' micro-batch is the largest that the memory plan says fits, recomputing only where none
+else does; Hugging Face's follows from a rough count of its explicit attention. Where memory runs out all the same, half
+of it is tried.
 
 A step is timed by the device's events, waiting for the device before and after; median. MFU is model FLOPs
 (megads.plan.flops: 6 a matrix weight and token, 12 L h S for attention, nothing for recomputation) over the data
@@ -53,6 +53,9 @@ SMALL = TrainingWork(2, 48, 6, 512, batch=4, seq_len=32, precision="bf16", devic
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),
     "torch": lambda work: megads_side(work, "torch"),
+    "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
+    "fused_graphs": lambda work: megads_side(work, "fused", "graphs"),
+    "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
 }
@@ -120,13 +123,13 @@ def halves(number: int) -> Iterator[int]:
 def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
     """What is trained, with the micro-batch that fits the device's free memory."""
     if device == "cpu":
-        fit = fit_of(SMALL, side == "fused", 2**33)
+        fit = fit_of(SMALL, side.startswith("fused"), 2**33)
         return SMALL, replace(fit, micro_batch=2)
     work = TrainingWork(**SIZES[size], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device=device,
                         lr=LEARNING_RATE)  # fmt: skip
     free_bytes, _ = torch.cuda.mem_get_info()
     hugging_face = side.startswith("hf")
-    fit = hugging_face_fit(work, free_bytes) if hugging_face else fit_of(work, side == "fused", free_bytes)
+    fit = hugging_face_fit(work, free_bytes) if hugging_face else fit_of(work, side.startswith("fused"), free_bytes)
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
 
 

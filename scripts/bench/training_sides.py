@@ -20,7 +20,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.initialise import InitialValue, initial_value, parameter_generator
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.plan.flops import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state
@@ -119,12 +119,13 @@ def first_weights(work: TrainingWork) -> InitialValue:
     return value
 
 
-def megads_side(work: TrainingWork, implementation: str) -> Turn:
+def megads_side(work: TrainingWork, implementation: str, compiled: str = "none") -> Turn:
     """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
 
     Args:
         work: what is trained.
         implementation: ops.impl.
+        compiled: ops.compile.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -139,7 +140,7 @@ def megads_side(work: TrainingWork, implementation: str) -> Turn:
 
     cuda = work.device == "cuda"
     try:
-        ops = load(OpsConfig(Implementation(implementation)), print, cuda=cuda)
+        ops = load(OpsConfig(Implementation(implementation), Compile(compiled)), print, cuda=cuda)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
     if not dist.is_initialized():
