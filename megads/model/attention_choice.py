@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -289,10 +291,10 @@ def _read(file: Path) -> AttentionChoice | None:
 
 def _write(file: Path, choice: AttentionChoice) -> None:
     """Writes the file whole or not at all; a cache that cannot be written costs the next start its measurement."""
-    partial = file.with_name(f"{file.name}.{id(choice)}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(choice.to_dict(), indent=1) + "\n")
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as partial:
+            partial.write(json.dumps(choice.to_dict(), indent=1) + "\n")
+        Path(partial.name).replace(file)
+    except OSError as error:
+        logging.getLogger(__name__).warning("the choice of attention is not kept: %s", error)
