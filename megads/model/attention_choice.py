@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -60,13 +61,13 @@ class AttentionChoice:
 
     @property
     def text(self) -> str:
-        """One line for people: the choice, the times, and why others were left out."""
+        """One line for people: the choice, the times, and why others were left out; the event has all of the reasons."""
         if not self.outcomes:
             return f"{self.kind} ({self.source})"
         timed = [(name, found.time_ms) for name, found in self.outcomes.items() if found.time_ms is not None]
         times = [f"{name} {time_ms:.3g} ms" for name, time_ms in sorted(timed, key=lambda pair: pair[1])]
         unsteady = [f"{name}: other bits on every run" for name, found in self.outcomes.items() if _unsteady(found)]
-        others = [f"{name}: {found.reason}" for name, found in self.outcomes.items() if found.reason]
+        others = [f"{name}: {shorten(found.reason, 80)}" for name, found in self.outcomes.items() if found.reason]
         return "; ".join([f"{self.kind} ({self.source})", *times, *unsteady, *others])
 
     def to_dict(self) -> dict[str, Any]:
