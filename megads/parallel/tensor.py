@@ -21,13 +21,13 @@ from megads.parallel.weight_gradients import SplitLayer, linear
 
 
 class ColumnParallelLinear(SplitLayer):
-    """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
+    """y = x W^T + b with the rows of W, the output features, cut over the axis, b or none. Opens a parallel region."""
 
-    def __init__(self, in_features: int, out_features: int, region: Region) -> None:
+    def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
         super().__init__()
         self.region = region
         self.weight = nn.Parameter(torch.empty(out_features // region.axis.size, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features // region.axis.size))
+        self.bias = nn.Parameter(torch.empty(out_features // region.axis.size)) if bias else None
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
@@ -37,21 +37,22 @@ class ColumnParallelLinear(SplitLayer):
 class RowParallelLinear(SplitLayer):
     """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
 
-    The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
+    A bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
     """
 
-    def __init__(self, in_features: int, out_features: int, region: Region) -> None:
+    def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
         super().__init__()
         self.region = region
         self.weight = nn.Parameter(torch.empty(out_features, in_features // region.axis.size))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_bsi: Tensor) -> Tensor:
         """[b, s, in / size] -> [b, t, out]."""
         if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
             return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
-        return closing_linear(x_bsi, self.weight, self.region, self.weight_gradients) + self.bias
+        out_bto = closing_linear(x_bsi, self.weight, self.region, self.weight_gradients)
+        return out_bto if self.bias is None else out_bto + self.bias
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
