@@ -16,6 +16,7 @@ from megads.batch import BatchInfo
 from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
+from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from tests import parity
@@ -42,6 +43,7 @@ def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
         seed=scenario.seed,
         device=device,
         value=parity.initial_weights(scenario),
+        compiled=scenario.ops.compile,
     )
     result = engine.step(step_batches(scenario, 0), scenario.lr)
     shards = engine.named_shards()
@@ -86,7 +88,19 @@ def step_on(device_type: str, scenario: Scenario) -> dict[str, Any]:
 @pytest.mark.parametrize("device_type", DEVICES)
 def test_fp32_step(device_type: str) -> None:
     """Catches a tensor left on the CPU, TF32 where fp32 was asked for, and an optimizer that differs on a GPU."""
-    scenario = scenario_with(masked=True)
+    check_fp32_step(device_type, Compile.none)
+
+
+@pytest.mark.parametrize("compiled", [Compile.blocks, Compile.graphs])
+@pytest.mark.parametrize("device_type", [CUDA])
+def test_compiled_step(device_type: str, compiled: Compile) -> None:
+    """Catches a graph replayed over what its last micro-batch left for the backward pass: there are six of them."""
+    check_fp32_step(device_type, compiled)
+
+
+def check_fp32_step(device_type: str, compiled: Compile) -> None:
+    """Asserts that a step of six micro-batches equals the reference's."""
+    scenario = scenario_with(masked=True, ops=OpsConfig(Implementation.torch, compiled))
     found, reference = step_on(device_type, scenario), train_reference(scenario)
     assert found["loss"] == pytest.approx(reference.losses[0], rel=1e-5)
     assert found["norm"] == pytest.approx(reference.norms[0], rel=1e-4)
