@@ -29,8 +29,9 @@ class RegionBorder(nn.Module):
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """What `megads.parallel.compile` leaves as it is: messages beside products."""
-        return ("forward",) if self.region.axis.size > 1 else ()
+        """What `megads.parallel.compile` leaves as it is: messages beside products, and products of our own on CPUs."""
+        own = self.region.fused and any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
+        return ("forward",) if own or self.region.axis.size > 1 else ()
 
 
 class ColumnParallelLinear(RegionBorder, SplitLayer):
