@@ -4,7 +4,7 @@
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
 BLOOM-like models (ALiBi, embedding norm, tied embeddings, V 50,304, S 2,048) in bf16 with fp32 masters and moments:
-megads' engine with ops.impl=fused, torch, apex, and with ops.compile, and Hugging Face's BloomForCausalLM under autocast
+megads' engine with ops.impl=fused, torch, apex, and with ops.compile, and Hugging Face's BloomForCausalLM in autocast
 with torch's fused AdamW, which keeps weights and moments in fp32, eager and compiled. All begin with the same weights
 and see the same tokens. megads' micro-batch is the largest that the memory plan says fits, recomputing only where none
 else does; Hugging Face's follows from a rough count of its explicit attention. Where memory runs out all the same, half

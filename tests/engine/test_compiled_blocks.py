@@ -12,7 +12,8 @@ from megads.model.config import Position
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
-from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
+from tests.distributed import run_ranks
+from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, step_batches, train_layout, train_reference
 
 COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
 FUSED_COMPILED = OpsConfig(Implementation.fused, Compile.blocks)
