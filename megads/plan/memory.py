@@ -262,7 +262,10 @@ def _pipeline_phases(
     """The fullest moment of each phase of a step under ZeRO-0 and ZeRO-1."""
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     full, share = FP32 * flat, _share(flat, parallel)
-    sums = GradientSums(partial(_sums_begun, buckets), full, FP32 // low, low < FP32 and not workload.cuda)
+    on_cpu = not workload.cuda
+    sums = GradientSums(
+        partial(_sums_begun, buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=workload.fused and on_cpu
+    )
     phases = [*pipeline_phases(schedule, rank, ops, sums), Moment("optimizer step", FP32 * share)]
     if parallel.data_size > 1 and parallel.zero_stage:
         # gloo copies what it reduces and what it gathers; NCCL does not.

@@ -27,12 +27,14 @@ class GradientSums:
         full: bytes of all of them.
         widening: fp32 bytes for every byte of a gradient in the weights' dtype.
         cast: a gradient is copied to fp32 before it is added, as a CPU does.
+        straight: gradients of linear layers may be computed in the sums, as our own products do.
     """
 
     begun: Callable[[int], int]
     full: int
     widening: int
     cast: bool
+    straight: bool
 
 
 @dataclass(frozen=True)
@@ -125,5 +127,11 @@ def _moments(of: _Pass, ops: Sequence[Op], others: int, sums: GradientSums) -> I
         case _:
             split = of.kind is ActionKind.backward_input
             yield from backward_moments(
-                ops, held=others, sums=begun, widening=sums.widening, cast=sums.cast, split=split
+                ops,
+                held=others,
+                sums=begun,
+                widening=sums.widening,
+                cast=sums.cast,
+                straight=sums.straight,
+                split=split,
             )

@@ -137,6 +137,7 @@ def backward_moments(
     sums: Callable[[int], int],
     widening: int,
     cast: bool,
+    straight: bool = False,
     split: bool = False,
 ) -> Iterator[Moment]:
     """Each operation's fullest moment in a backward pass, after which it frees what it kept.
@@ -149,6 +150,7 @@ def backward_moments(
         sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
         widening: fp32 bytes for every byte of a gradient in the weights' dtype.
         cast: a gradient is copied to fp32 before it is added, as a CPU does.
+        straight: gradients of linear layers may be computed in the sums, beside what they are made from.
         split: gradients that can be put off are, with what they are made from.
     """
     activations = held + sum(op.kept for op in ops if not op.is_loss)
@@ -163,7 +165,10 @@ def backward_moments(
         name, before = f"{op.name}, backward", Moment("", sums(made), activations, loss)
         made += 0 if op.shared else gradient * widening
         after = replace(before, gradients=sums(made))
-        yield max(_moment(name, op, running, before), _moment(name, op, adding, after), key=lambda m: m.total)
+        fullest = [_moment(name, op, running, before), _moment(name, op, adding, after)]
+        if straight and op.deferred and gradient:
+            fullest.append(_moment(name, op, op.backward, after))
+        yield max(fullest, key=lambda m: m.total)
         activations -= 0 if op.is_loss else op.kept
         activations += op.deferred if split else 0
         loss -= op.kept if op.is_loss else 0

@@ -148,7 +148,7 @@ def test_bf16_columns_beyond_one_block() -> None:
 def test_bf16_bits_do_not_depend_on_threads() -> None:
     """Catches rows that threads share, and sums cut by thread (N8)."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, 1300, generator=generator).to(BF16).t().contiguous().t() for size in (333, 101))
+    a, b = (torch.randn(size, 2300, generator=generator).to(BF16).t().contiguous().t() for size in (333, 101))
     threads, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3):

@@ -9,10 +9,10 @@ from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ActionKind, ScheduleName, build_schedule
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
-from megads.plan.tape import Op, moments
+from megads.plan.tape import Op, backward_moments, moments
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
-SUMS = GradientSums(begun=lambda made: made, full=100, widening=1, cast=False)
+SUMS = GradientSums(begun=lambda made: made, full=100, widening=1, cast=False, straight=False)
 
 
 def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
@@ -90,3 +90,18 @@ def test_recomputation_counts_a_rank_together() -> None:
     stages = memory_plan(MODEL, full, WORK).stages
     assert stages[0].recomputation.count(Recompute.full) == 3
     assert Recompute.full not in stages[1].recomputation
+
+
+def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
+    """Catches a plan that counts on a gradient's input being freed before its fp32 sums come into being."""
+    op = Op("head", kept=0, backward=40, arriving=32, gradient=4, deferred=36)
+    found = {
+        straight: max(
+            moment.total
+            for moment in backward_moments(
+                [op], held=0, sums=lambda made: made, widening=2, cast=True, straight=straight
+            )
+        )
+        for straight in (False, True)
+    }
+    assert found == {False: 44, True: 48}
