@@ -23,9 +23,7 @@ from megads.config import (
     planned_steps,
 )
 from megads.data.batches import Packing
-from megads.data.blend import BlendedSamples
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
-from megads.data.packed import PackedSamples
 from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.skip import require_same_past, skips_of
@@ -43,7 +41,6 @@ from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
 from megads.plan.metrics_hook import MetricsHook
-from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.runtime.core_binding import bind_to_share
@@ -55,6 +52,7 @@ from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
 from megads.runtime.stop_signal import StopSignal
+from megads.start_events import record_samples, record_start
 
 VALIDATION_MICRO_BATCHES = 8
 """Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
@@ -104,8 +102,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
         ]
         hooks += timeline_hooks(config, run_dir, engine)
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
-        announce(config, engine, device, ops, state, events)
-        announce_data(config, train_samples, state, events)
+        record_start(config, engine, device, ops, state, events)
+        record_samples(config, train_samples, state, events)
         switch = config.run.kill_switch
         stop = StopSignal(run_dir, grid.rank, device, fence, Path(switch) if switch else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
@@ -346,52 +344,6 @@ def validation_hook(
         )
 
     return ValidationHook(engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics)
-
-
-def announce(
-    config: RootConfig,
-    engine: TrainEngine,
-    device: torch.device,
-    ops: Choice,
-    state: TrainState,
-    events: EventWriter,
-) -> None:
-    """Records what starts."""
-    events.write(
-        "start",
-        step=state.step,
-        total_steps=planned_steps(config),
-        parameters=parameter_count(config.model),
-        precision=config.train.precision.value,
-        layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
-        zero_stage=config.parallel.zero_stage,
-        stages=engine.bounds,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        ops=ops.text.removeprefix("ops.impl: "),
-        threads_per_rank=torch.get_num_threads(),
-        config_digest=config_digest(config),
-    )
-
-
-def announce_data(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Records how documents were packed, which datasets are blended and which samples of the stream are left out."""
-    for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
-        if isinstance(part, PackedSamples):
-            events.write("packed", dataset=part.dataset.prefix, **asdict(part.counts))
-    if not isinstance(samples, BlendedSamples):
-        return
-    taken = samples.taken(batch_size_schedule(config).samples_after(planned_steps(config)))
-    events.write(
-        "blend",
-        step=state.step,
-        datasets=[part.dataset.prefix for part in samples.parts],
-        samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
-        planned_samples=taken.tolist(),
-        order=config.data.order.value,
-    )
-    if config.data.skip:
-        ranges = samples.skips.left_out()
-        events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
 
 
 def exit_code(stop_reason: str) -> int:

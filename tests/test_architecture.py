@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "megads"
 LAYERS = (
     ("cli",),
     ("train",),
+    ("start_events",),
     ("frozen_config",),
     ("config",),
     ("sweep",),

@@ -17,8 +17,7 @@ using bf16::Pair;
 
 constexpr int64_t kPackedPairs = 1 << 21;  // of b at a time, 8 MiB
 constexpr int64_t kRowBlock = 256;         // of a at a time, of each thread
-constexpr int64_t kPackedInner = 1024;     // inner elements of a pass where a is packed
-constexpr int64_t kInnerInPlace = 2048;    // and where it is not
+constexpr int64_t kPackedInner = 2048;     // inner elements of a pass where a is packed
 
 struct Free {
   void operator()(Pair* room) const { std::free(room); }
@@ -93,7 +92,7 @@ void run(const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<
   const megads::Matrix<BFloat16> of_b = {data_of<BFloat16>(b), b.stride(0), b.stride(1)};
   const auto* of_bias = optional_data<BFloat16>(bias);
   const int64_t rows = a.size(0), columns = b.size(0), inner = a.size(1);
-  const int64_t longest = bf16::read_in_place(of_a, inner) ? kInnerInPlace : kPackedInner;
+  const int64_t longest = bf16::read_in_place(of_a, inner) ? bf16::kLongestInner : kPackedInner;
   if (c.scalar_type() == ScalarType::Float)
     return multiply<float>({of_a, of_b, of_bias, data_of<float>(c), rows, columns, inner, add}, longest);
   if (inner <= bf16::kLongestInner)

@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -58,13 +61,13 @@ class AttentionChoice:
 
     @property
     def text(self) -> str:
-        """One line for people: the choice, the times, and why others were left out."""
+        """One line for people: the choice, the times, and why others were left out; the event has all of the reasons."""
         if not self.outcomes:
             return f"{self.kind} ({self.source})"
         timed = [(name, found.time_ms) for name, found in self.outcomes.items() if found.time_ms is not None]
         times = [f"{name} {time_ms:.3g} ms" for name, time_ms in sorted(timed, key=lambda pair: pair[1])]
         unsteady = [f"{name}: other bits on every run" for name, found in self.outcomes.items() if _unsteady(found)]
-        others = [f"{name}: {found.reason}" for name, found in self.outcomes.items() if found.reason]
+        others = [f"{name}: {shorten(found.reason, 80)}" for name, found in self.outcomes.items() if found.reason]
         return "; ".join([f"{self.kind} ({self.source})", *times, *unsteady, *others])
 
     def to_dict(self) -> dict[str, Any]:
@@ -289,10 +292,10 @@ def _read(file: Path) -> AttentionChoice | None:
 
 def _write(file: Path, choice: AttentionChoice) -> None:
     """Writes the file whole or not at all; a cache that cannot be written costs the next start its measurement."""
-    partial = file.with_name(f"{file.name}.{id(choice)}.partial")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(choice.to_dict(), indent=1) + "\n")
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as partial:
+            partial.write(json.dumps(choice.to_dict(), indent=1) + "\n")
+        Path(partial.name).replace(file)
+    except OSError as error:
+        logging.getLogger(__name__).warning("the choice of attention is not kept: %s", error)

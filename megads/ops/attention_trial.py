@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megads.errors import ConfigError
 from megads.ops.softmax import masked_softmax
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,8 +87,19 @@ def compare(ways: Mapping[str, Attend], problem: Problem, rounds: int = ROUNDS) 
 
     Returns:
         What came out, by name, in the order given.
+
+    Raises:
+        ConfigError: a way left the device in a state in which nothing else can be tried.
     """
-    outcomes = {name: examine(way, problem) for name, way in ways.items()}
+    outcomes = {}
+    for name, way in ways.items():
+        try:
+            outcomes[name] = examine(way, problem)
+        except RuntimeError as failure:  # not the way's own, which is its reason: a kernel that wrote where it must not
+            raise ConfigError(
+                f"the trial of model.attention = {name} left {problem.q_bnsd.device} unusable "
+                f"({_first_line(failure)}): choose another kind, for example model.attention=sdpa"
+            ) from failure
     exact = {name: way for name, way in ways.items() if not outcomes[name].reason}
     for name, times in _times_ms(exact, problem, rounds).items():
         kept, peak = _bytes(exact[name], problem)

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-INSTALLED = importlib.util.find_spec("flash_attn") is not None
+INSTALLED = importlib.util.find_spec("flash_attn_2_cuda") is not None
+"""Its compiled kernels are there: other packages bring a folder flash_attn, too."""
 
 
 @dataclass(frozen=True)

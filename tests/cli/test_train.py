@@ -71,3 +71,12 @@ def test_no_kernel_of_attention_on_gpus() -> None:
         chosen_kernels(config, Machine(2**30, per_gpu=True))
     config.ops.impl, config.model.attention = Implementation.auto, AttentionKind.auto
     assert not chosen_kernels(config, Machine(2**30, per_gpu=True)).fused
+
+
+@pytest.mark.parametrize("kind", [AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn])
+def test_kernels_of_gpus_are_refused_on_a_cpu(kind: AttentionKind) -> None:
+    """Catches an explicit choice of attention that starts ranks on a CPU and is dropped there without a word."""
+    config = RootConfig()
+    config.model.attention = kind
+    with pytest.raises(ConfigError, match=rf"model\.attention = {kind} .* CPU.*: use model\.attention=auto"):
+        chosen_kernels(config, Machine(2**30, per_gpu=False))

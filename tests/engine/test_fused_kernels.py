@@ -11,7 +11,7 @@ from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, first_loss
+from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, check_curve, curve_scenario, first_loss
 from tests.engine.test_parity import DOCUMENTS, SCENARIO, documents_reference, reference
 from tests.parity import LAYOUTS, train_layout
 
@@ -59,6 +59,14 @@ def test_first_loss_in_bf16(layout: str) -> None:
     """Catches a softmax or a sum in bf16."""
     found = train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]).losses[0]
     assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["single", "tp2pp2"])
+def test_curve_in_bf16(layout: str) -> None:
+    """Catches weight gradients that are lost, counted twice or rounded more than torch's within 200 steps: N4."""
+    losses = train_layout(replace(curve_scenario(2), ops=FUSED), LAYOUTS[layout]).losses
+    check_curve(f"{layout}, fused", losses)
 
 
 def test_first_loss_of_augmented_attention() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.errors import ConfigError
 from megads.ops import attention_trial
 from megads.ops.attention import attention
 from megads.ops.attention_trial import Outcome, Problem, compare, examine, plain_attention, quickest, tried_queries
@@ -102,3 +103,17 @@ def test_one_token() -> None:
     """Catches a division by the error of gradients that are nothing but rounding."""
     problem = Problem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
     assert not examine(plainly(problem), problem).reason
+
+
+def test_a_device_that_is_left_unusable() -> None:
+    """Catches a kernel that breaks what comes after it and is not named: here memory that it shares with the problem is
+    gone when plain torch wants it."""
+    problem = replace(problem_of(), slopes_n=SLOPES.clone())
+    healthy = plainly(problem_of())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        problem.slopes_n.resize_(0)
+        return healthy(q, k, v)
+
+    with pytest.raises(ConfigError, match=r"trial of model\.attention = broken left cpu unusable.*attention=sdpa"):
+        compare({"broken": attend}, problem)

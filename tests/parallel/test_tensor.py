@@ -132,7 +132,7 @@ def _branches(sequence_parallel: bool, chunks: int) -> list[Any]:
                 loss.backward()
             assert all(layer.weight.grad is None for layer in (*columns, *rows))
             with torch.no_grad():
-                owed.settle(lambda weight, gradient: setattr(weight, "grad", gradient))
+                owed.settle(lambda weight, gradient: setattr(weight, "grad", gradient.compute()))
         else:
             loss.backward()
         results.append([t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))])
