@@ -15,7 +15,7 @@ def copy_to(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; the host does not wait for a GPU, for which memory is pinned."""
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+    return x.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)

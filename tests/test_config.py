@@ -13,7 +13,8 @@ from megads.data.blend_config import DatasetConfig
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
 from megads.model.config import AttentionKind, Position
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.parallel.config import Recompute
 from megads.runtime.run_dir import recorded_config_path
 
 
@@ -78,6 +79,15 @@ def test_good_config_passes() -> None:
         (
             [change("optim.impl", Implementation.apex), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
             "optim.impl = apex is for parallel.zero_stage = 0 and 1",
+        ),
+        (
+            [change("ops.compile", Compile.blocks), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
+            "ops.compile = blocks cannot be had with parallel.zero_stage = 3",
+        ),
+        ([change("ops.compile", Compile.graphs), change("parallel.pp", 2)], "parallel.pp = 2"),
+        (
+            [change("ops.compile", Compile.graphs), change("parallel.recompute", Recompute.full)],
+            "parallel.recompute = full",
         ),
         ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
         ([change("schedule.warmup_samples", 80)], "schedule.warmup_samples = 80"),

@@ -88,6 +88,12 @@ int megads_cuda_swiglu_forward(int64_t dtype, int64_t count, const void* gate_up
 int megads_cuda_swiglu_backward(int64_t dtype, int64_t count, const void* grad, const void* gate_up,
                                 void* grad_gate_up, int64_t stream);
 
+// --- dropout.cu ------------------------------------------------------------------------------------------------------
+
+// x * keep * scale + residual, rounded once, of `count` elements. keep: bytes, 0 or 1. residual: of the dtype, or null.
+int megads_cuda_dropout(int64_t dtype, int64_t count, const void* x, const uint8_t* keep, double scale,
+                        const void* residual, void* out, int64_t stream);
+
 // --- rotary.cu -------------------------------------------------------------------------------------------------------
 
 // Features i and i + dim / 2 of every head turned by an angle; x is [batch, tokens, heads, dim] with these strides in

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megads.engine.interface import Culprit
 
@@ -32,6 +34,11 @@ class Symptoms:
     def names(self) -> tuple[str, ...]:
         """Of the parameters among `gradients`, as many as are shown."""
         return tuple(name for _, name in self.gradients[:SHOWN])
+
+
+def not_finite(finite: Sequence[Tensor]) -> list[bool]:
+    """Which of some bool scalars on one device are False; waits for it once."""
+    return torch.stack(list(finite)).logical_not().tolist() if finite else []
 
 
 def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:

@@ -91,7 +91,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients(self.optimizer.take)
-        if module.ops.fused:
+        if module.gradients_in_place:
             split_backward(module, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans = SpanRecorder(self.device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from math import prod
 
 import torch
 
 from megads.batch import MicroBatch
-from megads.engine.culprit import Symptoms, agree_on_culprit
+from megads.engine.culprit import Symptoms, agree_on_culprit, not_finite
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.partition_shards import parameter_shards
@@ -131,17 +132,16 @@ class ShardedTrainEngine:
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""
         engine = self._engine
-        weights = {
-            placement_of(piece.parameter).key: None
-            for piece in engine.state.pieces()
-            if not torch.isfinite(self._adam.of(piece)["weight"]).all()
-        }
-        gradients = (p for p, norm in engine.gradient_norms.items() if not torch.isfinite(norm))
+        pieces = list(engine.state.pieces())
+        cut = not_finite([torch.isfinite(self._adam.of(piece)["weight"]).all() for piece in pieces])
+        # Of a parameter there may be several pieces.
+        weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
+        broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
         mine = Symptoms(
             rank=self.grid.rank,
             weights=tuple(weights),
             forward_stage=None if engine.forward_finite.item() else 0,
-            gradients=tuple((0, placement_of(p).key) for p in gradients),
+            gradients=tuple((0, placement_of(p).key) for p in compress(engine.gradient_norms, broken)),
         )
         return agree_on_culprit(mine)
 

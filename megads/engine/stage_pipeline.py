@@ -108,7 +108,12 @@ def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> 
 
 
 def wrap_blocks(
-    stages: Mapping[str, nn.Module], parallel: ParallelConfig, pipeline_rank: int, compiled: Compile
+    stages: Mapping[str, nn.Module],
+    parallel: ParallelConfig,
+    pipeline_rank: int,
+    compiled: Compile,
+    *,
+    gradients_in_place: bool = False,
 ) -> None:
     """Makes the blocks among stages recompute what the config says, compiled if it says so.
 
@@ -117,11 +122,12 @@ def wrap_blocks(
         parallel: the layout.
         pipeline_rank: the one that holds them.
         compiled: what is compiled.
+        gradients_in_place: layers add gradients of weights to their sums themselves.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
     recompute_cores(blocks, modes, SHARDING)
-    compile_blocks(list(blocks.values()), compiled, splits=parallel.schedule in SPLIT_SCHEDULES)
+    compile_blocks(list(blocks.values()), compiled, splits=gradients_in_place or parallel.schedule in SPLIT_SCHEDULES)
     recompute_whole(blocks.values(), modes)
 
 
@@ -161,6 +167,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         bounds: virtual stage s holds the model's stages bounds[s] to bounds[s + 1].
         placement: which pipeline rank holds which virtual stage.
         chunks: the model's stages of each virtual stage of this rank, by its number, in the order of the forward pass.
+        gradients_in_place: linear layers may compute their weights' gradients in the optimizer's sums.
     """
 
     def __init__(
@@ -182,6 +189,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = tied, model.hidden_size
         self.grid, self.parallel, self.ops = grid, parallel, ops
+        self.gradients_in_place = ops.fused and device.type == "cpu"
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops) for spec in specs],
             topology=GridTopology(parallel),
@@ -203,7 +211,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             stages |= zip(names, self.forward_funcs, strict=True)
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
-        wrap_blocks(stages, self.parallel, self.stage_id, self.ops.compiled)
+        wrap_blocks(stages, self.parallel, self.stage_id, self.ops.compiled, gradients_in_place=self.gradients_in_place)
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""

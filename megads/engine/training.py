@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.engine.culprit import Symptoms, agree_on_culprit
+from megads.engine.culprit import Symptoms, agree_on_culprit, not_finite
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.optimizer import BucketAdamW, StateRange, gradient_of
@@ -130,13 +131,15 @@ class PipelineTrainEngine:
     def _culprit(self) -> Culprit:
         """Collective over the world; only after a skipped step."""
         engine = self._engine
-        pairs = list(zip(engine.optimizer.parameters, engine.optimizer.gradient_norms, strict=True))
-        broken = [p for p, norm in pairs if not torch.isfinite(norm)]
+        parameters = engine.optimizer.parameters
+        whole = not_finite([torch.isfinite(p).all() for p in parameters])
+        gradients = not_finite([torch.isfinite(norm) for norm in engine.optimizer.gradient_norms])
+        stages = not_finite(list(engine.forward_finite.values()))
         mine = Symptoms(
             rank=self.grid.rank,
-            weights=tuple(placement_of(p).key for p, _ in pairs if not torch.isfinite(p).all()),
-            forward_stage=min((stage for stage, ok in engine.forward_finite.items() if not ok), default=None),
-            gradients=tuple((engine.module.stage_of(p), placement_of(p).key) for p in broken),
+            weights=tuple(placement_of(p).key for p in compress(parameters, whole)),
+            forward_stage=min(compress(engine.forward_finite, stages), default=None),
+            gradients=tuple((engine.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)),
         )
         return agree_on_culprit(mine)
 

@@ -182,9 +182,9 @@ class Attention(nn.Module):
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta) if rotates else None
-        self.qkv = nn.Linear(config.hidden_size, config.qkv_width)
+        self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.bias)
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""

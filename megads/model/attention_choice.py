@@ -61,7 +61,7 @@ class AttentionChoice:
 
     @property
     def text(self) -> str:
-        """One line for people: the choice, the times, and why others were left out; the event has all of the reasons."""
+        """One line for people: the choice, the times, and why others were left out, the reasons cut short."""
         if not self.outcomes:
             return f"{self.kind} ({self.source})"
         timed = [(name, found.time_ms) for name, found in self.outcomes.items() if found.time_ms is not None]

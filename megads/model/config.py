@@ -63,6 +63,8 @@ class ModelConfig:
     it. Layers reach further together: each adds another window."""
     norm: NormKind = NormKind.layernorm
     """layernorm (Ba et al. 2016) or rmsnorm, which subtracts no mean and has no bias (Zhang and Sennrich 2019)."""
+    bias: bool = True
+    """Projections and LayerNorms add a learned bias; false: none does, as in PaLM (Chowdhery et al. 2022) and Llama."""
     mlp: MLPKind = MLPKind.gelu
     """What is between the MLP's projections: gelu (its tanh approximation) or swiglu, silu(gate) * up with a third
     projection for the gates (Shazeer 2020): as many parameters as gelu has at two thirds of its ffn_size."""

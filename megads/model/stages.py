@@ -35,18 +35,19 @@ class Norm(nn.Module):
         self.fused = self.apex = False
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
-        centred = config.norm is NormKind.layernorm
-        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if centred else None
+        self.centred = config.norm is NormKind.layernorm
+        biased = self.centred and config.bias
+        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if biased else None
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
-        if self.bias is None:
+        if not self.centred:
             return rms_norm(hidden_bsh, self.weight, self.eps, self.fused, apex=self.apex)
         return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused, apex=self.apex)
 
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; the kernel makes both in one pass."""
-        if self.bias is None:
+        if not self.centred:
             return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused, apex=self.apex)
         weight, bias = self.weight, self.bias
         return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.fused, apex=self.apex)
@@ -89,8 +90,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.fused = False
-        self.up = nn.Linear(config.hidden_size, config.ffn_width)
-        self.down = nn.Linear(config.ffn_width, config.hidden_size)
+        self.up = nn.Linear(config.hidden_size, config.ffn_width, bias=config.bias)
+        self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
 
     @property
     def first(self) -> nn.Module:
@@ -120,8 +121,8 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.fused = False
-        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows)
-        self.down = nn.Linear(config.ffn_width, config.hidden_size)
+        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows, bias=config.bias)
+        self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
 
     @property
     def first(self) -> nn.Module:

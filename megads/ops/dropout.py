@@ -14,13 +14,13 @@ def apply_mask(x: Tensor, keep: Tensor, scale: float, residual: Tensor | None, f
     """x * keep * scale + residual, of x's shape and dtype; the kernel rounds once. Backward keeps the mask alone.
 
     Args:
-        x: any shape; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
+        x: any shape; what `megads.ops.eligible.kernel_takes` goes to the kernel, which computes in fp32 inside.
         keep: uint8, of x's shape: 1 for what stays, 0 for what is dropped.
         scale: factor of what stays.
         residual: of x's shape and dtype; None: nothing is added.
         fused: take the kernel; `megads.ops.library.load_library` was called.
     """
-    if fused and kernel_takes(x):
+    if fused and kernel_takes(x, gpu=True):
         residual = None if residual is None else residual.contiguous()
         out: Tensor = torch.ops.megads.dropout(x.contiguous(), keep.contiguous(), scale, residual)
         return out

@@ -26,7 +26,7 @@ def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bo
     Args:
         blocks: cut already, their attention cores wrapped. What runs a whole block again is put around it afterwards.
         compiled: how.
-        splits: the schedule puts off gradients of weights, which the layers decide in each backward pass.
+        splits: layers put off gradients of weights, or add them to their sums, which each backward pass decides.
     """
     if compiled is Compile.none:
         return

@@ -65,7 +65,7 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
         make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
-        return make(layer.in_features, layer.out_features, region)
+        return make(layer.in_features, layer.out_features, region, bias=layer.bias is not None)
     assert isinstance(layer.weight, Tensor)
     rows, hidden_size = layer.weight.shape
     if cut is Cut.sequence:

@@ -29,18 +29,19 @@ class RegionBorder(nn.Module):
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """What `megads.parallel.compile` leaves as it is: messages beside products."""
-        return ("forward",) if self.region.axis.size > 1 else ()
+        """What `megads.parallel.compile` leaves as it is: messages beside products, and products of our own on CPUs."""
+        own = self.region.fused and any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
+        return ("forward",) if own or self.region.axis.size > 1 else ()
 
 
 class ColumnParallelLinear(RegionBorder, SplitLayer):
-    """y = x W^T + b with the rows of W, the output features, cut over the axis. Opens a parallel region."""
+    """y = x W^T + b with the rows of W, the output features, cut over the axis, b or none. Opens a parallel region."""
 
-    def __init__(self, in_features: int, out_features: int, region: Region) -> None:
+    def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
         super().__init__()
         self.region = region
         self.weight = nn.Parameter(torch.empty(out_features // region.axis.size, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features // region.axis.size))
+        self.bias = nn.Parameter(torch.empty(out_features // region.axis.size)) if bias else None
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
@@ -50,21 +51,22 @@ class ColumnParallelLinear(RegionBorder, SplitLayer):
 class RowParallelLinear(RegionBorder, SplitLayer):
     """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
 
-    The bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
+    A bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
     """
 
-    def __init__(self, in_features: int, out_features: int, region: Region) -> None:
+    def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
         super().__init__()
         self.region = region
         self.weight = nn.Parameter(torch.empty(out_features, in_features // region.axis.size))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_bsi: Tensor) -> Tensor:
         """[b, s, in / size] -> [b, t, out]."""
         if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
             return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
-        return closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients) + self.bias
+        out_bto = closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients)
+        return out_bto if self.bias is None else out_bto + self.bias
 
 
 class ColumnParallelBranches(RegionBorder):
@@ -97,8 +99,9 @@ class RowParallelBranches(RegionBorder):
         if self.region.axis.size == 1:
             first_bto, *others = (layer(x_bsi) for layer, x_bsi in zip(layers, inputs, strict=True))
             return sum(others, start=first_bto)
-        weights, bias = [layer.weight for layer in layers], sum(layer.bias for layer in layers)
-        return closing_linears(inputs, weights, self.region, layers[0].weight_gradients) + bias
+        out_bto = closing_linears(inputs, [layer.weight for layer in layers], self.region, layers[0].weight_gradients)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return out_bto + sum(biases) if biases else out_bto
 
 
 def padded_rows(vocab_size: int, size: int) -> int:

@@ -12,11 +12,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, ffn = config.hidden_size, config.ffn_width
 
     def norm(name: str) -> dict[str, tuple[int, ...]]:
-        parts = ("weight", "bias") if config.norm is NormKind.layernorm else ("weight",)
+        parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
         return {f"{name}.{part}": (hidden,) for part in parts}
 
     def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+        biases = {f"{name}.bias": (rows,)} if config.bias else {}
+        return {f"{name}.weight": (rows, columns), **biases}
 
     shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocabulary, hidden)}
     if config.position is Position.learned:

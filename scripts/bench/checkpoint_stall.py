@@ -3,9 +3,9 @@
 
 The real engine trains a model whose fp32 masters and moments come to --megabytes. In every round each side saves that
 same state and the engine takes a step; the delay is the time of both less the median step without a save, so what goes
-on in the background and slows the step counts, too. Sides take turns; between them, untimed, everything is let go to
-disk and deleted. Limits are a copy of the bytes in memory, which a save must make before weights may change, and the
-disk's plain write with fsync. Medians.
+on in the background and slows the step counts, too. Sides take turns, in another order each round; between them,
+untimed, everything is let go to disk and deleted. Limits are a copy of the bytes in memory, which a save must make
+before weights may change, and the disk's plain write with fsync. Medians.
 
 megads' save, the hook of a run, waits until the checkpoint is on disk and committed. torch.save does not wait for the
 disk, `torch.save, fsync` does; DCP is torch.distributed.checkpoint, which waits, but for async_save.
@@ -165,6 +165,13 @@ def sides_of(engine: TrainEngine, folder: Path) -> dict[str, Side]:
     }
 
 
+def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
+    """The order of a round: each starts elsewhere, as a disk remembers for a while how much it was just given."""
+    ordered = list(sides.items())
+    first = 3 * number % len(ordered)
+    return ordered[first:] + ordered[:first]
+
+
 def measure(megabytes: int, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
     """Milliseconds of every side by round: `save`, what the loop waits for, and `both`, with the step; of one rank."""
     torch.set_num_threads(threads)
@@ -179,7 +186,7 @@ def measure(megabytes: int, folder: Path, rounds: int, threads: int) -> dict[str
         begin = time.perf_counter()
         engine.step(batches, scenario.lr)
         steps.append(1e3 * (time.perf_counter() - begin))
-        for name, side in sides.items():
+        for name, side in in_turn(sides, number):
             (folder / name).mkdir(exist_ok=True)
             begin = time.perf_counter()
             side.save(number + 1)

@@ -26,6 +26,7 @@ from megads.ops.apex import ApexState, find_apex
 from megads.ops.bias_gelu import bias_gelu
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.dropout import apply_mask
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
@@ -103,6 +104,12 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
         wide = x.dtype == torch.float64
         return rotate(x, *(table.double() if wide else table for table in tables), fused)
 
+    keep = torch.empty(x.shape, dtype=torch.uint8, device=device).bernoulli_(0.9, generator=generator)
+    masked = count // dtype.itemsize  # as many bytes as elements
+
+    def dropped(fused: bool, x: Tensor, residual: Tensor) -> Tensor:
+        return apply_mask(x, keep, 1 / 0.9, residual, fused)
+
     def loss(fused: bool, x: Tensor) -> Tensor:
         if fused:
             # The kernel writes the gradient over the logits, in the forward pass.
@@ -121,6 +128,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
         Case("GELU", lambda fused, x: gelu(x, fused), [x], (2 * count, 3 * count)),
         Case("bias GELU", lambda fused, x, b: bias_gelu(x, b, fused), [x, bias], (2 * count, 3 * count)),
         Case("SwiGLU", lambda fused, x: swiglu(x, fused), [x], (3 * count // 2, 5 * count // 2)),
+        Case("dropout + residual", dropped, [x, draw(rows, width)], (3 * count + masked, 2 * count + masked)),
         Case("rotary", turned, [query], (2 * query.numel(), 2 * query.numel())),
         Case("cross entropy, no gradient", loss, [logits], (logits.numel(), 0)),
     ]  # fmt: skip

@@ -12,11 +12,13 @@ from megads.model.config import Position
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
-from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
+from tests.distributed import run_ranks
+from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, step_batches, train_layout, train_reference
 
 COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
+FUSED_COMPILED = OpsConfig(Implementation.fused, Compile.blocks)
 # Each rank compiles what it runs.
-SLOW = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 CASES = {
     "single": ({}, ParallelConfig()),
     "rope, parallel block": ({"position": Position.rope, "parallel_block": True}, ParallelConfig()),
@@ -43,10 +45,40 @@ def reference(name: str) -> Run:
     return train_reference(scenario(CASES[name][0]))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_layouts(name: str) -> None:
     """Catches a compiler that looks into a message, a mask or a cache of one micro-batch and replays it for the next, a
     gradient that is put off and lost, names with a prefix of the compiler's (the gradients are gathered by name)."""
     changes, parallel = CASES[name]
     run = train_layout(scenario(changes, ops=COMPILED), parallel)
     assert [fault for check in CHECKS for fault in check(run, reference(name))] == []
+
+
+@pytest.mark.usefixtures("kernels")
+def test_own_kernels_in_compiled_blocks() -> None:
+    """Catches an operator whose shapes or gradients the compiler was told wrongly."""
+    run = train_layout(scenario({}, ops=FUSED_COMPILED), ParallelConfig())
+    assert [fault for check in CHECKS for fault in check(run, reference("single"))] == []
+
+
+def _graphs(scenario: Scenario) -> list[int]:
+    """How many graphs the compiler has made after one step, three steps, and validation."""
+    from torch._dynamo.utils import counters
+
+    engine = build_engine(scenario, ParallelConfig())
+    made = []
+    for steps in (range(1), range(1, 3)):
+        for step in steps:
+            engine.step(step_batches(scenario, step), scenario.lr)
+        made.append(counters["stats"]["unique_graphs"])
+    parity.evaluate(engine, scenario)
+    return [*made, counters["stats"]["unique_graphs"]]
+
+
+def test_the_compiler_runs_once_for_a_shape() -> None:
+    """Catches blocks that are not compiled at all, or each anew, or with every micro-batch."""
+    few, many = (run_ranks(_graphs, 1, scenario({"num_layers": layers}, ops=COMPILED))[0] for layers in (1, 3))
+    first_step, third_step, validated = many
+    assert few == many
+    assert 0 < first_step == third_step
+    assert validated <= 2 * first_step  # once more without gradients, at most

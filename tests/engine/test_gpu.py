@@ -20,7 +20,7 @@ from megads.engine.training import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
 from megads.ops.choice import load
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.runtime.deterministic import make_deterministic
@@ -136,6 +136,7 @@ def run_on(device_type: str, body: Callable[[str, Scenario], Any], scenario: Sce
 
 
 BY_TORCH, BY_APEX = OpsConfig(Implementation.torch), OpsConfig(Implementation.apex)
+COMPILED, GRAPHS = (OpsConfig(Implementation.torch, compiled) for compiled in (Compile.blocks, Compile.graphs))
 
 
 @pytest.mark.parametrize(
@@ -144,11 +145,14 @@ BY_TORCH, BY_APEX = OpsConfig(Implementation.torch), OpsConfig(Implementation.ap
         pytest.param("cpu", BY_TORCH, marks=pytest.mark.distributed),
         pytest.param("cuda", BY_TORCH, marks=CUDA.marks),
         pytest.param("cuda", BY_APEX, marks=[pytest.mark.gpu, without_apex]),
+        pytest.param("cuda", COMPILED, marks=CUDA.marks),
+        pytest.param("cuda", GRAPHS, marks=CUDA.marks),
     ],
-    ids=["cpu", "cuda", "apex"],
+    ids=["cpu", "cuda", "apex", "compiled", "graphs"],
 )
 def test_fp32_step(device_type: str, ops: OpsConfig) -> None:
-    """Catches a tensor left on the CPU, TF32 where fp32 was asked for, and an optimizer that differs on a GPU."""
+    """Catches a tensor left on the CPU, TF32 where fp32 was asked for, an optimizer that differs on a GPU, and a CUDA
+    graph replayed over what its last micro-batch left for the backward pass: there are six of them."""
     scenario = scenario_with(masked=True, ops=ops)
     found, reference = run_on(device_type, train_one_step, scenario), train_reference(scenario)
     assert found["loss"] == pytest.approx(reference.losses[0], rel=1e-5)

@@ -20,8 +20,15 @@ pytestmark = pytest.mark.distributed
 GATED: dict[str, Any] = {"norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu}
 # Six heads share three, or two, of keys: with ALiBi their slopes differ inside of a group.
 MODELS = {
-    "llama": {**GATED, "num_kv_heads": 2, "position": Position.rope, "embedding_norm": False, "tie_embeddings": False},
-    "palm": {"parallel_block": True, "mlp": MLPKind.swiglu, "num_kv_heads": 2},
+    "llama": {
+        **GATED,
+        "num_kv_heads": 2,
+        "position": Position.rope,
+        "embedding_norm": False,
+        "tie_embeddings": False,
+        "bias": False,
+    },
+    "palm": {"parallel_block": True, "mlp": MLPKind.swiglu, "num_kv_heads": 2, "bias": False},
     "windowed": {"window": 5, "num_kv_heads": 3},
     "all": {**GATED, "parallel_block": True, "num_kv_heads": 2, "window": 5, "position": Position.rope},
 }
@@ -63,7 +70,7 @@ def faults(run: Run, expected: Run) -> list[str]:
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
     """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
-    norm's gradient that stays one shard's, and a window in a rank's own places."""
+    norm's gradient that stays one shard's, a window in a rank's own places, and biases of a model that has none."""
     run = train_layout(scenario(model), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
 

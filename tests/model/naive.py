@@ -32,7 +32,7 @@ def slope(head: int, num_heads: int) -> float:
     return slopes(num_heads)[head]
 
 
-def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, gain: Tensor, bias: Tensor | float, eps: float) -> Tensor:
     centred = x - x.mean(-1, keepdim=True)
     return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + bias
 
@@ -60,9 +60,9 @@ def turned(x_d: Tensor, position: int, theta: float) -> Tensor:
 def attention(
     x_sh: Tensor,
     qkv_weight: Tensor,
-    qkv_bias: Tensor,
+    qkv_bias: Tensor | float,
     dense_weight: Tensor,
-    dense_bias: Tensor,
+    dense_bias: Tensor | float,
     config: ModelConfig,
     starts: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
@@ -80,7 +80,7 @@ def attention(
 
     def projected(block: int) -> Tensor:
         rows = slice(block * dim, (block + 1) * dim)
-        return x_sh @ qkv_weight[rows].T + qkv_bias[rows]
+        return x_sh @ qkv_weight[rows].T + (qkv_bias[rows] if isinstance(qkv_bias, Tensor) else qkv_bias)
 
     for head in range(num_heads):
         group, within = divmod(head, shared)
@@ -103,12 +103,12 @@ def attention(
 def mlp(x: Tensor, weights: Weights, name: str, config: ModelConfig) -> Tensor:
     """Gates are the even rows of `gate_up`, what they gate the odd ones."""
     if config.mlp is MLPKind.gelu:
-        inner = gelu_tanh(x @ weights[f"{name}.up.weight"].T + weights[f"{name}.up.bias"])
+        inner = gelu_tanh(x @ weights[f"{name}.up.weight"].T + weights.get(f"{name}.up.bias", 0.0))
     else:
-        both = x @ weights[f"{name}.gate_up.weight"].T + weights[f"{name}.gate_up.bias"]
+        both = x @ weights[f"{name}.gate_up.weight"].T + weights.get(f"{name}.gate_up.bias", 0.0)
         gate, up = both[:, 0::2], both[:, 1::2]
         inner = gate / (1 + (-gate).exp()) * up
-    return inner @ weights[f"{name}.down.weight"].T + weights[f"{name}.down.bias"]
+    return inner @ weights[f"{name}.down.weight"].T + weights.get(f"{name}.down.bias", 0.0)
 
 
 def logits(
@@ -124,7 +124,7 @@ def logits(
     def norm(name: str, x: Tensor) -> Tensor:
         if config.norm is NormKind.rmsnorm:
             return rms_norm(x, w[f"{name}.weight"], eps)
-        return layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], eps)
+        return layer_norm(x, w[f"{name}.weight"], w.get(f"{name}.bias", 0.0), eps)
 
     x = w["embedding.word.weight"][tokens_s]
     if config.position is Position.learned:
@@ -133,7 +133,7 @@ def logits(
         x = norm("embedding.norm", x)
     for block in (f"blocks.{index}" for index in range(config.num_layers)):
         projections = (
-            w[f"{block}.attention.{part}"] for part in ("qkv.weight", "qkv.bias", "dense.weight", "dense.bias")
+            w.get(f"{block}.attention.{part}", 0.0) for part in ("qkv.weight", "qkv.bias", "dense.weight", "dense.bias")
         )
         normed = norm(f"{block}.input_norm", x)
         attended = attention(normed, *projections, config, starts, positions)

@@ -49,6 +49,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "RMSNorm": {"norm": NormKind.rmsnorm},
     "SwiGLU": {"mlp": MLPKind.swiglu},
     "parallel block": {"parallel_block": True},
+    "no biases": {"bias": False},
+    "no biases, gated": {"bias": False, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu},
 }
 ALL_FEATURES: dict[str, object] = {
     "num_kv_heads": 3, "window": 2, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,

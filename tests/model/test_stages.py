@@ -41,7 +41,13 @@ def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_kv_heads": 2}, {"norm": NormKind.rmsnorm}, {"mlp": MLPKind.swiglu}, {"parallel_block": True}],
+    [
+        {"num_kv_heads": 2},
+        {"norm": NormKind.rmsnorm},
+        {"mlp": MLPKind.swiglu},
+        {"parallel_block": True},
+        {"bias": False},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_features_have_the_planned_parameters(changes: dict) -> None:

@@ -33,6 +33,10 @@ def plain_rms(x: Tensor, _residual: Tensor, weight: Tensor, _bias: Tensor, fused
     return (rms_norm(x, weight, EPS, fused),)
 
 
+def plain_unbiased(x: Tensor, _residual: Tensor, weight: Tensor, _bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
+    return (layer_norm(x, weight, None, EPS, fused),)
+
+
 def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
     return add_layer_norm(x, residual, weight, bias, EPS, fused)
 
@@ -43,6 +47,7 @@ def added_rms(x: Tensor, residual: Tensor, weight: Tensor, _bias: Tensor, fused:
 
 NORMS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "layer norm": plain,
+    "layer norm, no bias": plain_unbiased,
     "rms norm": plain_rms,
     "sum, layer norm": added,
     "sum, rms norm": added_rms,

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.grid import Axis
 from megads.parallel.region_linear import Region
 from megads.parallel.tensor import (
@@ -101,10 +103,10 @@ def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) ->
         torch.testing.assert_close(bias, b2, rtol=1e-12, atol=1e-12)
 
 
-def _branches(sequence_parallel: bool, chunks: int) -> list[Any]:
+def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
     """Two branches of one input, each a column and a row layer, run together and apart."""
     axis = tensor_axis()
-    region, gradients = Region(axis, sequence_parallel, chunks), WeightGradients()
+    region, gradients = Region(axis, sequence_parallel, chunks, fused), WeightGradients()
     columns = [ColumnParallelLinear(HIDDEN, FFN, region).double() for _ in range(2)]
     rows = [RowParallelLinear(FFN, HIDDEN, region).double() for _ in range(2)]
     parameters = [parameter for layer in (*columns, *rows) for parameter in layer.parameters()]
@@ -140,14 +142,41 @@ def _branches(sequence_parallel: bool, chunks: int) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("sequence_parallel", "chunks"), [(False, 1), (False, 2), (True, 1), (True, 2)])
-def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int) -> None:
+@pytest.mark.parametrize(
+    ("sequence_parallel", "chunks", "fused"),
+    [(False, 1, False), (False, 2, False), (True, 1, False), (True, 2, False), (True, 2, True)],
+)
+def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int, fused: bool) -> None:
     """Catches a branch that is left out of the shared message, in either direction, or counts twice, a bias of the
     other branch, and gradients that are put off with another layer's input."""
-    for together, apart, put_off in run_ranks(_branches, 2, sequence_parallel, chunks):
+    for together, apart, put_off in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
         for found in (together, put_off):
             for value, expected in zip(found, apart, strict=True):
                 torch.testing.assert_close(torch.from_numpy(value), torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
+
+
+def _wide_pair(fused: bool) -> list[Any]:
+    """Output and gradients of layers whose parts are wide enough for our own kernel, in fp32."""
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    region = Region(tensor_axis(), sequence_parallel=True, chunks=2, fused=fused)
+    column, row = ColumnParallelLinear(48, 64, region), RowParallelLinear(64, 48, region)
+    parameters = [*column.parameters(), *row.parameters()]
+    for seed, parameter in enumerate(parameters):
+        with torch.no_grad():
+            parameter.copy_(random(*parameter.shape, seed=seed))
+    x = random(2, 40, 48, seed=7).float().requires_grad_()
+    y = row(column(x))
+    y.sum().backward()
+    return [t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))]
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+def test_parts_by_our_kernel() -> None:
+    """Catches parts whose rows lie elsewhere than our kernel takes them to, and a bias that it forgets."""
+    for ours, theirs in zip(run_ranks(_wide_pair, 2, True), run_ranks(_wide_pair, 2, False), strict=True):
+        for found, wanted in zip(map(torch.from_numpy, ours), map(torch.from_numpy, theirs), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
 def own_rows(table: Tensor, axis: Axis) -> Tensor:

@@ -70,6 +70,7 @@ FEATURES = {
     "RMSNorm": {"norm": NormKind.rmsnorm},
     "SwiGLU": {"mlp": MLPKind.swiglu},
     "parallel": {"parallel_block": True},
+    "no biases": {"bias": False},
     "all": {
         "num_kv_heads": 3, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
         "attention_dropout": 0.1, "hidden_dropout": 0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -42,12 +43,14 @@ def test_optional_parameters() -> None:
 
 
 def test_tiny_llama() -> None:
-    """Catches keys of every query head, a gate that is missing, a second bias in a norm: TinyLlama-1.1B has no biases
-    in its projections and 1,100,048,384 parameters (Zhang et al. 2024)."""
-    config = ModelConfig(
+    """Catches keys of every query head, a gate that is missing, a bias in a norm or a projection that is to have none:
+    TinyLlama-1.1B has 1,100,048,384 parameters (Zhang et al. 2024)."""
+    biased = ModelConfig(
         hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, ffn_size=5632, vocab_size=32000,
         position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, embedding_norm=False, tie_embeddings=False,
     )  # fmt: skip
-    biases = sum(prod(shape) for name, shape in parameter_shapes(config).items() if name.endswith(".bias"))
+    biases = sum(prod(shape) for name, shape in parameter_shapes(biased).items() if name.endswith(".bias"))
     assert biases == 22 * (2560 + 2048 + 2 * 5632 + 2048)
-    assert parameter_count(config) - biases == 1_100_048_384
+    assert parameter_count(biased) - biases == parameter_count(replace(biased, bias=False)) == 1_100_048_384
+    layer_norms = replace(biased, bias=False, norm=NormKind.layernorm)
+    assert not any(name.endswith(".bias") for name in parameter_shapes(layer_norms))

@@ -30,6 +30,7 @@ MOST_REGISTERS = {
     "bias_gelu": 64,
     "swiglu_forward": 32,
     "swiglu_backward": 40,
+    "dropout": 32,
     "rotary": 48,
     "square_sums": 40,
     "sum_partials": 48,
@@ -41,6 +42,7 @@ OPERATORS = (
     "softmax_forward", "softmax_backward", "norm_forward", "add_norm_forward", "norm_backward", "gelu_forward",
     "gelu_backward", "bias_gelu_forward", "bias_gelu_backward", "swiglu_forward", "swiglu_backward", "rotary",
     "cross_entropy_forward", "cross_entropy_gradient_", "cross_entropy_loss_", "square_sums", "adamw_step",
+    "dropout",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.model.rotary import rotary_tables
+from megads.ops.dropout import apply_mask
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
 from tests.ops.cuda.lanes import Lanes
@@ -85,6 +86,31 @@ def test_swiglu(count: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [61, 1030, 8211])
+@pytest.mark.parametrize("added", [False, True])
+def test_dropout(added: bool, count: int, dtype: torch.dtype) -> None:
+    """Catches wrong tails, another element's mask, a scale or a sum in the dtype, and a kept byte read as a number."""
+    x, residual = draw(count, dtype=dtype), draw(count, 1, dtype=dtype).flatten() if added else None
+    keep = torch.empty(count, dtype=torch.uint8).bernoulli_(0.7, generator=torch.Generator().manual_seed(count))
+    with Lanes("dropout", order=count, residue=count % 8, at_end=count % 2) as lanes:
+        out = lanes.empty((count,), dtype)
+        lanes.call("dropout", dtype, count, x, keep, 1 / 0.7, residual, out)
+        exact = apply_mask(x.double(), keep, 1 / 0.7, None if residual is None else residual.double(), False)
+        check_error(out, apply_mask(x, keep, 1 / 0.7, residual, False), exact)
+        wanted = torch.zeros(count, dtype=dtype) if residual is None else residual
+        assert torch.equal(out[keep == 0], wanted[keep == 0])
+
+
+def test_dropout_of_what_is_not_finite() -> None:
+    """Catches a mask that hides a NaN, and with it the step's culprit."""
+    x, keep = torch.tensor([float("nan"), float("inf"), 1.0]), torch.tensor([0, 0, 1], dtype=torch.uint8)
+    with Lanes("dropout") as lanes:
+        out = lanes.empty((3,), torch.float32)
+        lanes.call("dropout", torch.float32, 3, x, keep, 2.0, None, out)
+        assert out.isnan().tolist() == [True, True, False] and out[2] == 2.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (5, 6), (70, 16)])
 def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
     """Catches halves that are mixed up, another token's angle, and strides of a fused projection taken for packed."""
@@ -112,6 +138,8 @@ def test_nothing_to_do() -> None:
     assert not gelu(empty, torch.ones(7), empty)[2].any()
     with Lanes("swiglu") as lanes:
         lanes.call("swiglu_forward", torch.float32, 0, torch.empty(0), lanes.empty((0,), torch.float32))
+    with Lanes("dropout") as lanes:
+        lanes.call("dropout", torch.float32, 0, empty, empty, 1.0, None, lanes.empty((0,), torch.float32))
     with Lanes("rotary") as lanes:
         row = torch.ones(1, 4)
         lanes.call("rotary", torch.float32, 0, 5, 3, 8, 120, 24, 8, 1, 0, empty, row, row, empty)

@@ -1,0 +1,27 @@
+"""What torch.compile needs is looked for before a run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megads.errors import ConfigError
+from megads.ops.choice import choose
+from megads.ops.config import Compile, Implementation, OpsConfig
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a run that fails on its ranks, minutes later, with the compiler's own traceback."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    config = OpsConfig(Implementation.torch, Compile.blocks)
+    with pytest.raises(ConfigError, match=r"ops\.compile = blocks cannot run: there is no C\+\+ compiler"):
+        choose(config, cuda=False)
+    assert not choose(OpsConfig(Implementation.torch), cuda=False).fused
+
+
+def test_graphs_want_a_gpu() -> None:
+    """Catches CUDA graphs that are asked for on a CPU and silently not there."""
+    with pytest.raises(ConfigError, match=r"ops\.compile = graphs .* on a CPU"):
+        choose(OpsConfig(Implementation.torch, Compile.graphs), cuda=False)

@@ -1,0 +1,167 @@
+"""Every operator's Python face on a GPU, forward and backward, against fp64.
+
+On a CPU the same code shows that the tests work. fp16 is for GPUs: the CPU's kernels do not take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.model.alibi import alibi_slopes
+from megads.model.rotary import rotary_tables
+from megads.ops.adamw import AdamWStep, adamw, adamw_reference
+from megads.ops.bias_gelu import bias_gelu
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from megads.ops.dropout import apply_mask
+from megads.ops.eligible import kernel_takes
+from megads.ops.gelu import gelu
+from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.ops.rotary import rotate
+from megads.ops.softmax import masked_softmax
+from megads.ops.square_sums import Pieces, square_sums
+from megads.ops.swiglu import swiglu
+from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
+from megads.parallel.grid import single_rank_grid
+from tests.ops.accuracy import check_error, relative_error
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")],
+)
+pytestmark = [
+    pytest.mark.usefixtures("kernels"),
+    pytest.mark.parametrize("device", ["cpu", CUDA]),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+AXIS = single_rank_grid().tp
+
+Face = Callable[..., Tensor | tuple[Tensor, Tensor]]
+"""Takes `fused` and the inputs."""
+
+
+def prepare(device: str, dtype: torch.dtype) -> torch.Generator:
+    """Compiles and loads the kernels; returns where inputs are drawn from."""
+    load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
+    if not kernel_takes(torch.empty(0, dtype=dtype, device=device), gpu=True):
+        pytest.skip(f"the kernels of a {device} do not take {dtype}")
+    return torch.Generator(device).manual_seed(0)
+
+
+def outputs_and_gradients(face: Face, fused: bool, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Of inputs in `dtype`; the gradients that arrive at the outputs were drawn in the inputs' own."""
+    leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+    found = face(fused, *leaves)
+    outputs = found if isinstance(found, tuple) else (found,)
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    arriving = [
+        torch.randn(out.shape, generator=generator, device=out.device).to(inputs[0].dtype).to(out.dtype)
+        if out.dim()
+        else torch.ones_like(out)
+        for out in outputs
+    ]
+    torch.autograd.backward(outputs, arriving)
+    # The error of one number is chance.
+    return [x.detach() for x in (*outputs, *(leaf.grad for leaf in leaves)) if x is not None and x.numel() > 1]
+
+
+def check(face: Face, inputs: list[Tensor]) -> None:
+    """The kernel's error is at most twice that of torch's operators, of every output and gradient."""
+    dtype = inputs[0].dtype
+    ours, eager = (outputs_and_gradients(face, fused, inputs, dtype) for fused in (True, False))
+    exact = outputs_and_gradients(face, False, inputs, torch.float64)
+    assert len(ours) == len(exact) > len(inputs) - 1
+    for mine, theirs, right in zip(ours, eager, exact, strict=True):
+        check_error(mine, theirs, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(5, 37), (300, 1031), (64, 9000)])
+def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    """Catches a face that hands a kernel of the device the wrong arguments, or its gradients back to the wrong ones."""
+    generator = prepare(device, dtype)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    x, residual, weight, bias = draw(rows, width), draw(rows, width), draw(width), draw(width)
+    keep = torch.empty(x.shape, dtype=torch.uint8, device=device).bernoulli_(0.9, generator=generator)
+    check(lambda fused, x, w, b: layer_norm(x, w, b, EPS, fused), [x, weight, bias])
+    check(lambda fused, x, w: rms_norm(x, w, EPS, fused), [x, weight])
+    check(lambda fused, x, r, w, b: add_layer_norm(x, r, w, b, EPS, fused), [x, residual, weight, bias])
+    check(lambda fused, x, r, w: add_rms_norm(x, r, w, EPS, fused), [x, residual, weight])
+    check(lambda fused, x: gelu(x, fused), [x])
+    check(lambda fused, x, b: bias_gelu(x, b, fused), [x, bias])
+    check(lambda fused, x: swiglu(x, fused), [draw(rows, 2 * width)])
+    check(lambda fused, x: apply_mask(x, keep, 1 / 0.9, None, fused), [x])
+    check(lambda fused, x, r: apply_mask(x, keep, 1 / 0.9, r, fused), [x, residual])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [45, 300])
+def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device: str) -> None:
+    """Catches slopes, places or starts of documents that do not reach the kernel, and tables of another dtype."""
+    generator = prepare(device, dtype)
+    scores = torch.randn(2, 3, length, length, generator=generator, device=device).to(dtype)
+    slopes = alibi_slopes(3).to(device)
+    places = torch.arange(length, device=device).flip(0)
+    starts = (torch.arange(length, device=device) // 2).expand(2, -1)
+    check(lambda fused, x: masked_softmax(x, 0.3, slopes, fused=fused), [scores])
+    check(lambda fused, x: masked_softmax(x, 0.3, slopes, places, fused=fused), [scores])
+    check(lambda fused, x: masked_softmax(x, 0.3, None, None, starts, fused=fused), [scores])
+    tables = rotary_tables(torch.arange(length, device=device), 16, 1e4, torch.float32)
+
+    def turned(fused: bool, x: Tensor) -> Tensor:
+        wide = x.dtype == torch.float64
+        return rotate(x, *(table.double() if wide else table for table in tables), fused)
+
+    check(turned, [torch.randn(2, length, 3, 16, generator=generator, device=device).to(dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [130, 5003])
+def test_cross_entropy(rows: int, dtype: torch.dtype, device: str) -> None:
+    """Catches a gradient that is not written over the logits, or in the padding of the vocabulary."""
+    generator = prepare(device, dtype)
+    logits = torch.randn(2, 9, rows, generator=generator, device=device).to(dtype)
+    labels = torch.randint(0, rows - 3, (2, 9), generator=generator, device=device)
+    weights = torch.rand(2, 9, generator=generator, device=device)
+
+    def loss(fused: bool, x: Tensor) -> Tensor:
+        if fused:
+            return loss_in_place(x.clone(), labels, weights, rows, AXIS)
+        return (vocab_parallel_token_losses(x, labels, rows, AXIS) * weights).sum()
+
+    check(loss, [logits])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_optimizer(dtype: torch.dtype, device: str) -> None:
+    """Catches bounds or a clip factor that are read from the host, and a skipped step that leaves a trace."""
+    generator = prepare(device, dtype)
+    # Where buckets start there is nothing aligned.
+    state = [torch.rand(70_001, generator=generator, device=device)[1:] for _ in range(3)]
+    grad = torch.randn(70_000, generator=generator, device=device)
+    weights, clip = torch.empty(70_000, dtype=dtype, device=device), torch.tensor(0.37, device=device)
+    how = AdamWStep(lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, step=1)
+    sides = [[x.to(of, copy=True) for x in state] for of in (torch.float32, torch.float64)]
+    for step in range(1, 4):
+        now = replace(how, step=step)
+        for tensors in ([*state, weights], [*sides[0], weights.clone()], [*sides[1], weights.clone()]):
+            function = adamw if tensors[0] is state[0] else adamw_reference
+            function(*tensors, grad.to(tensors[0].dtype), clip if function is adamw else clip.to(tensors[0].dtype), now)
+    for ours, eager, exact in zip(state, *sides, strict=True):
+        assert relative_error(ours, exact) <= max(2 * relative_error(eager, exact), 1e-7)
+    assert torch.equal(weights, state[0].to(dtype))
+    before = [x.clone() for x in state]
+    adamw(*state, weights, grad, torch.tensor(float("nan"), device=device), how)
+    assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
+    pieces = Pieces([(0, 40_003), (40_003, 40_003), (40_010, 70_000)], torch.device(device))
+    exact = torch.stack([grad[start:stop].double().square().sum() for start, stop in pieces.bounds])
+    torch.testing.assert_close(square_sums(grad, pieces, True), exact, rtol=1e-13, atol=0.0)
