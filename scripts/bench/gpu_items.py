@@ -12,6 +12,8 @@ from scripts.bench.gpu_layouts import LAYOUTS
 STAGES = ("kernels", "attention", "train", "resume", "tests", "layouts")
 ALWAYS = "start"
 """The stage of what every other one needs."""
+NEEDS = "needs"
+"""How the reason begins why an item has too few GPUs."""
 TRAINED = ("fused", "torch", "hf")
 """Sides of a training step."""
 CHECKED = ("one device", "parallel.dp=2")
@@ -60,10 +62,10 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         Item(ALWAYS, "device", bench("gpu_device"), most_s=60.0),
         Item(ALWAYS, "build", bench("gpu_build", "--device", "cuda"), most_s=240.0, appends=False),
         Item("kernels", "kernels", bench("gpu_kernels"), 20.0),
+        Item("attention", "kinds", bench("gpu_attention"), 20.0),
         *(training("1.3b", side) for side in TRAINED),
         *(training("125m", side) for side in TRAINED),
         resume("torch", work),
-        Item("attention", "kinds", bench("gpu_attention"), 20.0),
         *(training(size, side) for size in ("350m", "760m") for side in TRAINED),
         resume("fused", work),
         training("1.3b", "fused_compiled", 40.0, 150.0),
@@ -84,9 +86,9 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
         Item(ALWAYS, "device", bench("gpu_device")),
         Item(ALWAYS, "build", bench("gpu_build", "--device", "cpu"), most_s=240.0, appends=False),
         Item("kernels", "kernels", kernels),
+        Item("attention", "kinds", bench("gpu_attention", "--rounds", "1")),
         *(training("1.3b", side) for side in (*TRAINED, "fused_compiled")),
         resume("fused", work),
-        Item("attention", "kinds", bench("gpu_attention", "--rounds", "1")),
         Item("kernels", "torch.compile", (*kernels, "--compiled", "--only", "RMSNorm")),
         Item("tests", "GPU tests", bench("gpu_tests")),
         Item("layouts", "configs", bench("gpu_layouts", "--work", str(work), *overrides, "--configs")),

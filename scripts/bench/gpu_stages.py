@@ -23,7 +23,7 @@ from types import FrameType
 import psutil
 
 from megads.runtime.environment import available_cores, rank_variables
-from scripts.bench.gpu_items import STAGES, Item, chosen, command, items
+from scripts.bench.gpu_items import NEEDS, STAGES, Item, chosen, command, items
 from scripts.bench.gpu_lines import Append, appender, lines_of_runs
 from scripts.bench.gpu_table import table
 
@@ -75,7 +75,7 @@ class Runner:
         """Runs one, or says why not."""
         begin = time.monotonic()
         if item.devices > 1 and item.devices > self.devices:
-            outcome, reason = "not run", f"needs {item.devices} GPUs"
+            outcome, reason = "not run", f"{NEEDS} {item.devices} GPUs"
         elif self.clock.left_s < item.least_s:
             outcome, reason = "not run", "no time left"
         else:

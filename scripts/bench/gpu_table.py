@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from scripts.bench.gpu_items import NEEDS
 from scripts.bench.gpu_lines import Line, lines_of_runs
 from scripts.bench.train_step import faults
 
@@ -86,8 +87,10 @@ def device_rows(lines: Rows) -> list[str]:
 
 def item_rows(lines: Rows) -> list[str]:
     """What did not run or failed."""
-    last = newest(lines, "stage", "name").values()
-    rows = []
+    last = list(newest(lines, "stage", "name").values())
+    too_few = [line for line in last if line["reason"].startswith(NEEDS)]
+    last = [line for line in last if line not in too_few]
+    rows = [f"NOT RUN: {len(too_few)} layouts that need more GPUs"] if too_few else []
     for outcome in ("failed", "ended for lack of time", "not run"):
         of_outcome = [line for line in last if line["outcome"] == outcome]
         if of_outcome:
@@ -157,24 +160,22 @@ def attention_rows(lines: Rows) -> list[str]:
     """Kinds of attention, the quickest first."""
     last = list(newest(lines, "kind").values())
     done = sorted((line for line in last if line["outcome"] == "done"), key=lambda line: line["us"])
-    if not last:
-        return []
-    rows = ["", f"{'attention, ' + last[-1]['shape']:52}{'us fwd':>9}{'us fwd+bwd':>12}{'TFLOP/s':>9}{'extra MiB':>11}"
-            f"{'error':>9}{'ratio':>7}"]  # fmt: skip
-    for line in done:
-        wrong = "" if line["error_ratio"] <= 2 else "  WRONG"
-        rows.append(
-            f"{line['kind']:52}{line['fwd_us']:9.0f}{line['us']:12.0f}{line['flops'] / line['us'] / 1e6:9.1f}"
-            f"{line['extra_bytes'] / 2**20:11.0f}{line['error']:9.1e}{line['error_ratio']:7.2f}{wrong}"
-        )
-    return rows + [f"{line['kind']:26}{line['outcome']}: {line['reason']}" for line in last if line not in done]
+    heads = f"{'us fwd+bwd':>12}{'TFLOP/s':>9}{'kept MiB':>10}{'peak MiB':>10}{'ratio':>7}  same bits again"
+    rows = ["", f"{'attention, ' + last[-1]['shape']:48}{heads}"]
+    rows += [
+        f"{line['kind']:48}{line['us']:12.0f}{line['flops'] / line['us'] / 1e6:9.1f}"
+        f"{line['kept_bytes'] / 2**20:10.0f}{line['peak_bytes'] / 2**20:10.0f}{line['error_ratio']:7.2f}"
+        f"  {'yes' if line['repeats'] else 'no'}"
+        for line in done
+    ]
+    return rows + [f"{line['kind']:16}{line['outcome']}: {line['reason']}" for line in last if line not in done]
 
 
 def train_rows(lines: Rows) -> list[str]:
     """Sizes and sides."""
     last = newest(lines, "size", "side")
-    heads = f"{'ms':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'planned':>9}{'micro':>8}{'recompute':>11}"
-    rows = ["", f"{'training step, bf16':27}{heads}  same?  target"]
+    heads = f"{'ms':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'planned':>8}{'micro':>8}{'attention':>15}"
+    rows = ["", f"{'training step, bf16':27}{heads}  same? target"]
     for size in dict.fromkeys(str(size) for size, _ in last):
         reference = last.get((size, "torch"), {})
         for side in SIDE_NAMES:
@@ -193,10 +194,13 @@ def train_row(line: Line, reference: Line) -> str:
     if target is not None and line["side"] in ("fused", "fused_compiled"):
         of_peak = f"MFU {target:.0%}: {'yes' if line['mfu'] >= target else 'no'}"
     micro = f"{line['micro_batch']}/{line['batch']}"
+    attention = "" if line["side"].startswith("hf") else line["attention"]
+    if line["recompute"] != "none":
+        attention += f", {line['recompute'][:4]}."
     return (
         f"{name:27}{line['step_s'] * 1e3:9.1f}{line['tokens_per_s']:10,.0f}"
         f"{line['tflops_per_device']:9.1f}{line['mfu']:7.1%}{line['peak_memory_bytes'] / 2**30:7.1f}"
-        f"{line['planned_bytes'] / 2**30:9.1f}{micro:>8}{line['recompute']:>11}  {same(line, reference):7}{of_peak}"
+        f"{line['planned_bytes'] / 2**30:8.1f}{micro:>8}{attention:>15}  {same(line, reference):6}{of_peak}"
     )
 
 

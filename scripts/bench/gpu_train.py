@@ -4,11 +4,12 @@
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
 BLOOM-like models (ALiBi, embedding norm, tied embeddings, V 50,304, S 2,048) in bf16 with fp32 masters and moments:
-megads' engine with ops.impl=fused, torch, apex, and with ops.compile, and Hugging Face's BloomForCausalLM in autocast
-with torch's fused AdamW, which keeps weights and moments in fp32, eager and compiled. All begin with the same weights
-and see the same tokens. megads' micro-batch is the largest that the memory plan says fits, recomputing only where none
-else does; Hugging Face's follows from a rough count of its explicit attention. Where memory runs out all the same, half
-of it is tried.
+megads' engine with ops.impl=fused, torch, apex, and with ops.compile, and Hugging Face's BloomForCausalLM, eager and
+compiled, under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All begin with the same
+weights and see the same tokens. megads' attention is the quickest that gpu_attention found in the same run of gpu.sh,
+else what model.attention=auto chooses. Its micro-batch is the largest that the memory plan says fits, recomputing only
+where none else does; Hugging Face's follows from a rough count of its explicit attention. Where memory runs out all the
+same, half of it is tried.
 
 A step is timed by the device's events, waiting for the device before and after; median. MFU is model FLOPs
 (megads.plan.flops: 6 a matrix weight and token, 12 L h S for attention, nothing for recomputation) over the data
@@ -21,11 +22,12 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from megads.model.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.parameters import parameter_count
@@ -34,7 +36,7 @@ from megads.plan.throughput import throughput
 from megads.runtime.environment import available_cores, exported
 from megads.runtime.machine_memory import GPU_PROCESS_BYTES
 from scripts.bench.device_clock import step_seconds
-from scripts.bench.gpu_lines import Line, add_line_options, appender
+from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_runs
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes
 from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
 
@@ -59,6 +61,8 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
 }
+OF_KERNELS = {AttentionKind.fused.value, AttentionKind.fused_softmax.value}
+"""Kinds of attention that need megads' own kernels."""
 WARM_UP = 3
 ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 12.0
 """Timed steps, and after how many seconds of them no further one begins, but for the fewest."""
@@ -120,13 +124,27 @@ def halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def work_of(size: str, side: str, device: str) -> tuple[TrainingWork, Fit]:
+def quickest_attention(lines: Iterable[Line], kernels: bool) -> str:
+    """The quickest kind of attention among results of gpu_attention that gives the same bits again; auto, which tries
+    them on the size's own shapes, where there are none.
+
+    Args:
+        lines: of any benchmark.
+        kernels: megads' own are there.
+    """
+    done = [line for line in lines if line["bench"] == "gpu_attention" and line["outcome"] == "done"]
+    kinds = {kind.value for kind in AttentionKind} - (set() if kernels else OF_KERNELS)
+    able = [line for line in done if line["kind"] in kinds and line["repeats"]]
+    return str(min(able, key=lambda line: line["us"])["kind"]) if able else AttentionKind.auto.value
+
+
+def work_of(size: str, side: str, device: str, attention: str) -> tuple[TrainingWork, Fit]:
     """What is trained, with the micro-batch that fits the device's free memory."""
     if device == "cpu":
         fit = fit_of(SMALL, side.startswith("fused"), 2**33)
-        return SMALL, replace(fit, micro_batch=2)
+        return replace(SMALL, attention=attention), replace(fit, micro_batch=2)
     work = TrainingWork(**SIZES[size], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device=device,
-                        lr=LEARNING_RATE)  # fmt: skip
+                        lr=LEARNING_RATE, attention=attention)  # fmt: skip
     free_bytes, _ = torch.cuda.mem_get_info()
     hugging_face = side.startswith("hf")
     fit = hugging_face_fit(work, free_bytes) if hugging_face else fit_of(work, side.startswith("fused"), free_bytes)
@@ -168,10 +186,10 @@ def timed(turn: Turn, device: str) -> tuple[list[float], list[dict[str, float]]]
     return seconds, found
 
 
-def measured(size: str, side: str, device: str) -> Line:
+def measured(size: str, side: str, device: str, attention: str) -> Line:
     """The line of one size and side."""
     cuda = device == "cuda"
-    work, fit = work_of(size, side, device)
+    work, fit = work_of(size, side, device, attention)
     about: Line = {"size": size, "side": side, "parameters": parameter_count(work.model)}
     try:
         work, turn, first = warm_turn(work, side)
@@ -202,8 +220,12 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, required=True)
     add_line_options(parser)
     arguments = parser.parse_args()
+    attention = AttentionKind.auto.value
+    if arguments.run and not arguments.side.startswith("hf"):
+        earlier = [line for line in lines_of_runs(arguments.append) if line["run"] == arguments.run]
+        attention = quickest_attention(earlier, arguments.side.startswith("fused"))
     with exported(ONE_RANK):
-        line = measured(arguments.size, arguments.side, arguments.device)
+        line = measured(arguments.size, arguments.side, arguments.device, attention)
     appender(arguments, "gpu_train")(line)
     if line["outcome"] != "done":
         print(f"{line['outcome']}: {line['reason']}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
+from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.initialise import InitialValue, initial_value, parameter_generator
@@ -46,6 +47,7 @@ class TrainingWork:
         micro_batch: samples in one forward pass, a divisor of batch; None is all of them.
         recompute: parallel.recompute, of megads' sides.
         lr: learning rate of every step.
+        attention: model.attention, of megads' sides.
     """
 
     layers: int = 8
@@ -59,12 +61,13 @@ class TrainingWork:
     micro_batch: int | None = None
     recompute: str = "none"
     lr: float = OPTIM.lr
+    attention: str = "auto"
 
     @cached_property
     def model(self) -> ModelConfig:
         return ModelConfig(
             num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocabulary,
-            max_seq_len=self.seq_len,
+            max_seq_len=self.seq_len, attention=AttentionKind(self.attention),
         )  # fmt: skip
 
     @property
@@ -134,9 +137,11 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none")
 
     from megads.engine.build import build_train_engine
     from megads.errors import ConfigError
+    from megads.model.attention_choice import choose_attention
     from megads.ops.choice import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
+    from megads.runtime.deterministic import make_deterministic
 
     cuda = work.device == "cuda"
     try:
@@ -146,9 +151,16 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout = ParallelConfig(recompute=Recompute(work.recompute))
+    device = torch.device(work.device, 0 if cuda else None)
+    make_deterministic(device)  # as a run does unless it is told otherwise
+    asked = replace(
+        work.model.attention_work(), bf16=work.precision == "bf16", cuda=cuda, impl=ops.model, seq_len=work.seq_len,
+        micro_batch_size=work.micro_batch_size,
+    )  # fmt: skip
+    attention = choose_attention(work.model, asked, device).kind
     engine = build_train_engine(
-        work.model, layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
-        micro_batch_size=work.micro_batch_size, seed=SEED, device=torch.device(work.device, 0 if cuda else None),
+        replace(work.model, attention=attention), layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
+        micro_batch_size=work.micro_batch_size, seed=SEED, device=device,
         value=first_weights(work), ops=ops,
     )  # fmt: skip
     batches = cycle([_micro_batches(work, tokens_bs) for tokens_bs in work.token_batches()])

@@ -14,7 +14,7 @@ from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from scripts.bench.gpu_items import ALWAYS, STAGES, Item, chosen, items
 from scripts.bench.gpu_resume import EQUAL, Training, verdict
 from scripts.bench.gpu_stages import RESERVE_S, Clock, Runner
-from scripts.bench.gpu_train import SEQ_LEN, SIZES, VOCABULARY, fit_of
+from scripts.bench.gpu_train import SEQ_LEN, SIZES, VOCABULARY, fit_of, quickest_attention
 from scripts.bench.training_sides import TrainingWork
 from tests.command import COMPUTED
 
@@ -65,6 +65,25 @@ def test_recomputation_comes_last() -> None:
     fits = [fit_of(work, True, free * 2**30) for free in (40, 26)]
     assert (fits[0].recompute, fits[0].micro_batch < 16) == ("none", True)
     assert fits[1].recompute != "none"
+
+
+def test_trainings_take_the_quickest_attention() -> None:
+    """Catches a kind that never repeats its bits, one without the kernels that it needs, one that failed, and none at
+    all where nothing was measured."""
+    measured = [
+        {"bench": "gpu_attention", "kind": kind, "outcome": outcome, "us": us, "repeats": repeats}
+        for kind, outcome, us, repeats in (
+            ("cudnn", "left out", 1.0, True),
+            ("flash", "done", 2.0, False),
+            ("scores in memory, plain torch", "done", 3.0, True),
+            ("fused_softmax", "done", 4.0, True),
+            ("flex", "done", 5.0, True),
+            ("sdpa", "done", 9.0, True),
+        )
+    ]
+    assert quickest_attention(measured, kernels=True) == "fused_softmax"
+    assert quickest_attention(measured, kernels=False) == "flex"
+    assert quickest_attention([{"bench": "gpu_train", "kind": "flex"}], kernels=True) == "auto"
 
 
 def run_of(folder: Path, losses: list[float], resumed: int | None = None, checksum: str = "ab") -> Path:

@@ -83,7 +83,9 @@ def test_what_did_not_run_is_said(lines: list[Line]) -> None:
     item = of(lines, bench="gpu_item", stage="resume")[0]
     late = item | {"name": "torch", "outcome": "not run", "reason": "no time left"}
     failed = item | {"outcome": "failed", "reason": "exit code 1"}
-    shown = table([*lines, late, failed])
+    too_few = [late | {"name": f"layout {number}", "reason": "needs 2 GPUs"} for number in range(14)]
+    shown = table([*lines, late, failed, *too_few])
+    assert "NOT RUN: 14 layouts that need more GPUs" in shown
     assert "NOT RUN: resume: torch (no time left)" in shown
     assert "FAILED: resume: fused (exit code 1)" in shown
 
