@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig
 from megads.model.gpt import GPT
-from megads.model.stages import Block
+from megads.model.stages import Block, ParallelBlock
 from megads.parallel.config import Recompute
 from megads.parallel.recompute import recompute_module
 from megads.plan.flops import hardware_flops_per_token, hardware_tflops_bloom, model_flops_per_token
@@ -51,7 +51,7 @@ def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, chang
     )
     model, seq_len = GPT(config, seed=0), 12
     for block in model.stages:
-        if isinstance(block, Block) and mode is not Recompute.none:
+        if isinstance(block, Block | ParallelBlock) and mode is not Recompute.none:
             recompute_module(block if mode is Recompute.full else block.attention.core)
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(seq_len)[None], BatchInfo(torch.zeros(1, dtype=torch.int64))).sum().backward()
