@@ -56,7 +56,8 @@ def poison_gradient_once(config: Any, run_dir: Path) -> int:
             handle.remove()
             return gradient * float("nan")
 
-        handle = _parameter(engine).register_hook(once)
+        # Not the weight's: our own products add it to its sums, where no hook of autograd's sees it.
+        handle = _parameter(engine, "qkv.bias").register_hook(once)
 
     return _train(config, run_dir, poison)
 
@@ -106,8 +107,8 @@ def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> in
 
     build = train.build_engine
 
-    def build_broken(config: Any, grid: Any, device: Any, ops: Any) -> Any:
-        engine = build(config, grid, device, ops)
+    def build_broken(config: Any, grid: Any, *more: Any) -> Any:
+        engine = build(config, grid, *more)
         if grid.rank == FAULTY_RANK:
             _before_step(engine, FAULTY_STEP, lambda: break_engine(engine))
         return engine
@@ -134,9 +135,9 @@ def _stage(engine: Any) -> Any:
     return [stage for stage in engine._engine.module.forward_funcs if list(stage.parameters())][-1]
 
 
-def _parameter(engine: Any) -> Any:
-    """A matrix of a block that the rank holds."""
-    return next(p for p in engine._engine.module.parameters() if p.placement.key.endswith("qkv.weight"))
+def _parameter(engine: Any, name: str = "qkv.weight") -> Any:
+    """A parameter of the first block that the rank holds."""
+    return next(p for p in engine._engine.module.parameters() if p.placement.key.endswith(name))
 
 
 def main() -> None:

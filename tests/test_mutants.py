@@ -512,12 +512,12 @@ def key_gradients_of_one_query_head() -> None:
 def queries_keys_and_values_apart() -> None:
     """All queries, then all keys, then all values; the same where a rank has one head of keys."""
 
-    def parts(self: Attention, hidden: Tensor, info: BatchInfo) -> tuple[Tensor, ...]:
-        heads = self.qkv(hidden).unflatten(-1, (-1, self.head_dim))
+    def parts(self: Attention, qkv: Tensor, info: BatchInfo) -> tuple[Tensor, ...]:
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
         groups = heads.shape[2] // (self.queries_per_kv + 2)
         return heads.split((self.queries_per_kv * groups, groups, groups), dim=2)
 
-    Attention._queries_keys_values = parts
+    Attention.heads = parts
 
 
 def window_one_token_too_long() -> None:
