@@ -142,6 +142,7 @@ def check_config(config: RootConfig) -> None:
     for part in (
         config.model,
         config.parallel,
+        config.ops,
         config.train,
         config.optim,
         config.schedule,
@@ -172,6 +173,7 @@ def check_shape(config: RootConfig) -> None:
     """
     config.model.check()
     config.parallel.check()
+    config.ops.check()
     config.train.check_sizes()
     config.cluster.check()
     _check_layout(config)

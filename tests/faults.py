@@ -86,9 +86,9 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
 
     def prepare(engine: Any) -> None:
         optimizer, calls = engine._engine.optimizer, 0
-        inner = optimizer.take
+        inner = optimizer.add
 
-        def take(*gradient: Any) -> None:
+        def add(*gradient: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 7:
@@ -96,7 +96,7 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
                 signal.pause()
             inner(*gradient)
 
-        optimizer.take = take
+        optimizer.add = add
 
     return _train(config, run_dir, prepare)
 

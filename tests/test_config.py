@@ -85,6 +85,7 @@ def test_good_config_passes() -> None:
             "ops.compile = blocks cannot be had with parallel.zero_stage = 3",
         ),
         ([change("ops.compile", Compile.graphs), change("parallel.pp", 2)], "parallel.pp = 2"),
+        ([change("ops.loss_chunk", 0)], "ops.loss_chunk = 0: must be at least 1 token"),
         (
             [change("ops.compile", Compile.graphs), change("parallel.recompute", Recompute.full)],
             "parallel.recompute = full",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +39,10 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.stages import ParallelBlock
+from megads.ops.config import Implementation, OpsConfig
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
-from megads.parallel import collectives, context, cross_entropy
+from megads.parallel import collectives, context, cross_entropy, head_loss
 from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis
@@ -48,8 +50,9 @@ from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.table import Stream
-from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear, padded_rows
-from megads.parallel.weight_gradients import PutOff, linear
+from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear
+from megads.parallel.vocabulary import padded_rows
+from megads.parallel.weight_gradients import PutOff, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
@@ -234,6 +237,16 @@ def padding_in_the_softmax() -> None:
     megads.engine.token_mean.vocab_parallel_token_losses = losses
 
 
+def input_gradients_of_chunks_stay_local() -> None:
+    done = SimpleNamespace(wait=lambda: None)
+    head_loss.dist = SimpleNamespace(all_reduce=lambda *args, **kwargs: done)
+
+
+def weight_gradients_of_chunks_overwrite_each_other() -> None:
+    inner = WeightGradient.add_to
+    WeightGradient.add_to = lambda self, sums, first: inner(self, sums, True)
+
+
 def equal_attention_dropout_on_all_ranks() -> None:
     table = megads.engine.stage_pipeline.SHARDING
     shared = dict.fromkeys(table.dropouts, Stream.shared)
@@ -352,9 +365,9 @@ def dropout_redrawn_in_recomputation() -> None:
 def a_weight_part_dropped() -> None:
     inner = PutOff.settle
 
-    def settle(self: PutOff, take: Any) -> None:
+    def settle(self: PutOff, sums: Any) -> None:
         self._owed.pop()
-        inner(self, take)
+        inner(self, sums)
 
     PutOff.settle = settle
 
@@ -583,6 +596,7 @@ class Case:
 # Hidden dropout has the masks of the unsharded model in every layout.
 SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.learned, hidden_dropout=0.2))
 
+CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
 CASES = [
     Case(local_alibi_slopes, "tp2", parity.check_first_step),
@@ -603,6 +617,8 @@ CASES = [
     Case(no_backward_all_reduce_of_column_layers, "tp2", parity.check_first_step),
     Case(row_bias_on_every_rank, "tp2", parity.check_first_step),
     Case(padding_in_the_softmax, "tp2", parity.check_first_step),
+    Case(input_gradients_of_chunks_stay_local, "tp2", parity.check_first_step, CHUNKS),
+    Case(weight_gradients_of_chunks_overwrite_each_other, "tp2", parity.check_first_step, CHUNKS),
     Case(equal_attention_dropout_on_all_ranks, "tp2", parity.check_dropout_streams),
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),

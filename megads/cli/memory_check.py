@@ -99,6 +99,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         cuda=cuda,
         document_mask=config.data.document_mask,
         fused=plans_fused(config.ops, cuda=cuda),
+        loss_chunk=config.ops.loss_chunk,
     )
 
 

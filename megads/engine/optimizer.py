@@ -156,23 +156,23 @@ class BucketAdamW:
         for bucket in self.buckets:
             bucket.begin()
 
-    def take(self, parameter: Parameter, gradient: WeightGradient) -> None:
-        """Adds a gradient that autograd does not get: its product was put off, or computes in the sums themselves."""
-        bucket, slot = self._places[parameter]
-        bucket.add_product(slot, parameter, gradient)
-        self._count(bucket)
+    def add(self, weight: Parameter, gradient: WeightGradient) -> None:
+        """See Sums; of products that were put off, or are computed in the sums themselves."""
+        bucket, slot = self._places[weight]
+        bucket.add_product(slot, weight, gradient)
+
+    def done(self, weight: Parameter) -> None:
+        """See Sums."""
+        if self.last_backward:
+            self._places[weight][0].missing -= 1
+            self._launch_complete()
 
     def _on_gradient(self, parameter: Parameter) -> None:
-        if parameter.grad is None:  # put off, or taken
+        if parameter.grad is None:  # put off, or added already
             return
         bucket, slot = self._places[parameter]
         bucket.add(slot, parameter)
-        self._count(bucket)
-
-    def _count(self, bucket: Bucket) -> None:
-        if self.last_backward:
-            bucket.missing -= 1
-            self._launch_complete()
+        self.done(parameter)
 
     def _launch_complete(self) -> None:
         """Starts reductions in the order of the buckets, which is the same on all ranks that take part."""

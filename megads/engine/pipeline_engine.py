@@ -90,9 +90,10 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
-        self._weight_gradients = WeightGradients(self.optimizer.take)
-        if module.gradients_in_place:
-            split_backward(module, self._weight_gradients)
+        self._weight_gradients = WeightGradients(self.optimizer)
+        # A head that works through a micro-batch in chunks adds to the sums whoever computes the products.
+        for part in (module,) if module.gradients_in_place else module.heads:
+            split_backward(part, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans = SpanRecorder(self.device)
         self._begin([])
@@ -221,12 +222,13 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
             self._run_forward(micro_batch, stage, hidden, buffer)
 
     def _run_forward(self, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
-        output = self.module(stage, hidden, self._info(micro_batch, stage))
+        info = self._info(micro_batch, stage)
         root: Tensor | GradientEdge
         if self._is_last(stage):
-            output = root = self.module.loss_fn(output, self._targets.pop(micro_batch))
+            output = root = self.module.loss(hidden, info, self._targets.pop(micro_batch))
             self.total_loss = output.detach().clone() if self.total_loss is None else self.total_loss + output.detach()
         else:
+            output = self.module(stage, hidden, info)
             self._outputs[micro_batch, stage] = output.detach()
             root = get_gradient_edge(output) if torch.is_grad_enabled() else output
         # Stays on the device: no synchronisation in the step.
@@ -260,7 +262,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._note_last(micro_batch)
         owed = self._owed.pop((micro_batch, stage))
         with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
-            owed.gradients.settle(self.optimizer.take)
+            owed.gradients.settle(self.optimizer)
         for buffer in owed.buffers:
             self._messages.release(buffer)
 

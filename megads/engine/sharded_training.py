@@ -51,7 +51,7 @@ class ShardedTrainEngine:
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocabulary, grid, ops.fused)
+        self._loss = TokenMeanLoss(model.vocabulary, grid, ops)
         self._watch: Callable[[list[Shard]], None] | None = None
         self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.engine.optimizer import NamedParameter
+from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.sharding import SHARDING
@@ -178,7 +179,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         seed: int,
         value: InitialValue,
         device: torch.device,
-        loss: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor],
+        loss: TokenMeanLoss,
         ops: Choice = TORCH,
     ) -> None:
         specs = stage_specs(model, seed)
@@ -229,6 +230,11 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
                     comms["embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["0"], "module": holder}
         return comms
 
+    @property
+    def heads(self) -> tuple[nn.Module, ...]:
+        """The output projection on the rank that holds it, nothing elsewhere."""
+        return self.chunks.get(self.placement.num_stages - 1, ())[-1:]
+
     def trained_parameters(self) -> list[NamedParameter]:
         """What the optimizer trains, in forward order; a tied weight twice where one rank holds both copies."""
         pair = next((comm["group"] for comm in self.tied_comms.values()), None)
@@ -263,3 +269,14 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             [b, t, h], or logits of this rank's rows of the vocabulary from the last one.
         """
         return run_stages(self.chunks[stage], hidden, info)
+
+    def loss(self, hidden: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """Runs the last virtual stage, which this rank holds, and the loss of its logits.
+
+        Args:
+            hidden: as in `forward`.
+            info: of the micro-batch.
+            targets: labels and mask, [b, s].
+        """
+        *stages, head = self.chunks[self.placement.num_stages - 1]
+        return self.loss_fn.of_head(head, run_stages(stages, hidden, info), info, targets)  # type: ignore[no-any-return]

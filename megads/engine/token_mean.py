@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from megads.batch import MicroBatch
+from megads.batch import BatchInfo, MicroBatch
+from megads.ops.choice import TORCH, Choice
 from megads.ops.eligible import kernel_takes
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
+from megads.parallel.head_loss import Targets, chunk_tokens
+from megads.parallel.vocabulary import padded_rows
 
 
 class TokenMeanLoss:
@@ -24,20 +27,37 @@ class TokenMeanLoss:
     Args:
         vocab_size: true size of the vocabulary.
         grid: the ranks.
-        fused: take megads' own kernels.
+        ops: whose operators compute, and how many tokens at a time.
     """
 
-    def __init__(self, vocab_size: int, grid: ParallelGrid, fused: bool = False) -> None:
-        self.vocab_size, self.grid, self.fused = vocab_size, grid, fused
+    def __init__(self, vocab_size: int, grid: ParallelGrid, ops: Choice = TORCH) -> None:
+        self.vocab_size, self.grid, self.ops = vocab_size, grid, ops
         self.scale = torch.ones((), dtype=torch.float64)
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
-        if self.fused and kernel_takes(logits_bsr, gpu=True):
+        if self.ops.fused and kernel_takes(logits_bsr, gpu=True):
             return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
         losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
         return (losses_bs * mask_bs).sum() * self.scale
+
+    def of_head(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """The same from what the head reads, whose logits are never whole if they are many.
+
+        Args:
+            head: a `VocabParallelHead`.
+            hidden_bth: its input.
+            info: of the micro-batch.
+            targets: labels and mask, [b, s].
+        """
+        labels_bs, mask_bs = targets
+        tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
+        chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.ops.loss_chunk)
+        if chunk >= tokens:
+            return self(head(hidden_bth, info), targets)
+        loss: Tensor = head(hidden_bth, info, Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk))
+        return loss
 
 
 def global_tokens(

@@ -66,7 +66,7 @@ class PipelineTrainEngine:
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
-        self._loss = TokenMeanLoss(model.vocabulary, grid, ops.fused)
+        self._loss = TokenMeanLoss(model.vocabulary, grid, ops)
         value = value or initial_value(model, seed)
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, ops)
 

@@ -68,5 +68,6 @@ class WholeModel(nn.Module):
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
-        logits_bsr = run_stages(self.stages, batch.tokens_bs, batch.info)
-        return self.loss(logits_bsr, (batch.labels_bs, batch.loss_mask_bs))
+        *stages, head = self.stages
+        hidden = run_stages(stages, batch.tokens_bs, batch.info)
+        return self.loss.of_head(head, hidden, batch.info, (batch.labels_bs, batch.loss_mask_bs))

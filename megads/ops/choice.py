@@ -24,12 +24,14 @@ class Choice:
         optimizer: of gradient norms and AdamW.
         reason: why not others; empty where nothing had to be decided.
         compiled: what torch.compile compiles.
+        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
     """
 
     model: Implementation
     optimizer: Implementation
     reason: str = ""
     compiled: Compile = Compile.none
+    loss_chunk: int | None = None
 
     @property
     def fused(self) -> bool:
@@ -133,7 +135,7 @@ def _choose(
     own = model
     if optimizer is not Implementation.auto:
         own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
-    return Choice(model, own, reason, config.compile)
+    return Choice(model, own, reason, config.compile, config.loss_chunk)
 
 
 def _take(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megads.errors import ConfigError
+
 AUGMENTED_FEATURES = 8
 """What augmented attention adds to a head: four features are used, and kernels want a multiple of eight."""
 AUGMENTED_LONGEST = 256 * 256
@@ -49,3 +51,13 @@ class OpsConfig:
     """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the
     start. graphs: the same, and on a GPU its pieces are replayed as CUDA graphs, for small models whose kernels are
     shorter than their launches; neither has run on a GPU yet (docs/kernels.md). none: as it is written."""
+    loss_chunk: int | None = None
+    """Tokens of a micro-batch whose logits are in memory at a time: the output projection, the loss and the gradients
+    of both are computed for so many at once. null: as many as have 256 MiB of logits on a rank (1 GiB on a GPU)."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a chunk without tokens."""
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ConfigError(
+                f"ops.loss_chunk = {self.loss_chunk}: must be at least 1 token, or null for as many as fit"
+            )

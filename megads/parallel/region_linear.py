@@ -45,8 +45,12 @@ class Region:
 
     def parts(self, tokens: int) -> list[slice]:
         """Consecutive ranges of so many tokens, none of them empty; the same on all ranks."""
-        count = max(1, min(self.chunks, tokens))
-        return [slice(start, stop) for start, stop in pairwise(tokens * part // count for part in range(count + 1))]
+        return even_parts(tokens, max(1, min(self.chunks, tokens)))
+
+
+def even_parts(tokens: int, count: int) -> list[slice]:
+    """Consecutive ranges of so many tokens, which differ by one in length at most."""
+    return [slice(start, stop) for start, stop in pairwise(tokens * part // count for part in range(count + 1))]
 
 
 def _product(

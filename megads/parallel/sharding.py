@@ -22,8 +22,8 @@ from megads.parallel.tensor import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
-    padded_rows,
 )
+from megads.parallel.vocabulary import padded_rows
 
 T = TypeVar("T")
 

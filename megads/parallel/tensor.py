@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.parallel.collectives import leave_region, scatter_sequence
 from megads.parallel.grid import Axis
+from megads.parallel.head_loss import Targets, head_loss
 from megads.parallel.region_linear import Region, closing_linears, opening_linear, opening_linears
+from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import SplitLayer, linear
 
 
@@ -104,11 +106,6 @@ class RowParallelBranches(RegionBorder):
         return out_bto + sum(biases) if biases else out_bto
 
 
-def padded_rows(vocab_size: int, size: int) -> int:
-    """Rows each rank holds so that all hold the same number; those beyond the vocabulary are padding."""
-    return -(-vocab_size // size)
-
-
 class VocabParallelEmbedding(nn.Module):
     """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole."""
 
@@ -153,6 +150,15 @@ class VocabParallelHead(RegionBorder, SplitLayer):
         self.region = region
         self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, region.axis.size), hidden_size))
 
-    def forward(self, hidden_bth: Tensor, info: BatchInfo) -> Tensor:
-        """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included."""
+    def forward(self, hidden_bth: Tensor, info: BatchInfo, targets: Targets | None = None) -> Tensor:
+        """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included.
+
+        Args:
+            hidden_bth: what is projected.
+            info: of the micro-batch.
+            targets: where the logits are only wanted for the loss: what it compares them with. Returns the loss then,
+                see `megads.parallel.head_loss.head_loss`, and the logits are never whole.
+        """
+        if targets is not None:
+            return head_loss(hidden_bth, self.weight, targets, self.region, self.weight_gradients)
         return opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)

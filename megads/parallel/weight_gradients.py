@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,14 @@ class WeightGradient:
         return self._x_bsi
 
 
-Take = Callable[[nn.Parameter, WeightGradient], None]
-"""Computes a weight's gradient and adds it to the sums of the step."""
+class Sums(Protocol):
+    """The fp32 sums of a step's gradients."""
+
+    def add(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
+        """Computes a weight's gradient, or a part of it, and adds it up."""
+
+    def done(self, weight: nn.Parameter) -> None:
+        """The backward pass that runs adds no more to this weight's."""
 
 
 class PutOff:
@@ -70,24 +76,26 @@ class PutOff:
         """Takes note of a gradient."""
         self._owed.append((weight, gradient))
 
-    def settle(self, take: Take) -> None:
-        """Hands every gradient over with its weight, and frees what it was computed from."""
+    def settle(self, sums: Sums) -> None:
+        """Adds every gradient to the sums, and frees what it was computed from."""
         self._owed.reverse()
         while self._owed:
-            take(*self._owed.pop())
+            weight, gradient = self._owed.pop()
+            sums.add(weight, gradient)
+            del gradient
+            sums.done(weight)
 
 
 class WeightGradients:
-    """Says to the linear layers of a rank what becomes of their weights' gradients in the backward pass that runs."""
+    """Says to the linear layers of a rank what becomes of their weights' gradients in the backward pass that runs.
 
-    def __init__(self, take: Take | None = None) -> None:
-        """For one rank.
+    Attributes:
+        sums: of the step; None leaves gradients that are not put off to autograd.
+    """
 
-        Args:
-            take: adds a gradient to the sums of the step; None leaves gradients that are not put off to autograd.
-        """
+    def __init__(self, sums: Sums | None = None) -> None:
         self._open: PutOff | None = None
-        self._take = take
+        self.sums = sums
 
     @contextmanager
     def put_off(self) -> Iterator[PutOff]:
@@ -108,8 +116,9 @@ class WeightGradients:
         """Returns what autograd is to add up; None where the gradient is put off, or in the sums already."""
         if self._open is not None:
             self._open.add(weight, gradient)
-        elif self._take is not None and gradient.straight:
-            self._take(weight, gradient)
+        elif self.sums is not None and gradient.straight:
+            self.sums.add(weight, gradient)
+            self.sums.done(weight)
         else:
             return gradient.compute()
         return None

@@ -314,6 +314,8 @@ def head_ops(p: Pass) -> list[Op]:
     The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
     into a second such tensor and, under bf16, casts that. Our own kernels write the gradient over the logits, forward.
     """
+    if p.in_chunks:
+        return [_chunked_head_op(p)]
     tokens, matrix = p.tokens, p.matrix(p.vocab_rows, p.model.hidden_size)
     probabilities = FP32 * tokens * p.vocab_rows
     cast = p.logits if p.weight_bytes < FP32 else 0
@@ -344,6 +346,27 @@ def head_ops(p: Pass) -> list[Op]:
         ),
         loss,
     ]
+
+
+def _chunked_head_op(p: Pass) -> Op:
+    """Both in chunks of tokens, whose gradients are made forward; that of the input is kept, and waits for backward."""
+    matrix, logits = p.matrix(p.vocab_rows, p.model.hidden_size), p.chunk * p.vocab_rows * p.weight_bytes
+    wide = FP32 * p.chunk * p.vocab_rows if p.weight_bytes < FP32 else 0
+    loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
+    # Our own products add to the sums; torch's are made first and, on a CPU, cast.
+    cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
+    working = logits + max(loss, 0 if p.fused and not p.cuda else matrix + cast)
+    if p.shards > 1:
+        # Input and its gradient, of all tokens each; then the gradient is scattered.
+        working = max(2 * p.region_hidden - p.hidden + working, p.region_hidden + p.reordered + p.gloo_copy)
+    return Op(
+        "head and loss",
+        kept=p.hidden + (0 if p.sums_in_forward else FP32 * matrix // p.weight_bytes),
+        forward=p.hidden + working,
+        gradient=0 if p.sums_in_forward else matrix,
+        early=matrix if p.sums_in_forward else 0,
+        is_loss=True,
+    )
 
 
 def received_ops(p: Pass) -> list[Op]:

@@ -51,6 +51,7 @@ class Workload:
         cuda: ranks compute on GPUs.
         document_mask: packed documents are hidden from each other.
         fused: megads' own kernels compute attention, GELU and the loss.
+        loss_chunk: ops.loss_chunk.
     """
 
     seq_len: int
@@ -61,6 +62,7 @@ class Workload:
     cuda: bool = False
     document_mask: bool = False
     fused: bool = False
+    loss_chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _stage_memory(
     layers_of: Mapping[int, tuple[str, ...]],
 ) -> StageMemory:
     """What a rank of the pipeline holds, given the layers of each of its virtual stages."""
-    one_pass = _one_pass(model, parallel, workload)
+    micro_batch = one_pass(model, parallel, workload)
     layers = tuple(chain.from_iterable(layers_of.values()))
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
@@ -184,9 +186,9 @@ def _stage_memory(
     blocks = [layer for layer in layers if is_block(layer)]
     modes = block_modes(parallel, rank, len(blocks))
     recompute = dict(zip(blocks, modes, strict=True))
-    ops = _ops_of(one_pass, layers_of, recompute, schedule.placement)
-    bias = one_pass.bias_table if blocks else 0
-    mask = Moment(BIAS_PHASE, transient=_bias_transient(one_pass, bias))
+    ops = _ops_of(micro_batch, layers_of, recompute, schedule.placement)
+    bias = micro_batch.bias_table if blocks else 0
+    mask = Moment(BIAS_PHASE, transient=_bias_transient(micro_batch, bias))
     memory = StageMemory(
         stage=rank,
         layers=layers,
@@ -199,8 +201,8 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         adam_moments=2 * FP32 * share,
-        attention_bias=bias * one_pass.mask_bytes + (one_pass.rotary_tables if blocks else 0),
-        pipeline_buffers=_pipeline_buffers(one_pass, parallel, workload, layers_of),
+        attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
+        pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
         in_flight=most_waiting(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
     )
@@ -210,7 +212,8 @@ def _stage_memory(
     return _sharded(memory, only, local, model, parallel, workload)
 
 
-def _one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> Pass:
+def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> Pass:
+    """What a rank computes at a time."""
     return Pass(
         model,
         parallel.tp,
@@ -222,16 +225,21 @@ def _one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) 
         cp=parallel.cp,
         document_mask=workload.document_mask,
         fused=workload.fused,
+        loss_chunk=workload.loss_chunk,
+        sums_in_forward=parallel.zero_stage not in GRADIENT_STAGES,
     )
 
 
 def _ops_of(
-    one_pass: Pass, layers_of: Mapping[int, tuple[str, ...]], recompute: Mapping[str, Recompute], placement: Placement
+    micro_batch: Pass,
+    layers_of: Mapping[int, tuple[str, ...]],
+    recompute: Mapping[str, Recompute],
+    placement: Placement,
 ) -> dict[int, list[Op]]:
     """The operations of each of a rank's virtual stages; what stays on the rank is handed over, not copied."""
     ops = {
         stage: stage_ops(
-            one_pass,
+            micro_batch,
             layers,
             {layer: recompute[layer] for layer in layers if is_block(layer)},
             first=stage == 0 or not placement.crosses(stage - 1, stage),
@@ -239,7 +247,7 @@ def _ops_of(
         )
         for stage, layers in layers_of.items()
     }
-    if one_pass.model.tie_embeddings and {0, placement.num_stages - 1} <= ops.keys():
+    if micro_batch.model.tie_embeddings and {0, placement.num_stages - 1} <= ops.keys():
         # Head and embedding share their weight, and the head's gradient is there first.
         at = next(i for i, op in enumerate(ops[0]) if op.name == "embedding")
         ops[0][at] = replace(ops[0][at], shared=True)
@@ -342,7 +350,7 @@ def _sums_begun(buckets: Sequence[BucketLayout], made: int) -> int:
     return begun
 
 
-def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:
+def _pipeline_buffers(micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:
     """What the engine holds between passes.
 
     That is the buffer of a receive posted ahead for each peer, and an activation on its way to each that gets some.
@@ -353,20 +361,20 @@ def _pipeline_buffers(one_pass: Pass, parallel: ParallelConfig, workload: Worklo
     before, after = (
         {placement.rank_of(s + step) for s in stages if placement.crosses(s, s + step)} for step in (-1, 1)
     )
-    messages = one_pass.hidden * (len(before | after) + len(after))
-    own = one_pass.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
+    messages = micro_batch.hidden * (len(before | after) + len(after))
+    own = micro_batch.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
     return messages + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
-def _bias_transient(one_pass: Pass, elements: int) -> int:
+def _bias_transient(micro_batch: Pass, elements: int) -> int:
     """Bytes beside the cached mask while it is built: distances, a boolean mask, and the fp32 original of a cast.
 
     Args:
-        one_pass: the micro-batch.
+        micro_batch: the micro-batch.
         elements: of the mask.
     """
     if not elements:
         return 0
-    distances = (FP32 + 1) * one_pass.seq_len**2 // one_pass.cp
-    return distances + (FP32 * elements if one_pass.mask_bytes < FP32 else 0)
+    distances = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp
+    return distances + (FP32 * elements if micro_batch.mask_bytes < FP32 else 0)

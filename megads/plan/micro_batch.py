@@ -13,7 +13,8 @@ from math import prod
 
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, NormKind, Position
-from megads.parallel.tensor import padded_rows
+from megads.parallel.head_loss import chunk_tokens
+from megads.parallel.vocabulary import padded_rows
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160
@@ -35,6 +36,9 @@ class Pass:
         sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
         document_mask: packed documents are hidden from each other.
         fused: megads' own kernels compute attention, norms, what is between the MLP's projections, and the loss.
+        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
+        sums_in_forward: where they are not those of the micro-batch, the head's gradient goes to the fp32 sums of the
+            step in the forward pass; DeepSpeed's optimizer, under ZeRO-2 and ZeRO-3, takes it backward.
     """
 
     model: ModelConfig
@@ -47,6 +51,8 @@ class Pass:
     cp: int = 1
     document_mask: bool = False
     fused: bool = False
+    loss_chunk: int | None = None
+    sums_in_forward: bool = True
 
     @property
     def tokens(self) -> int:
@@ -151,6 +157,17 @@ class Pass:
     def logits(self) -> int:
         """Bytes of this rank's logits, [b, s, rows]."""
         return self.tokens * self.vocab_rows * self.weight_bytes
+
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits are in memory at a time."""
+        device = "cuda" if self.cuda else "cpu"
+        return chunk_tokens(self.tokens, self.vocab_rows * self.weight_bytes, device, self.loss_chunk)
+
+    @property
+    def in_chunks(self) -> bool:
+        """Head and loss run forward and back in the forward pass."""
+        return self.chunk < self.tokens
 
     @property
     def norm_in_steps(self) -> bool:

@@ -11,6 +11,7 @@ from megads.plan.tape import (
     Op,
     backward_moments,
     deferred_bytes,
+    early_bytes,
     forward_moments,
     kept_bytes,
     weight_moments,
@@ -44,16 +45,20 @@ class _Pass:
     Attributes:
         kind: of the computation.
         stage: virtual stage.
-        made: bytes in fp32 of the gradients of the step's earlier first backward passes; None once all are made.
+        made: bytes in fp32 of the gradients that the step's earlier passes of this stage made.
+        elsewhere: likewise, of the rank's other stages.
+        later: every weight has its first gradient.
     """
 
     kind: ActionKind
     stage: int
-    made: int | None
+    made: int
+    elsewhere: int
+    later: bool
 
     @property
     def phase(self) -> str:
-        return "later micro-batch" if self.made is None else "first micro-batch"
+        return "later micro-batch" if self.later else "first micro-batch"
 
 
 def most_waiting(schedule: Schedule, rank: int) -> int:
@@ -73,14 +78,18 @@ def pipeline_phases(
         sums: of gradients.
     """
     most: dict[_Pass, int] = {}
-    widths = {stage: sums.widening * sum(op.gradient for op in ops if not op.shared) for stage, ops in stages.items()}
+    widening = sums.widening
     made: dict[int, int] = {}
+    done: set[int] = set()
     for action, _, others in _replay(schedule, rank, stages):
-        done = len(made) == len(stages)
-        key = _Pass(action.kind, action.stage, None if done else sum(made.values()))
+        stage, ops = action.stage, stages[action.stage]
+        own, later = made.get(stage, 0), len(done) == len(stages)
+        key = _Pass(action.kind, stage, own, sum(made.values()) - own, later)
         most[key] = max(most.get(key, 0), others)
+        made[stage] = max(own, early_bytes(ops, widening))
         if action.kind in (ActionKind.backward, ActionKind.backward_weight):
-            made[action.stage] = widths[action.stage]
+            made[stage] = early_bytes(ops, widening) + widening * sum(op.gradient for op in ops if not op.shared)
+            done.add(stage)
     fullest: dict[str, Moment] = {}
     for key, others in most.items():
         moment = max(_moments(key, stages[key.stage], others, sums), key=lambda moment: moment.total, default=None)
@@ -117,11 +126,11 @@ def _moments(of: _Pass, ops: Sequence[Op], others: int, sums: GradientSums) -> I
     """The moments of a pass, operation by operation."""
 
     def begun(made: int) -> int:
-        return sums.full if of.made is None else sums.begun(of.made + made)
+        return sums.full if of.later else sums.begun(of.elsewhere + max(of.made, made))
 
     match of.kind:
         case ActionKind.forward:
-            yield from forward_moments(ops, held=others, sums=begun(0))
+            yield from forward_moments(ops, held=others, sums=begun, widening=sums.widening)
         case ActionKind.backward_weight:
             yield from weight_moments(ops, held=others, sums=begun, widening=sums.widening, cast=sums.cast)
         case _:

@@ -10,7 +10,7 @@ from megads.model.stages import EMBEDDING, HEAD, stage_specs
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Place, axis_lines, place_of
 from megads.parallel.partition import stage_bounds
-from megads.parallel.tensor import padded_rows
+from megads.parallel.vocabulary import padded_rows
 
 
 @dataclass(frozen=True)

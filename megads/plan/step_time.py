@@ -14,8 +14,8 @@ from megads.parallel.recompute import block_modes
 from megads.parallel.schedule import Schedule
 from megads.parallel.schedule_check import bubble_share, peak_waiting
 from megads.parallel.schedule_clock import ScheduleCosts, Timeline, run_clock
-from megads.plan.flops import block_flops, head_flops, recompute_flops
-from megads.plan.memory import Workload
+from megads.plan.flops import LayerFlops, block_flops, head_flops, recompute_flops
+from megads.plan.memory import Workload, one_pass
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
         head_flops(model),
         recompute_flops(model, workload.seq_len),
     )
+    if one_pass(model, parallel, workload).in_chunks:
+        head = LayerFlops(head.total, 0, 0)
     tokens = workload.micro_batch_size * workload.seq_len / parallel.cp
     scale = tokens / parallel.tp / (speed.tflops * 1e12)
     forward, backward_input, backward_weight = [], [], []

@@ -21,6 +21,7 @@ class Op:
         arriving: the gradient of its output among `backward`, which is freed before the gradient of its weight is added
             to the fp32 sums; 0 where it is too little to matter.
         gradient: of its weight, as backward makes it, before it is added to the fp32 sums.
+        early: the same where the forward pass makes it and adds it.
         deferred: what its gradient is made from where it is put off to the weight part of the backward pass: its input
             and the gradient of its output; 0 where it cannot be.
         shared: another operation has the same weight and comes before it in backward.
@@ -33,6 +34,7 @@ class Op:
     backward: int = 0
     arriving: int = 0
     gradient: int = 0
+    early: int = 0
     deferred: int = 0
     shared: bool = False
     is_loss: bool = False
@@ -111,23 +113,30 @@ def moments(
         cast: a gradient is copied to fp32 before it is added, as a CPU does.
     """
     held = waiting * kept_bytes(ops)
-    yield from forward_moments(ops, held=held, sums=sums(0))
+    yield from forward_moments(ops, held=held, sums=sums, widening=widening)
     yield from backward_moments(ops, held=held, sums=sums, widening=widening, cast=cast)
 
 
-def forward_moments(ops: Sequence[Op], *, held: int, sums: int) -> Iterator[Moment]:
+def early_bytes(ops: Sequence[Op], widening: int) -> int:
+    """In fp32, of the gradients that a forward pass makes."""
+    return widening * sum(op.early for op in ops)
+
+
+def forward_moments(ops: Sequence[Op], *, held: int, sums: Callable[[int], int], widening: int) -> Iterator[Moment]:
     """Each operation's fullest moment in a forward pass, in which it adds what it keeps.
 
     Args:
         ops: what a micro-batch runs through.
         held: bytes kept by other passes.
-        sums: bytes of the fp32 sums of gradients.
+        sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
+        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
     """
-    activations, loss = held, 0
+    activations, loss, made = held, 0, 0
     for op in ops:
+        made += widening * op.early
         activations += 0 if op.is_loss else op.kept
         loss += op.kept if op.is_loss else 0
-        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums, activations, loss))
+        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums(made), activations, loss))
 
 
 def backward_moments(
@@ -155,7 +164,7 @@ def backward_moments(
     """
     activations = held + sum(op.kept for op in ops if not op.is_loss)
     loss = sum(op.kept for op in ops if op.is_loss)
-    made = 0
+    made = early_bytes(ops, widening)
     for op in reversed(ops):
         gradient = 0 if split and op.deferred else op.gradient
         running = op.backward + gradient
@@ -187,7 +196,8 @@ def weight_moments(
         cast: a gradient is copied to fp32 before it is added, as a CPU does.
     """
     activations = held + deferred_bytes(ops)
-    made = sum(op.gradient * widening for op in ops if not op.deferred and not op.shared)
+    made = early_bytes(ops, widening)
+    made += sum(op.gradient * widening for op in ops if not op.deferred and not op.shared)
     for op in reversed(ops):
         if not op.deferred:
             continue

@@ -48,6 +48,7 @@ class TrainingWork:
         recompute: parallel.recompute, of megads' sides.
         lr: learning rate of every step.
         attention: model.attention, of megads' sides.
+        loss_chunk: ops.loss_chunk, of megads' sides.
     """
 
     layers: int = 8
@@ -62,6 +63,7 @@ class TrainingWork:
     recompute: str = "none"
     lr: float = OPTIM.lr
     attention: str = "auto"
+    loss_chunk: int | None = None
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -145,7 +147,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none")
 
     cuda = work.device == "cuda"
     try:
-        ops = load(OpsConfig(Implementation(implementation), Compile(compiled)), print, cuda=cuda)
+        ops = load(OpsConfig(Implementation(implementation), Compile(compiled), work.loss_chunk), print, cuda=cuda)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
     if not dist.is_initialized():

@@ -25,7 +25,7 @@ from megads.engine.stage_pipeline import placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.engine.whole_model import WholeModel
 from megads.model.config import NormKind, Position
-from megads.ops.choice import load
+from megads.ops.choice import TORCH, load
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import single_rank_grid
@@ -45,7 +45,7 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 THE_WAIT = ("engine/training.py", "step")
 HOST = {("engine/token_mean.py", "<genexpr>"), ("model/dropout.py", "_mask")}
 """Read masks of the loss and numbers of samples, which are on the host."""
-CPU = {("parallel/cross_entropy.py", "backward"), ("optim/adamw.py", "_step_by_torch")}
+CPU = {("parallel/cross_entropy.py", "is_root"), ("optim/adamw.py", "_step_by_torch")}
 """Ask a CPU for what saves a pass over memory there, and no other device."""
 
 Place = tuple[str, str]
@@ -106,6 +106,10 @@ CASES = {
     "single": (scenario_with(model=DROPOUT, documents=True), ParallelConfig()),
     "single, kernels": (scenario_with(model=DROPOUT, ops=FUSED), ParallelConfig(recompute=Recompute.full)),
     "pp2, kernels": (scenario_with(model=MODEL, ops=FUSED), ParallelConfig(pp=2)),
+    "tp2, kernels, loss in chunks": (
+        scenario_with(model=MODEL, ops=replace(FUSED, loss_chunk=9)),
+        ParallelConfig(tp=2),
+    ),
     "tp2sp": (scenario_with(model=DROPOUT), ParallelConfig(tp=2, sequence_parallel=True)),
 }
 
@@ -137,6 +141,7 @@ def test_a_wait_is_seen() -> None:
 VARIANTS = {
     "alibi": scenario_with(precision="bfloat16"),
     "alibi, documents": scenario_with(documents=True),
+    "alibi, loss in chunks": scenario_with(precision="bfloat16", ops=OpsConfig(Implementation.torch, loss_chunk=9)),
     "rope, RMSNorm, window, documents": scenario_with(
         model=replace(MODEL, position=Position.rope, norm=NormKind.rmsnorm, window=7), documents=True
     ),
@@ -147,7 +152,7 @@ VARIANTS = {
 def test_nothing_is_read_on_another_device(variant: str) -> None:
     """Catches a read on devices other than CPUs. There is no GPU here: on the meta device a read raises."""
     scenario, device, grid, parallel = VARIANTS[variant], torch.device("meta"), single_rank_grid(), ParallelConfig()
-    loss = TokenMeanLoss(scenario.model.vocabulary, grid)
+    loss = TokenMeanLoss(scenario.model.vocabulary, grid, replace(TORCH, loss_chunk=scenario.ops.loss_chunk))
     value = parity.initial_weights(scenario)
     assert value is not None
     model = WholeModel(scenario.model, parallel, grid, scenario.seed, value, device, scenario.dtype, loss)

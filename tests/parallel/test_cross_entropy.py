@@ -13,7 +13,7 @@ from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
-from megads.parallel.tensor import padded_rows
+from megads.parallel.vocabulary import padded_rows
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
 

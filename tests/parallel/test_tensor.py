@@ -21,11 +21,12 @@ from megads.parallel.tensor import (
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
-    padded_rows,
 )
+from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
+from tests.parallel.test_weight_gradients import Taken
 
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
 HIDDEN, FFN = 5, 12
@@ -134,7 +135,7 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
                 loss.backward()
             assert all(layer.weight.grad is None for layer in (*columns, *rows))
             with torch.no_grad():
-                owed.settle(lambda weight, gradient: setattr(weight, "grad", gradient.compute()))
+                owed.settle(Taken(lambda weight, gradient: setattr(weight, "grad", gradient.compute())))
         else:
             loss.backward()
         results.append([t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,6 +23,16 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, nn.Parameter, Tens
     return x.requires_grad_(), nn.Parameter(weight), nn.Parameter(bias), grad
 
 
+class Taken:
+    """The sums of a step, of which a function makes something else."""
+
+    def __init__(self, take: Callable[[nn.Parameter, WeightGradient], None]) -> None:
+        self.add = take
+
+    def done(self, _weight: nn.Parameter) -> None:
+        """Nothing waits for it."""
+
+
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, later: bool) -> None:
@@ -36,7 +47,7 @@ def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, l
         with gradients.put_off() as owed:
             out.backward(grad)
         assert weight.grad is None and x.grad is not None and bias.grad is not None
-        owed.settle(lambda parameter, gradient: setattr(parameter, "grad", gradient.compute()))
+        owed.settle(Taken(lambda parameter, gradient: setattr(parameter, "grad", gradient.compute())))
     else:
         out.backward(grad)
     assert all(torch.equal(p.grad, wanted) for p, wanted in zip((x, weight, bias), expected, strict=True))
@@ -60,10 +71,10 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
         gc.collect()
         alive.append(sum(reference() is not None for reference in watched))
 
-    owed.settle(take)
+    owed.settle(Taken(take))
     assert seen == [2, 1, 0], "in the order of the backward pass"
     assert alive[-1] == 0 and sorted(alive, reverse=True) == alive
-    owed.settle(take)
+    owed.settle(Taken(take))
     assert len(seen) == 3
 
 
@@ -80,13 +91,13 @@ def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pyte
         assert parameter is weight
         gradient.add_to(sums, first=False)
 
-    gradients = WeightGradients(take)
+    gradients = WeightGradients(Taken(take))
     for _ in range(2):
         out = linear(x, weight, bias, gradients, fused=True)
         if later:
             with gradients.put_off() as owed:
                 out.backward(grad)
-            owed.settle(take)
+            owed.settle(Taken(take))
         else:
             out.backward(grad)
     assert weight.grad is None and all(gradient is None for gradient in seen)
@@ -98,6 +109,6 @@ def test_gradients_that_no_kernel_adds_up_go_to_autograd() -> None:
     """Catches fp64, or torch's products, taken out of autograd's hands for nothing."""
     x, weight, bias, grad = inputs(torch.float32)
     taken = []
-    gradients = WeightGradients(lambda parameter, gradient: taken.append(parameter))
+    gradients = WeightGradients(Taken(lambda parameter, gradient: taken.append(parameter)))
     linear(x, weight, bias, gradients).backward(grad)
     assert weight.grad is not None and not taken

@@ -165,5 +165,6 @@ def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
             weight_bytes=scenario.dtype.itemsize,
             document_mask=scenario.documents,
             fused=choose(scenario.ops, cuda=False).fused,
+            loss_chunk=scenario.ops.loss_chunk,
         ),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
-from megads.ops.config import OpsConfig
+from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import place_of
 from megads.parallel.schedule import ScheduleName
@@ -31,6 +31,10 @@ ROPE = replace(MODEL, position=Position.rope)
 LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # where there is a compiler; the plan follows
+# Head and loss in chunks, and so many logits that they would decide.
+CHUNKS = replace(SCENARIO, model=replace(MODEL, num_layers=1, vocab_size=8192), micro_batch_size=8, seq_len=256)
+IN_CHUNKS = OpsConfig(loss_chunk=200)
+TORCH_IN_CHUNKS = OpsConfig(Implementation.torch, loss_chunk=200)
 FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=32)
 
 CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
@@ -136,6 +140,22 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(),
     ),
     "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
+    "single, loss in chunks, fused": (replace(CHUNKS, ops=IN_CHUNKS), ParallelConfig()),
+    "single, loss in chunks": (replace(CHUNKS, ops=TORCH_IN_CHUNKS), ParallelConfig()),
+    "single fp32, loss in chunks": (replace(CHUNKS, precision="float32", ops=TORCH_IN_CHUNKS), ParallelConfig()),
+    "tp2 fp32, loss in chunks, fused": (replace(CHUNKS, precision="float32", ops=IN_CHUNKS), ParallelConfig(tp=2)),
+    "tp2, sequence parallel, loss in chunks": (
+        replace(CHUNKS, ops=TORCH_IN_CHUNKS),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "pp2, zb_v, loss in chunks, fused": (
+        replace(DEEP, ops=IN_CHUNKS, model=replace(DEEP.model, vocab_size=4096)),
+        ParallelConfig(pp=2, schedule=ScheduleName.zb_v),
+    ),
+    "zero 2, dp2, loss in chunks": (
+        replace(CHUNKS, ops=TORCH_IN_CHUNKS, micro_batch_size=4),
+        ParallelConfig(dp=2, zero_stage=2),
+    ),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 CASES_A_START = 8

@@ -28,6 +28,19 @@ def test_costs_add_up_to_the_model(name: ScheduleName) -> None:
     assert sum(costs.backward_weight) < sum(costs.forward) < sum(costs.backward_input)
 
 
+def test_a_head_in_chunks_is_done_forward() -> None:
+    """Catches a head whose gradients are paid for where they are not made, or that a chunk of all tokens changes."""
+    plain, cut, whole = (
+        estimated_costs(MODEL, ParallelConfig(pp=2, schedule=ScheduleName.zb_h1), replace(WORK, loss_chunk=n), SPEED)
+        for n in (None, 20, 64)
+    )
+    assert plain == whole and plain.forward[0] == cut.forward[0]
+    assert cut.forward[1] - plain.forward[1] == pytest.approx(2 * 2 * 4096 * 64 * 64 / 2e12)
+    assert sum(map(sum, (cut.forward, cut.backward_input, cut.backward_weight))) == pytest.approx(
+        sum(map(sum, (plain.forward, plain.backward_input, plain.backward_weight)))
+    )
+
+
 def test_recomputation_costs() -> None:
     """Catches recomputed blocks that are free on the clock."""
     parallel = ParallelConfig(pp=2, recompute=Recompute.full, recompute_blocks=[4, 0])
