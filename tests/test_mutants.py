@@ -210,10 +210,6 @@ def slice_of_the_wrong_rank() -> None:
     BucketLayout.slice_of = lambda self, rank, ranks: inner(self, (rank + 1) % ranks, ranks)
 
 
-def tied_gradient_of_one_stage_added_in_its_own_dtype() -> None:
-    megads.engine.stage_pipeline.alias_of = lambda parameter: parameter
-
-
 def no_backward_all_reduce_of_column_layers() -> None:
     def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
         return linear(x, weight, bias, gradients)

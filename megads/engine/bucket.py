@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
-from megads.parallel.weight_gradients import WeightGradient
+from megads.parallel.weight_gradients import Addend
 
 
 class Bucket:
@@ -92,8 +92,8 @@ class Bucket:
         else:
             sums.add_(gradient)
 
-    def add_product(self, slot: int, parameter: Parameter, gradient: WeightGradient) -> None:
-        """Computes the gradient of a linear layer's weight in the fp32 sums; like `add`, but it is never rounded."""
+    def add_product(self, slot: int, parameter: Parameter, gradient: Addend) -> None:
+        """Computes the gradient of a layer's weight in the fp32 sums; like `add`, but it is never rounded."""
         gradient.add_to(*self._place(slot, parameter))
 
     def _place(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:

@@ -28,7 +28,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.groups import Role, parameter_role
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
-from megads.parallel.weight_gradients import WeightGradient
+from megads.parallel.weight_gradients import Addend
 
 CLIP_EPSILON = 1e-6
 """Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
@@ -156,7 +156,7 @@ class BucketAdamW:
         for bucket in self.buckets:
             bucket.begin()
 
-    def add(self, weight: Parameter, gradient: WeightGradient) -> None:
+    def add(self, weight: Parameter, gradient: Addend) -> None:
         """See Sums; of products that were put off, or are computed in the sums themselves."""
         bucket, slot = self._places[weight]
         bucket.add_product(slot, weight, gradient)

@@ -91,8 +91,8 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients(self.optimizer)
-        # A head that works through a micro-batch in chunks adds to the sums whoever computes the products.
-        for part in (module,) if module.gradients_in_place else module.heads:
+        # Embedding, and head in chunks, add to the sums whoever computes the products.
+        for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans = SpanRecorder(self.device)

@@ -231,9 +231,9 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         return comms
 
     @property
-    def heads(self) -> tuple[nn.Module, ...]:
-        """The output projection on the rank that holds it, nothing elsewhere."""
-        return self.chunks.get(self.placement.num_stages - 1, ())[-1:]
+    def ends(self) -> tuple[nn.Module, ...]:
+        """Embedding and output projection, those that this rank holds."""
+        return self.chunks.get(0, ())[:1] + self.chunks.get(self.placement.num_stages - 1, ())[-1:]
 
     def trained_parameters(self) -> list[NamedParameter]:
         """What the optimizer trains, in forward order; a tied weight twice where one rank holds both copies."""

@@ -19,6 +19,7 @@ from megads.batch import BatchInfo
 from megads.parallel.collectives import leave_region, scatter_sequence
 from megads.parallel.grid import Axis
 from megads.parallel.head_loss import Targets, head_loss
+from megads.parallel.lookup import lookup
 from megads.parallel.region_linear import Region, closing_linears, opening_linear, opening_linears
 from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import SplitLayer, linear
@@ -106,8 +107,11 @@ class RowParallelBranches(RegionBorder):
         return out_bto + sum(biases) if biases else out_bto
 
 
-class VocabParallelEmbedding(nn.Module):
-    """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole."""
+class VocabParallelEmbedding(SplitLayer):
+    """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole.
+
+    Its gradient is added to the sums of the step where there are any; it is never put off, as nobody waits for more.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
         super().__init__()
@@ -120,7 +124,7 @@ class VocabParallelEmbedding(nn.Module):
         """int64 [b, s] -> [b, t, h]."""
         local_bs = tokens_bs - self.start
         foreign_bs = (local_bs < 0) | (local_bs >= self.rows)
-        hidden_bsh = F.embedding(local_bs.masked_fill(foreign_bs, 0), self.weight)
+        hidden_bsh = lookup(local_bs.masked_fill(foreign_bs, 0), self.weight, self.weight_gradients)
         hidden_bsh = hidden_bsh.masked_fill(foreign_bs[..., None], 0.0)
         return (scatter_sequence if self.sequence_parallel else leave_region)(hidden_bsh, self.axis)
 

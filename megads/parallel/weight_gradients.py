@@ -56,10 +56,17 @@ class WeightGradient:
         return self._x_bsi
 
 
+class Addend(Protocol):
+    """A weight's gradient, or a part of it, that can be computed in its sums."""
+
+    def add_to(self, sums: Tensor, first: bool, /) -> None:
+        """See `WeightGradient.add_to`."""
+
+
 class Sums(Protocol):
     """The fp32 sums of a step's gradients."""
 
-    def add(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
+    def add(self, weight: nn.Parameter, gradient: Addend) -> None:
         """Computes a weight's gradient, or a part of it, and adds it up."""
 
     def done(self, weight: nn.Parameter) -> None:
@@ -181,7 +188,7 @@ def linear(
 
 
 class SplitLayer(nn.Module):
-    """A linear layer whose weight's gradient can be put off or go straight to its sums.
+    """A layer whose weight's gradient can be put off, if it is a linear one, or go straight to its sums.
 
     Attributes:
         weight_gradients: of the rank; None leaves the gradient to autograd.
@@ -192,7 +199,7 @@ class SplitLayer(nn.Module):
 
 
 def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
-    """Lets the tensor-parallel linear layers of a module hand over the gradients of their weights.
+    """Lets the tensor-parallel layers of a module hand over the gradients of their weights.
 
     Args:
         module: cut already; changed in place.

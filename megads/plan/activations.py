@@ -40,13 +40,18 @@ def embedding_ops(p: Pass) -> list[Op]:
     mask, drawing = hidden_dropout(p)
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
+    straight = p.step_sums and not p.cuda and not positions
+    # On a CPU gradients of tokens are added in fp32, in the sums of the step or in a table of their own.
+    wide = 0 if p.cuda or p.weight_bytes == FP32 else FP32 * p.tokens * model.hidden_size
+    table = 0 if p.cuda or p.step_sums or p.weight_bytes == FP32 else FP32 * words // p.weight_bytes
     # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
     lookup = Op(
         "embedding",
         kept=4 * INT64 * p.tokens,
         forward=max(2 * p.region_hidden, p.closed()),
-        backward=p.closed_backward(p.region_hidden),
+        backward=p.closed_backward(p.region_hidden) + wide + table,
         gradient=words + positions,
+        in_sums=straight,
     )
     norm = _norm_op(p, "embedding norm", backward=2 * hidden)
     dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
@@ -361,10 +366,10 @@ def _chunked_head_op(p: Pass) -> Op:
         working = max(2 * p.region_hidden - p.hidden + working, p.region_hidden + p.reordered + p.gloo_copy)
     return Op(
         "head and loss",
-        kept=p.hidden + (0 if p.sums_in_forward else FP32 * matrix // p.weight_bytes),
+        kept=p.hidden + (0 if p.step_sums else FP32 * matrix // p.weight_bytes),
         forward=p.hidden + working,
-        gradient=0 if p.sums_in_forward else matrix,
-        early=matrix if p.sums_in_forward else 0,
+        gradient=0 if p.step_sums else matrix,
+        early=matrix if p.step_sums else 0,
         is_loss=True,
     )
 

@@ -226,7 +226,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         document_mask=workload.document_mask,
         fused=workload.fused,
         loss_chunk=workload.loss_chunk,
-        sums_in_forward=parallel.zero_stage not in GRADIENT_STAGES,
+        step_sums=parallel.zero_stage not in GRADIENT_STAGES,
     )
 
 

@@ -37,8 +37,8 @@ class Pass:
         document_mask: packed documents are hidden from each other.
         fused: megads' own kernels compute attention, norms, what is between the MLP's projections, and the loss.
         loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
-        sums_in_forward: where they are not those of the micro-batch, the head's gradient goes to the fp32 sums of the
-            step in the forward pass; DeepSpeed's optimizer, under ZeRO-2 and ZeRO-3, takes it backward.
+        step_sums: embedding and head can add to the fp32 sums of the step themselves; under ZeRO-2 and ZeRO-3 they
+            cannot, as DeepSpeed's optimizer has gradients from autograd.
     """
 
     model: ModelConfig
@@ -52,7 +52,7 @@ class Pass:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
-    sums_in_forward: bool = True
+    step_sums: bool = True
 
     @property
     def tokens(self) -> int:

@@ -22,6 +22,7 @@ class Op:
             to the fp32 sums; 0 where it is too little to matter.
         gradient: of its weight, as backward makes it, before it is added to the fp32 sums.
         early: the same where the forward pass makes it and adds it.
+        in_sums: `gradient` is computed in the fp32 sums themselves, and never anywhere else.
         deferred: what its gradient is made from where it is put off to the weight part of the backward pass: its input
             and the gradient of its output; 0 where it cannot be.
         shared: another operation has the same weight and comes before it in backward.
@@ -35,6 +36,7 @@ class Op:
     arriving: int = 0
     gradient: int = 0
     early: int = 0
+    in_sums: bool = False
     deferred: int = 0
     shared: bool = False
     is_loss: bool = False
@@ -166,15 +168,15 @@ def backward_moments(
     loss = sum(op.kept for op in ops if op.is_loss)
     made = early_bytes(ops, widening)
     for op in reversed(ops):
-        gradient = 0 if split and op.deferred else op.gradient
+        gradient = 0 if op.in_sums or (split and op.deferred) else op.gradient
         running = op.backward + gradient
         adding = running - op.arriving
         if cast:  # once the operation is done and has freed what it kept
             adding += max(0, gradient * widening - op.kept)
         name, before = f"{op.name}, backward", Moment("", sums(made), activations, loss)
-        made += 0 if op.shared else gradient * widening
+        made += 0 if op.shared or (split and op.deferred) else op.gradient * widening
         after = replace(before, gradients=sums(made))
-        fullest = [_moment(name, op, running, before), _moment(name, op, adding, after)]
+        fullest = [_moment(name, op, running, after if op.in_sums else before), _moment(name, op, adding, after)]
         if straight and op.deferred and gradient:
             fullest.append(_moment(name, op, op.backward, after))
         yield max(fullest, key=lambda m: m.total)
