@@ -17,8 +17,9 @@ from megads.parallel.grid import single_rank_grid
 from megads.parallel.head_loss import Targets, chunk_tokens, head_loss
 from megads.parallel.region_linear import Region
 from megads.parallel.vocabulary import padded_rows
-from megads.parallel.weight_gradients import WeightGradient, WeightGradients
+from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
+from tests.parallel.flat_sums import FlatSums
 from tests.parallel.test_collectives import tensor_axis
 from tests.parallel.test_cross_entropy import SHAPES
 
@@ -42,19 +43,6 @@ def expected(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tenso
     losses = F.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
     loss = (losses * weights.flatten()).sum()
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
-
-
-class FlatSums:
-    """The sums of one weight, as the optimizer has them."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.sums, self.finished = torch.zeros_like(weight, dtype=torch.float32), 0
-
-    def add(self, _weight: nn.Parameter, gradient: WeightGradient) -> None:
-        gradient.add_to(self.sums, first=False)
-
-    def done(self, _weight: nn.Parameter) -> None:
-        self.finished += 1
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}

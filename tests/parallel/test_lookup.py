@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megads.parallel.lookup import lookup
-from megads.parallel.weight_gradients import Addend, WeightGradients
+from megads.parallel.weight_gradients import WeightGradients
+from tests.parallel.flat_sums import FlatSums
 
 ROWS, HIDDEN = 11, 6
 
@@ -25,20 +26,6 @@ def exact(rows: Tensor, grad: Tensor) -> Tensor:
     return torch.zeros(ROWS, HIDDEN, dtype=torch.float64).index_add_(0, rows.flatten(), grad.double().flatten(0, 1))
 
 
-class FlatSums:
-    """The sums of one weight, as the optimizer has them."""
-
-    def __init__(self) -> None:
-        self.sums, self.finished, self._first = torch.full((ROWS, HIDDEN), torch.nan), 0, True
-
-    def add(self, _weight: nn.Parameter, gradient: Addend) -> None:
-        gradient.add_to(self.sums, self._first)
-        self._first = False
-
-    def done(self, _weight: nn.Parameter) -> None:
-        self.finished += 1
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_a_rows_gradients_are_not_rounded_one_by_one(dtype: torch.dtype, bound: float) -> None:
     """Catches a sum over tokens in bf16: after a few hundred, others of the same size are lost in rounding."""
@@ -54,7 +41,7 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
     """Catches a table of gradients made besides, sums that start from what was in memory, and a lost micro-batch, also
     where the backward pass puts other layers' gradients off."""
     rows, table, grad = drawn(dtype)
-    sums = FlatSums()
+    sums = FlatSums(table)
     gradients = WeightGradients(sums)
     lookup(rows, table, gradients).backward(grad)
     with gradients.put_off() as owed:
