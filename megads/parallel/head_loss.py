@@ -88,16 +88,10 @@ class _HeadLoss(torch.autograd.Function):
     def forward(
         ctx: Any, x_bth: Tensor, weight: nn.Parameter, targets: Targets, region: Region, sums: Sums | None
     ) -> Tensor:
-        trains = any(ctx.needs_input_grad)
-        own = _OwnSum(weight) if trains and sums is None else None
-        gathers = region.sequence_parallel and region.axis.size > 1
-        x_bsh = collectives.start_gather(x_bth, region.axis)() if gathers else x_bth
-        loss, grad_bsh = _chunked(x_bsh, weight, targets, region, (own or sums) if trains else None)
-        del x_bsh  # before the gradient is scattered
-        if trains:
-            grad_bth = collectives.start_scatter(grad_bsh, region.axis)() if gathers else grad_bsh
-            ctx.save_for_backward(grad_bth)
-            ctx.weight, ctx.own, ctx.sums = weight, own, sums
+        own = _OwnSum(weight) if sums is None else None
+        loss, grad_bsh = _chunked(_whole(x_bth, region), weight, targets, region, own or sums)
+        ctx.save_for_backward(collectives.start_scatter(grad_bsh, region.axis)() if region.shared_out else grad_bsh)
+        ctx.weight, ctx.own, ctx.sums = weight, own, sums
         return loss
 
     @staticmethod
@@ -112,6 +106,11 @@ class _HeadLoss(torch.autograd.Function):
         if scales:
             grad_bth, grad_weight = grad_bth * grad, grad_weight * grad
         return grad_bth, grad_weight, None, None, None
+
+
+def _whole(x_bth: Tensor, region: Region) -> Tensor:
+    """All tokens, [b, s, h]."""
+    return collectives.start_gather(x_bth, region.axis)() if region.shared_out else x_bth
 
 
 def _chunked(
@@ -168,5 +167,8 @@ def head_loss(
         region: how the projection enters its region.
         gradients: whose sums the weight's gradient goes to; None, or without sums, leaves it to autograd.
     """
+    # Autograd's own answer to who wants a gradient does not ask whether anybody trains.
+    if not torch.is_grad_enabled():
+        return _chunked(_whole(x_bth, region), weight, targets, region, None)[0]
     loss: Tensor = _HeadLoss.apply(x_bth, weight, targets, region, gradients.sums if gradients is not None else None)
     return loss

@@ -43,6 +43,11 @@ class Region:
     chunks: int = 1
     fused: bool = False
 
+    @property
+    def shared_out(self) -> bool:
+        """Outside of regions a rank has a part of the tokens only."""
+        return self.sequence_parallel and self.axis.size > 1
+
     def parts(self, tokens: int) -> list[slice]:
         """Consecutive ranges of so many tokens, none of them empty; the same on all ranks."""
         return even_parts(tokens, max(1, min(self.chunks, tokens)))

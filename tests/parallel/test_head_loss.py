@@ -85,6 +85,18 @@ def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
     assert (sums.sums - right).norm() <= 2e-6 * right.norm()
 
 
+def test_validation_makes_no_gradients() -> None:
+    """Catches gradients of validation in the sums of the step: a weight that trains asks for one in any mode."""
+    x, weight, labels, weights = drawn(37)
+    parameter = nn.Parameter(weight.float())
+    sums = FlatSums(parameter)
+    with torch.no_grad():
+        targets, region = Targets(labels, weights, 37, 5), Region(single_rank_grid().tp)
+        loss = head_loss(x.float(), parameter, targets, region, WeightGradients(sums))
+    torch.testing.assert_close(loss, expected(37, torch.float32)[0], rtol=2e-6, atol=0.0)
+    assert sums.sums.isnan().all() and not loss.requires_grad
+
+
 def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
     """Catches a loss that is scaled after its gradient was added up: the step would train on half of the scale."""
     x, weight, labels, weights = drawn(37)
