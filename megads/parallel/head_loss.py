@@ -2,7 +2,7 @@
 
 With a vocabulary of 250,000 they would be its largest tensor by far. A chunk's logits become their gradient as soon as
 its losses are known, and the gradients of input and weight are computed from it in the forward pass (as in Hsu et al.
-2024, Liger kernel, section 3.2), so nothing is computed twice. The weight's goes straight to the sums of the step.
+2024, Liger kernel), so nothing is computed twice. The weight's goes straight to the sums of the step.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, h = hidden size, m = all tokens, c = tokens of a
 chunk, r = this rank's rows of the vocabulary.
@@ -10,7 +10,6 @@ chunk, r = this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,13 +142,9 @@ def _chunked(
             leaving.append(dist.all_reduce(grad_mh[part], group=region.axis.group, async_op=True))
         # Beside the message.
         sums.add(weight, WeightGradient(logits_cr, x_mh[part], fused))
-    _wait(leaving)
-    return loss, grad_mh.view_as(x_bsh)
-
-
-def _wait(messages: Sequence[dist.Work]) -> None:
-    for message in messages:
+    for message in leaving:
         message.wait()
+    return loss, grad_mh.view_as(x_bsh)
 
 
 def head_loss(

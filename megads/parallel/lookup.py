@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megads.parallel.weight_gradients import WeightGradients
+from megads.parallel.weight_gradients import WeightGradients, add_whole
 
 
 class RowGradient:
@@ -55,8 +55,7 @@ class _Lookup(torch.autograd.Function):
         gradient = RowGradient(grad_bsh, rows_bs)
         sums = ctx.gradients.sums if ctx.gradients is not None else None
         if sums is not None:
-            sums.add(weight, gradient)
-            sums.done(weight)
+            add_whole(sums, weight, gradient)
             return None, None, None
         whole_rh = torch.empty(ctx.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         gradient.add_to(whole_rh, first=True)

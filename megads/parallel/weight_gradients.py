@@ -73,6 +73,12 @@ class Sums(Protocol):
         """The backward pass that runs adds no more to this weight's."""
 
 
+def add_whole(sums: Sums, weight: nn.Parameter, gradient: Addend) -> None:
+    """Adds all that the backward pass that runs has for a weight."""
+    sums.add(weight, gradient)
+    sums.done(weight)
+
+
 class PutOff:
     """Weight gradients that one backward pass owes, in the order in which it came to them."""
 
@@ -87,10 +93,7 @@ class PutOff:
         """Adds every gradient to the sums, and frees what it was computed from."""
         self._owed.reverse()
         while self._owed:
-            weight, gradient = self._owed.pop()
-            sums.add(weight, gradient)
-            del gradient
-            sums.done(weight)
+            add_whole(sums, *self._owed.pop())
 
 
 class WeightGradients:
@@ -124,8 +127,7 @@ class WeightGradients:
         if self._open is not None:
             self._open.add(weight, gradient)
         elif self.sums is not None and gradient.straight:
-            self.sums.add(weight, gradient)
-            self.sums.done(weight)
+            add_whole(self.sums, weight, gradient)
         else:
             return gradient.compute()
         return None

@@ -34,6 +34,15 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(Path().iterdir())
 
 
+def test_a_loss_in_chunks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches ops.loss_chunk that the plan does not hear of: it would refuse what fits."""
+    peaks = []
+    for chunk in (64, 100_000):
+        assert run(["plan", "model=bloom_560m", "device=cuda", "json=true", f"ops.loss_chunk={chunk}"]) == 0
+        peaks.append(json.loads(capsys.readouterr().out)["stages"][0]["peak"])
+    assert peaks[0] < peaks[1]
+
+
 def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a choice that does not fit or recomputes too much, and one that asks the wrong machine."""
     bloom = ["plan", "experiment=bloom_176b", "device=cuda", "json=true"]

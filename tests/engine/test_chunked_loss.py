@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from tests import parity
+from tests.distributed import run_ranks
 from tests.engine.test_bf16_parity import check_curve, curve_scenario
 from tests.engine.test_parity import SCENARIO, reference
-from tests.parity import LAYOUTS, train_layout
+from tests.parity import LAYOUTS, MODEL, Scenario, build_engine, scenario_with, step_batches, train_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
 CHUNK = 13
@@ -41,6 +45,43 @@ def test_fp32(layout: str, impl: Implementation) -> None:
     run = train_layout(replace(SCENARIO, ops=CHUNKED[impl]), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
         assert check(run, reference()) == []
+
+
+def _step(scenario: Scenario) -> tuple[int, list[str]]:
+    """Most tokens whose logits a step has in one tensor, and what is added to the sums."""
+    engine = build_engine(scenario, ParallelConfig())
+    optimizer, added, largest = engine._engine.optimizer, [], 0
+    inner = optimizer.add
+
+    def add(weight: Any, gradient: Any) -> None:
+        added.append(weight.placement.key)
+        inner(weight, gradient)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            made = func(*args, **(kwargs or {}))
+            turned = (scenario.model.hidden_size, scenario.model.vocabulary)  # the weight
+            if isinstance(made, torch.Tensor) and made.shape[-1:] == turned[1:] and made.shape != turned:
+                largest = max(largest, made.numel() // turned[1])
+            return made
+
+    optimizer.add = add
+    with Watch():
+        engine.step(step_batches(scenario, 0), scenario.lr)
+    return largest, added
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+def test_a_run_does_as_it_was_told(impl: Implementation) -> None:
+    """Catches ops.loss_chunk that does not get to the head, and gradients of embedding and head that go to autograd."""
+    scenario = scenario_with(ops=CHUNKED[impl], model=replace(MODEL, tie_embeddings=False))
+    [(largest, added)] = run_ranks(_step, 1, scenario)
+    assert 1 < largest <= CHUNK
+    micro_batches = scenario.global_batch_size // scenario.micro_batch_size
+    tokens = scenario.micro_batch_size * scenario.seq_len
+    assert added.count("head.weight") == micro_batches * -(-tokens // CHUNK)
+    assert added.count("embedding.word.weight") == micro_batches
 
 
 @pytest.mark.slow

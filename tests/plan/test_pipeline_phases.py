@@ -9,7 +9,7 @@ from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ActionKind, ScheduleName, build_schedule
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
-from megads.plan.tape import Op, backward_moments, moments
+from megads.plan.tape import Op, backward_moments, forward_moments, moments
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
 SUMS = GradientSums(begun=lambda made: made, full=100, widening=1, cast=False, straight=False)
@@ -105,3 +105,18 @@ def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
         for straight in (False, True)
     }
     assert found == {False: 44, True: 48}
+
+
+def test_sums_that_a_forward_pass_begins() -> None:
+    """Catches sums of a head in chunks that the plan has from the backward pass on only, forgets there, or does not see
+    in another stage's pass between the two."""
+    block, head = Op("block", kept=10, backward=5, gradient=7), Op("head", kept=1, forward=30, early=4, is_loss=True)
+    forward = forward_moments([block, head], held=0, sums=lambda made: made, widening=2)
+    assert [moment.gradients for moment in forward] == [0, 2 * 4]
+    backward = backward_moments([block, head], held=0, sums=lambda made: made, widening=2, cast=False)
+    assert [moment.gradients for moment in backward] == [2 * 4, 2 * 4 + 2 * 7]
+    # One rank with both stages: F0 of the last one, then F1 of the first one, before anything runs backward.
+    schedule = build_schedule("dualpipe_v", 1, None, 2)
+    stages = {0: [Op("block", forward=50)], 1: [Op("head", early=7, is_loss=True)]}
+    first = pipeline_phases(schedule, 0, stages, replace(SUMS, begun=lambda made: made))[0]
+    assert (first.name, first.total) == ("first micro-batch: block, forward", 50 + 7)
