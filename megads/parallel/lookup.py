@@ -30,7 +30,7 @@ class RowGradient:
         self._grad_mh, self._rows_m = grad_bsh.flatten(0, -2), rows_bs.flatten()
 
     def add_to(self, sums_rh: Tensor, first: bool) -> None:
-        """Adds it to sums, token by token, so that the bits are the same for any number of threads.
+        """Adds it to sums; the bits are the same for any number of threads.
 
         Args:
             sums_rh: fp32 or wider.
