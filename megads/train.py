@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megads.batch import MicroBatch
 from megads.checkpoint.hook import CheckpointHook
@@ -43,9 +42,10 @@ from megads.plan.flops import model_flops_per_token
 from megads.plan.metrics_hook import MetricsHook
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
+from megads.runtime.control_plane import ControlPlane
 from megads.runtime.core_binding import bind_to_share
 from megads.runtime.deterministic import make_deterministic
-from megads.runtime.distributed import require_equal, world
+from megads.runtime.distributed import world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
@@ -76,16 +76,16 @@ def train(config: RootConfig, run_dir: Path) -> int:
     if config.train.deterministic:
         make_deterministic(device)
     fence = Fence(run_dir, environment.lease)
-    with world(device, config.cluster.timeout_s):
-        require_equal("the frozen config", config_digest(config))
-        grid = build_grid(config.parallel, environment.rank, environment.world_size)
+    with world(device, config.cluster.timeout_s) as control:
+        control.require_equal("the frozen config", config_digest(config))
+        grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config)
-        ops = load_ops(config, device)
+        ops = load_ops(config, device, control)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
-        step_lines = metrics_hook(config, environment, device, metrics)
+        step_lines = metrics_hook(config, environment, device, metrics, control)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
         work = attention_work(config, cuda=device.type == "cuda", fused=ops.fused)
@@ -105,7 +105,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         record_start(config, engine, device, ops, state, events)
         record_samples(config, train_samples, state, events)
         switch = config.run.kill_switch
-        stop = StopSignal(run_dir, grid.rank, device, fence, Path(switch) if switch else None)
+        stop = StopSignal(run_dir, control, fence, Path(switch) if switch else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop)
         events.write("end", step=state.step, stopped=reason)
@@ -177,14 +177,16 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def load_ops(config: RootConfig, device: torch.device) -> Choice:
+def load_ops(config: RootConfig, device: torch.device, control: ControlPlane) -> Choice:
     """Loads the kernels that this run takes; all ranks take the same, or replicas would drift apart.
 
     Raises:
         ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
     """
     choice = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
-    require_equal("what ops.impl stands for", choice.text, "install a C++ compiler everywhere, or use ops.impl=torch")
+    control.require_equal(
+        "what ops.impl stands for", choice.text, "install a C++ compiler everywhere, or use ops.impl=torch"
+    )
     return choice
 
 
@@ -226,9 +228,9 @@ def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainS
         ConfigError: data.skip changes what it was trained on.
     """
     load = config.checkpoint.load
-    handle = find_checkpoint(run_dir, "auto" if load != "none" else "none")
+    handle = find_checkpoint(run_dir, "auto" if load != "none" else "none", engine.grid.control)
     if handle is None and load not in ("auto", "none"):
-        handle = find_checkpoint(run_dir, load)
+        handle = find_checkpoint(run_dir, load, engine.grid.control)
     if handle is None:
         return
     check_model(handle, asdict(config.model))
@@ -289,7 +291,11 @@ def packing(config: RootConfig) -> Packing:
 
 
 def metrics_hook(
-    config: RootConfig, environment: RankEnvironment, device: torch.device, metrics: MetricsWriter
+    config: RootConfig,
+    environment: RankEnvironment,
+    device: torch.device,
+    metrics: MetricsWriter,
+    control: ControlPlane,
 ) -> MetricsHook:
     """Writes the step line. Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it."""
     peak_tflops = 1.0
@@ -298,7 +304,7 @@ def metrics_hook(
         peak_tflops = device_peak_tflops(device, dtype, cores, config.cluster.peak_tflops)
         if device.type == "cpu" and config.cluster.peak_tflops is None:
             peak_tflops /= environment.local_world_size
-    dist.barrier()
+    control.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0
     return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts)

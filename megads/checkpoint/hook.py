@@ -83,7 +83,7 @@ class CheckpointHook:
         try:
             keys = {shard.key for shard in self._engine.named_shards(owned=False)}
             shards, keep = self._engine.named_shards(), self._config.keep
-            folder = save_checkpoint(self._run_dir, shards, run, keep, keys, self._fence)
+            folder = save_checkpoint(self._run_dir, shards, run, keep, keys, self._fence, self._engine.grid.control)
         except SaveError as error:
             self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
             if last or error.previous is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megads.checkpoint.agreement import agreed, gather_to_all, on_first, rank, world_size
+from megads.checkpoint.agreement import agreed, on_first
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from megads.checkpoint.rectangle import Rectangle
@@ -20,6 +20,7 @@ from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
+from megads.runtime.control_plane import ALONE, ControlPlane
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
@@ -53,13 +54,14 @@ class CheckpointHandle:
         return software_differences(self.manifest.software, software())
 
 
-def find_checkpoint(run_dir: Path, load: str) -> CheckpointHandle | None:
+def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> CheckpointHandle | None:
     """The checkpoint to start from, verified; collective, and every rank gets the same answer.
 
     Args:
         run_dir: the run's folder.
         load: "none"; "auto" for the newest usable one of this run; or the path of a checkpoint's folder, or of a run
             whose `latest` is meant.
+        control: of all ranks.
 
     Returns:
         None for "none", and for "auto" in a run that has no checkpoint yet.
@@ -71,9 +73,9 @@ def find_checkpoint(run_dir: Path, load: str) -> CheckpointHandle | None:
     if load == "none":
         return None
     if load != "auto":
-        folder = on_first(lambda: _given_folder(Path(load)))
+        folder = on_first(control, lambda: _given_folder(Path(load)))
         try:
-            return CheckpointHandle(folder, _verified(folder))
+            return CheckpointHandle(folder, _verified(folder, control))
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint.load = {load} is not usable: {error}") from error
 
@@ -81,7 +83,7 @@ def find_checkpoint(run_dir: Path, load: str) -> CheckpointHandle | None:
         recover(run_dir)
         return _newest_first(run_dir)
 
-    handle, passed_by = _first_usable(on_first(folders))
+    handle, passed_by = _first_usable(on_first(control, folders), control)
     if handle is None and passed_by:
         raise CheckpointError(
             f"no checkpoint in {checkpoints_folder(run_dir)} is usable; checkpoint.load=none starts afresh: "
@@ -91,7 +93,7 @@ def find_checkpoint(run_dir: Path, load: str) -> CheckpointHandle | None:
 
 
 def open_checkpoint(path: Path) -> CheckpointHandle:
-    """The checkpoint that a path means to a reader: itself, or the newest usable one of a run; collective.
+    """The checkpoint that a path means to a reader: itself, or the newest usable one of a run; for a process alone.
 
     Changes nothing in the folder, so that a run in mid-training can be read.
 
@@ -113,7 +115,7 @@ def open_checkpoint(path: Path) -> CheckpointHandle:
             raise CheckpointError(f"{path} holds no checkpoint: neither a manifest.json nor checkpoints/step_*")
         return found
 
-    handle, passed_by = _first_usable(on_first(folders))
+    handle, passed_by = _first_usable(on_first(ALONE, folders), ALONE)
     if handle is None:
         raise CheckpointError(f"no checkpoint in {path} is usable: " + "; ".join(passed_by))
     return handle
@@ -217,12 +219,12 @@ def _given_folder(path: Path) -> Path:
     return path.absolute()
 
 
-def _first_usable(folders: Sequence[Path]) -> tuple[CheckpointHandle | None, list[str]]:
+def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[CheckpointHandle | None, list[str]]:
     """The first checkpoint whose files are intact, and why those before it are not; collective."""
     passed_by: list[str] = []
     for folder in folders:
         try:
-            return CheckpointHandle(folder, _verified(folder), tuple(passed_by)), passed_by
+            return CheckpointHandle(folder, _verified(folder, control), tuple(passed_by)), passed_by
         except CheckpointError as error:
             passed_by.append(f"{folder.name}: {error}")
     return None, passed_by
@@ -241,27 +243,27 @@ def _newest_first(run_dir: Path) -> list[Path]:
     return [folder for _, folder in sorted(list_checkpoints(run_dir).items(), key=age, reverse=True)]
 
 
-def _verified(folder: Path) -> Manifest:
+def _verified(folder: Path, control: ControlPlane) -> Manifest:
     """The manifest of a checkpoint whose files are all intact; collective: each rank verifies a share of them.
 
     Raises:
         CheckpointError: on every rank; names file and tensor.
     """
-    manifest = agreed(lambda: read_manifest(folder))
-    digests = gather_to_all(manifest.digest())
+    manifest = agreed(control, lambda: read_manifest(folder))
+    digests = control.gather(manifest.digest())
     different = [index for index, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(
             f"rank {different[0]} sees another {folder} than rank 0: run.dir must be shared by all ranks"
         )
-    share = sorted(manifest.files)[rank() :: world_size()]
+    share = sorted(manifest.files)[control.rank :: control.world_size]
     tensors = manifest.by_file()
 
     def verify_share() -> None:
         for name in share:
             _verify_file(folder / name, manifest.files[name], tensors[name])
 
-    agreed(verify_share)
+    agreed(control, verify_share)
     return manifest
 
 

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megads.checkpoint.agreement import agreed, from_first, gather_to_first, on_first, rank
+from megads.checkpoint.agreement import agreed, on_first
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, read_manifest
 from megads.checkpoint.software import software
@@ -21,6 +21,7 @@ from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
 from megads.data.atomic_file import atomic_writer, sync_directory
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
+from megads.runtime.control_plane import ALONE, ControlPlane
 from megads.runtime.lease import Fence
 
 
@@ -43,6 +44,7 @@ def save_checkpoint(
     keep: int = 0,
     keys: Collection[str] = (),
     fence: Fence | None = None,
+    control: ControlPlane = ALONE,
 ) -> Path:
     """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
 
@@ -54,6 +56,7 @@ def save_checkpoint(
         keys: of everything this rank holds, copies that another rank owns included; a key that no rank owns at all
             is noticed only through these.
         fence: of the start that writes; None where nobody else can.
+        control: of all ranks.
 
     Returns:
         The committed folder.
@@ -62,27 +65,27 @@ def save_checkpoint(
         SaveError: on every rank, with the failing rank's reason.
         Fenced: on every rank, when another start took over; what it wrote is left alone.
     """
-    _require_lease(fence)
+    _require_lease(fence, control)
     final = step_folder(run_dir, run.state["step"])
     partial = _hidden(final, "partial")
     try:
-        on_first(lambda: _prepare(partial))
-        stored = agreed(lambda: _write_shards(partial, shards))
-        parts = gather_to_first((stored, sorted(keys)))
-        _require_lease(fence)
-        on_first(lambda: _commit(partial, final, run, parts or []))
+        on_first(control, lambda: _prepare(partial))
+        stored = agreed(control, lambda: _write_shards(partial, control.rank, shards))
+        parts = control.gather_to_first((stored, sorted(keys)))
+        _require_lease(fence, control)
+        on_first(control, lambda: _commit(partial, final, run, parts or []))
     except CheckpointError as error:
-        previous = on_first(lambda: _give_up(partial))
+        previous = on_first(control, lambda: _give_up(partial))
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         raise SaveError(f"checkpoint of step {run.state['step']} not saved, {state}: {error}", previous) from error
-    if rank() == 0 and keep:
+    if control.rank == 0 and keep:
         _remove_old(run_dir, run.state["step"], keep)
     return final
 
 
-def _require_lease(fence: Fence | None) -> None:
+def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
     """Raises Fenced on every rank where rank 0 finds that another start holds the run directory."""
-    lost = from_first(fence.reason() if fence is not None and rank() == 0 else "")
+    lost = control.broadcast(fence.reason() if fence is not None and control.rank == 0 else "")
     if lost:
         raise Fenced(lost)
 
@@ -112,12 +115,12 @@ def _prepare(partial: Path) -> None:
     partial.mkdir()
 
 
-def _write_shards(partial: Path, shards: Sequence[Shard]) -> list[StoredTensor]:
+def _write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
     """Writes this rank's file; a rank that owns nothing writes none."""
     kept = [shard for shard in shards if shard.tensor.numel()]
     if not kept:
         return []
-    file = f"rank_{rank():05d}.safetensors"
+    file = f"rank_{rank:05d}.safetensors"
     checksums = write_tensor_file(partial / file, [shard.tensor for shard in kept])
     return [
         StoredTensor(

@@ -11,7 +11,6 @@ from megads.model.attention_kinds import AttentionWork
 from megads.model.config import ModelConfig
 from megads.parallel.context import held_places
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.distributed import first_decides
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 
@@ -42,7 +41,7 @@ def settle_attention(
             model, work, device, places_s=places_s, earlier=lambda key: earlier_choice(run_dir, key)
         )
 
-    return first_decides(choose)
+    return grid.control.first_decides(choose)
 
 
 def record_attention(events: EventWriter, choice: AttentionChoice) -> None:

@@ -201,7 +201,7 @@ def _line_group(parallel: ParallelConfig, grid: ParallelGrid) -> ProcessGroup | 
     mine: ProcessGroup | None = None
     lines: Sequence[tuple[int, ...]] = axis_lines("pp", parallel) if parallel.pp > 1 else []
     for line in lines:
-        group = dist.new_group(list(line))
+        group = dist.new_group(list(line), timeout=grid.control.timeout)
         if grid.rank in line:
             mine = group
     return mine

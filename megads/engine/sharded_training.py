@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from megads.batch import MicroBatch
-from megads.engine.culprit import Symptoms, agree_on_culprit, not_finite
+from megads.engine.culprit import agree_on_culprit, not_finite
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.partition_shards import parameter_shards
@@ -137,13 +137,9 @@ class ShardedTrainEngine:
         # Of a parameter there may be several pieces.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
         broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
-        mine = Symptoms(
-            rank=self.grid.rank,
-            weights=tuple(weights),
-            forward_stage=None if engine.forward_finite.item() else 0,
-            gradients=tuple((0, placement_of(p).key) for p in compress(engine.gradient_norms, broken)),
-        )
-        return agree_on_culprit(mine)
+        forward_stage = None if engine.forward_finite.item() else 0
+        gradients = [(0, placement_of(p).key) for p in compress(engine.gradient_norms, broken)]
+        return agree_on_culprit(self.grid.control, list(weights), forward_stage, gradients)
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """See TrainEngine.watch_gradients."""

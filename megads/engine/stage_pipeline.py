@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import deepspeed.comm as ds_dist
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
@@ -223,7 +223,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         for dp in range(self._grid.data_parallel_size):
             for tp in range(self._grid.model_parallel_size):
                 ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in pair]
-                group = ds_dist.new_group(ranks=ranks)
+                group = dist.new_group(ranks, timeout=self.grid.control.timeout)
                 if self.global_rank in ranks:
                     weight = next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
                     holder = nn.ParameterList([weight])

@@ -34,7 +34,7 @@ class TimelineHook:
         self._offset_s = 0.0
 
     def on_start(self, state: TrainState) -> None:
-        self._offset_s = clock_offset_s()
+        self._offset_s = clock_offset_s(self._grid.control)
         self._prepare(state.step + 1)
 
     def on_step(self, info: StepInfo) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.engine.culprit import Symptoms, agree_on_culprit, not_finite
+from megads.engine.culprit import agree_on_culprit, not_finite
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.optimizer import BucketAdamW, StateRange, gradient_of
@@ -135,13 +135,10 @@ class PipelineTrainEngine:
         whole = not_finite([torch.isfinite(p).all() for p in parameters])
         gradients = not_finite([torch.isfinite(norm) for norm in engine.optimizer.gradient_norms])
         stages = not_finite(list(engine.forward_finite.values()))
-        mine = Symptoms(
-            rank=self.grid.rank,
-            weights=tuple(placement_of(p).key for p in compress(parameters, whole)),
-            forward_stage=min(compress(engine.forward_finite, stages), default=None),
-            gradients=tuple((engine.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)),
-        )
-        return agree_on_culprit(mine)
+        weights = [placement_of(p).key for p in compress(parameters, whole)]
+        forward_stage = min(compress(engine.forward_finite, stages), default=None)
+        named = [(engine.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)]
+        return agree_on_culprit(self.grid.control, weights, forward_stage, named)
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""

@@ -9,7 +9,6 @@ from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
-from megads.runtime.distributed import any_rank
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter
 
@@ -53,7 +52,7 @@ class ValidationHook:
         # A checkpoint is saved before its step is validated: a kill in between left the validation owing.
         if state.step == 0 or not self._due(state.step):
             return
-        if any_rank(self._metrics.lacks(state.step, self._loss_key), self._engine.device):
+        if self._engine.grid.control.any(self._metrics.lacks(state.step, self._loss_key)):
             self._record(state.step, state.samples, state.tokens)
 
     def on_step(self, info: StepInfo) -> None:

@@ -7,6 +7,7 @@ pipeline, then data outermost: the chattiest axes stay inside a node.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
 from megads.parallel.config import AXES, ParallelConfig
+from megads.runtime.control_plane import ALONE, ControlPlane, open_control_plane
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class ParallelGrid:
             gradients reduce and ZeRO shards. In the order of global ranks.
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
         replica: ranks of `data` with the same shard, one in each subgroup.
+        control: of all ranks, for what is no tensor.
     """
 
     rank: int
@@ -67,6 +70,7 @@ class ParallelGrid:
     data: Axis
     shard: Axis
     replica: Axis
+    control: ControlPlane = ALONE
 
 
 class Place(NamedTuple):
@@ -116,8 +120,16 @@ def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     return lines
 
 
-def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> ParallelGrid:
+def build_grid(
+    parallel: ParallelConfig, rank: int, world_size: int, control: ControlPlane | None = None
+) -> ParallelGrid:
     """Makes the groups of this rank's lines; to be called on every rank.
+
+    Args:
+        parallel: the layout.
+        rank: global rank.
+        world_size: all ranks.
+        control: of all ranks, whose timeout the groups take, too; None opens one.
 
     Raises:
         ConfigError: the layout does not fill the world.
@@ -128,19 +140,21 @@ def build_grid(parallel: ParallelConfig, rank: int, world_size: int) -> Parallel
             f"parallel.{' * '.join(AXES)} = {' * '.join(map(str, sizes))} = {parallel.world_size}, "
             f"but {world_size} processes were started"
         )
+    control = control or open_control_plane()
     known: dict[tuple[tuple[int, ...], ...], Axis] = {}
 
     def axis(name: str) -> Axis:
         lines = axis_lines(name, parallel)
         key = tuple(lines)
         if key not in known:  # data is dp, or cp, where the other has size 1
-            known[key] = _join(lines, rank)
+            known[key] = _join(lines, rank, control.timeout)
         return known[key]
 
-    return ParallelGrid(rank, world_size, **{name: axis(name) for name in (*AXES, "data", "shard", "replica")})
+    axes = {name: axis(name) for name in (*AXES, "data", "shard", "replica")}
+    return ParallelGrid(rank, world_size, **axes, control=control)
 
 
-def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
+def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Axis:
     """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's.
 
     Groups that only their members make (use_local_synchronization) are named by how many groups each member is in so
@@ -148,7 +162,7 @@ def _join(lines: list[tuple[int, ...]], rank: int) -> Axis:
     """
     mine: Axis | None = None
     for line in lines:
-        group = dist.new_group(list(line)) if len(line) > 1 else None
+        group = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
         if rank in line:
             mine = Axis(line.index(rank), line, group)
     assert mine is not None

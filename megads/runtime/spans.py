@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megads.runtime.control_plane import ControlPlane
 from megads.runtime.span import Span
 
 PINGS = 8
@@ -79,31 +82,68 @@ class SpanRecorder:
         return self._zero_s + float(self._zero.at.elapsed_time(mark.at)) / 1e3
 
 
-def clock_offset_s() -> float:
+def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:
     """Seconds to add to this rank's monotonic clock to get rank 0's; collective over the world.
 
-    Half of the fastest round trip is taken for the way back, as in Cristian's algorithm: the error is at most that. An
-    answer from within the round trip comes from the same clock: ranks of a machine share it, and those of two machines
-    count from their boots. So times that need no offset do not get the error of one.
+    Ranks that share a clock, those of one machine, get the same offset: one of them compares it with another machine's.
+    Machines form a binomial tree, so 1,000 of them take as long as ten comparisons. Each takes half of the fastest
+    round trip for the way back, as in Cristian's algorithm, and errs by at most that; errors add up along the tree.
+
+    Args:
+        control: of all ranks.
+        clock: names the clock that this rank reads; None is the machine's.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(backend="gloo")
-    clock = torch.zeros((), dtype=torch.float64)
-    offset_s = 0.0
-    for other in range(1, world_size):
-        if rank == 0:
-            for _ in range(PINGS):
-                dist.recv(clock, other, group=group)
-                dist.send(clock.fill_(time.monotonic()), other, group=group)
-        if rank == other:
-            fastest_s = float("inf")
-            for _ in range(PINGS):
-                sent_s = time.monotonic()
-                dist.send(clock, 0, group=group)
-                dist.recv(clock, 0, group=group)
-                received_s = time.monotonic()
-                if received_s - sent_s < fastest_s:
-                    fastest_s, same = received_s - sent_s, sent_s <= float(clock) <= received_s
-                    offset_s = 0.0 if same else float(clock) - (sent_s + received_s) / 2
-    dist.destroy_process_group(group)
+    clocks = control.gather(_machine_clock() if clock is None else clock)
+    first_rank: dict[str, int] = {}
+    for rank, name in enumerate(clocks):
+        first_rank.setdefault(name, rank)
+    machines = list(first_rank.values())
+    behind_s = 0.0
+    if control.rank in machines:
+        here, distance = machines.index(control.rank), 1
+        while distance < len(machines):
+            if distance <= here < 2 * distance:
+                behind_s = _behind_s(control, machines[here - distance])
+            elif here < distance and here + distance < len(machines):
+                _answer(control, machines[here + distance])
+            distance *= 2
+    measured = control.gather(behind_s)
+    # Of the machine at which this one's comparison ended, and so on to that of rank 0.
+    offset_s, here = 0.0, list(first_rank).index(clocks[control.rank])
+    while here > 0:
+        offset_s += measured[machines[here]]
+        here -= 1 << (here.bit_length() - 1)
     return offset_s
+
+
+def _machine_clock() -> str:
+    """What monotonic clocks count from: the boot of the machine, or a container's own start."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/time").readlink())
+    except OSError:
+        return socket.gethostname()
+
+
+def _behind_s(control: ControlPlane, other: int) -> float:
+    """Seconds to add to this rank's clock to get another's, which answers at the same time.
+
+    An answer from within the round trip comes from the same clock after all, and needs no offset.
+    """
+    clock, fastest_s, behind_s = torch.zeros((), dtype=torch.float64), float("inf"), 0.0
+    for _ in range(PINGS):
+        sent_s = time.monotonic()
+        dist.send(clock, other, group=control.group)
+        dist.recv(clock, other, group=control.group)
+        received_s = time.monotonic()
+        if received_s - sent_s < fastest_s:
+            fastest_s, same = received_s - sent_s, sent_s <= float(clock) <= received_s
+            behind_s = 0.0 if same else float(clock) - (sent_s + received_s) / 2
+    return behind_s
+
+
+def _answer(control: ControlPlane, other: int) -> None:
+    """Tells another rank this one's clock as often as it asks."""
+    clock = torch.zeros((), dtype=torch.float64)
+    for _ in range(PINGS):
+        dist.recv(clock, other, group=control.group)
+        dist.send(clock.fill_(time.monotonic()), other, group=control.group)

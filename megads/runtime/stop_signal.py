@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from megads.errors import Fenced
+from megads.runtime.control_plane import ControlPlane
 from megads.runtime.lease import Fence
 from megads.runtime.stop_file import INTERRUPTED, KILL_SWITCH, PREEMPTED, REQUESTED, TIME_LIMIT, read_stop
 
@@ -21,8 +19,7 @@ class StopSignal:
 
     Args:
         run_dir: where the stop file would appear.
-        rank: this rank.
-        device: device of the broadcast.
+        control: of all ranks.
         fence: of the start that this rank belongs to; None for none.
         kill_switch: another file that stops the run; None for none.
     """
@@ -30,13 +27,11 @@ class StopSignal:
     def __init__(
         self,
         run_dir: Path,
-        rank: int,
-        device: torch.device,
+        control: ControlPlane,
         fence: Fence | None = None,
         kill_switch: Path | None = None,
     ) -> None:
-        self._run_dir, self._rank, self._fence, self._kill_switch = run_dir, rank, fence, kill_switch
-        self._code = torch.zeros((), dtype=torch.int64, device=device)
+        self._run_dir, self._control, self._fence, self._kill_switch = run_dir, control, fence, kill_switch
 
     def reason(self) -> str:
         """Why to stop, the same on every rank; empty to go on. Collective.
@@ -44,10 +39,9 @@ class StopSignal:
         Raises:
             Fenced: on every rank, when another start took the run directory over.
         """
-        reason = self._look() if self._rank == 0 else None
-        self._code.fill_(_REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0)
-        dist.broadcast(self._code, src=0)
-        heard = _REASONS[int(self._code.item())]
+        reason = self._look() if self._control.rank == 0 else None
+        seen = _REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0
+        heard = _REASONS[self._control.broadcast_number(seen)]
         if heard == _FENCED:
             raise Fenced("another start of this run took over: this one ends without saving; rank 0's log names it")
         return heard

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from megads.checkpoint.agreement import rank
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
+from megads.parallel.grid import single_rank_grid
+from megads.runtime.control_plane import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -24,7 +25,7 @@ from tests.distributed import run_ranks
 class OneRankEngine:
     """The part of an engine that saving calls, over fixed tensors."""
 
-    optimizer_steps = 3
+    optimizer_steps, grid = 3, single_rank_grid()
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         return shards_of(random_layout(1, 1)[0], global_tensors(1))
@@ -33,7 +34,7 @@ class OneRankEngine:
 def run(run_dir: Path, steps: int, every_steps: int, full_disk_at: int = 0, loaded_step: int = 0) -> None:
     """A loop of `steps` steps that counts and calls the hook."""
     state = TrainState(loaded_step, 8 * loaded_step, 80 * loaded_step)
-    events = EventWriter(run_dir, enabled=rank() == 0)
+    events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
     config = CheckpointConfig(every_steps=every_steps, keep=0)
     engine: Any = OneRankEngine()
     hook = CheckpointHook(engine, run_dir, config, "digest", dict(MODEL), {"tp": 1, "pp": 1, "dp": 1}, state, events)

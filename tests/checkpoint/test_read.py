@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint.agreement import rank
 from megads.checkpoint.read import check_model, find_checkpoint, open_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
+from megads.runtime.control_plane import open_control_plane
 from tests.checkpoint.random_layouts import (
     MODEL,
     SHAPES,
@@ -27,8 +27,8 @@ FILE = "rank_00000.safetensors"
 
 
 def save(run_dir: Path, step: int, world_size: int = 1) -> Path:
-    shards = shards_of(random_layout(step, world_size)[rank()], global_tensors(step))
-    return save_checkpoint(run_dir, shards, run_record(step))
+    shards = shards_of(random_layout(step, world_size)[open_control_plane().rank], global_tensors(step))
+    return save_checkpoint(run_dir, shards, run_record(step), control=open_control_plane())
 
 
 def flip(path: Path, position: int) -> None:
@@ -199,7 +199,7 @@ def test_software_differences(tmp_path: Path) -> None:
 
 
 def auto_by_rank(run_dir: Path) -> object:
-    handle = find_checkpoint(run_dir, "auto")
+    handle = find_checkpoint(run_dir, "auto", open_control_plane())
     assert handle is not None
     return handle.state["step"], handle.passed_by
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megads.checkpoint.agreement import rank
 from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import SaveError, save_checkpoint
 from megads.errors import CheckpointError, Fenced
+from megads.runtime.control_plane import open_control_plane
 from megads.runtime.lease import Fence, claimed
 from megads.runtime.slurm import Job
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
@@ -35,17 +35,22 @@ def save(
     fence: Fence | None = None,
 ) -> Path:
     """Saves tensors drawn from `seed` (the step, unless given) in a random layout; collective."""
-    layout = random_layout(step, world_size)[rank()]
+    layout = random_layout(step, world_size)[open_control_plane().rank]
     return save_checkpoint(
-        run_dir, shards_of(layout, global_tensors(step if seed is None else seed)), run_record(step), keep, fence=fence
+        run_dir,
+        shards_of(layout, global_tensors(step if seed is None else seed)),
+        run_record(step),
+        keep,
+        fence=fence,
+        control=open_control_plane(),
     )
 
 
 def holds(run_dir: Path, layout_seed: int = 99, world_size: int = 1) -> tuple[int, list[int]]:
     """Step of the newest usable checkpoint and the seeds whose tensors it holds, read in another random layout."""
-    handle = find_checkpoint(run_dir, "auto")
+    handle = find_checkpoint(run_dir, "auto", open_control_plane())
     assert handle is not None
-    shards = shards_of(random_layout(layout_seed, world_size)[rank()])
+    shards = shards_of(random_layout(layout_seed, world_size)[open_control_plane().rank])
     read_into(handle, shards)
     return handle.state["step"], [seed for seed in range(400) if all_equal(shards, global_tensors(seed))]
 
@@ -114,14 +119,14 @@ def test_same_step_again(tmp_path: Path) -> None:
 
 
 def save_incomplete(run_dir: Path, missing: str) -> str:
-    shards = shards_of(random_layout(1, 2)[rank()], global_tensors(1))
+    shards = shards_of(random_layout(1, 2)[open_control_plane().rank], global_tensors(1))
     keys = {shard.key for shard in shards}
     if missing == "a part":
-        shards = [shard for shard in shards if rank() == 0 or shard.key != "weight/a"]
+        shards = [shard for shard in shards if open_control_plane().rank == 0 or shard.key != "weight/a"]
     else:
         shards = [shard for shard in shards if shard.key != "weight/b"]
     try:
-        save_checkpoint(run_dir, shards, run_record(1), keys=keys)
+        save_checkpoint(run_dir, shards, run_record(1), keys=keys, control=open_control_plane())
     except SaveError as error:
         return str(error)
     return "saved"
@@ -143,7 +148,7 @@ def save_with_one_full_disk(run_dir: Path) -> list[Any]:
     """Rank 1 cannot write more than 1 KiB a file: the kernel refuses it as it does on a full disk."""
     save(run_dir, 1, world_size=2)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank() == 1:
+    if open_control_plane().rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, unlimited[1]))
     outcome: list[Any] = []
     try:
@@ -218,7 +223,7 @@ def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:
 
 
 def save_until_killed(run_dir: Path, first_step: int, delay_s: float, victim: int) -> None:
-    if rank() == victim:
+    if open_control_plane().rank == victim:
         threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     start, step = time.monotonic(), first_step
     while time.monotonic() - start < 20:

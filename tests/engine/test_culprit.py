@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megads.engine.culprit import SHOWN, Symptoms, find_culprit
+from megads.engine.culprit import SHOWN, Symptoms, agree_on_culprit, find_culprit
 from megads.engine.interface import Culprit
+from megads.runtime.control_plane import open_control_plane
+from tests.distributed import run_ranks
 
 FINE = Symptoms(rank=0)
 
@@ -15,13 +17,13 @@ FINE = Symptoms(rank=0)
     [
         pytest.param([FINE, Symptoms(1)], Culprit(0, "gradient norm"), id="nobody: the norm itself overflowed"),
         pytest.param(
-            [Symptoms(0, forward_stage=0, gradients=((0, "a"),)), Symptoms(1, weights=("w",), forward_stage=0)],
-            Culprit(1, "weights", ("w",)),
+            [Symptoms(0, forward_stage=0, backward_stage=0), Symptoms(1, weights=True, forward_stage=0)],
+            Culprit(1, "weights"),
             id="bad weights before what follows from them",
         ),
         pytest.param(
-            [Symptoms(0), Symptoms(1, forward_stage=1, gradients=((1, "b"),)), Symptoms(2, forward_stage=2)],
-            Culprit(1, "forward", ("b",)),
+            [Symptoms(0), Symptoms(1, forward_stage=1, backward_stage=1), Symptoms(2, forward_stage=2)],
+            Culprit(1, "forward"),
             id="the earliest stage of a bad forward",
         ),
         pytest.param(
@@ -30,24 +32,11 @@ FINE = Symptoms(rank=0)
             id="stage before rank",
         ),
         pytest.param(
-            [
-                Symptoms(0, gradients=((0, "a"),)),
-                Symptoms(1, gradients=((1, "b"),)),
-                Symptoms(2, gradients=((1, "c"),)),
-            ],
-            Culprit(1, "backward", ("b",)),
+            [Symptoms(0, backward_stage=0), Symptoms(1, backward_stage=1), Symptoms(2, backward_stage=1)],
+            Culprit(1, "backward"),
             id="the latest stage of a bad backward",
         ),
-        pytest.param(
-            [Symptoms(0, gradients=((0, "a"), (3, "d"))), Symptoms(1, gradients=((1, "b"), (2, "c")))],
-            Culprit(0, "backward", ("a", "d")),
-            id="the latest virtual stage, which a V shape has on rank 0",
-        ),
-        pytest.param(
-            [Symptoms(5, weights=("x",)), Symptoms(2, weights=("y",))],
-            Culprit(2, "weights", ("y",)),
-            id="the lowest rank of bad weights",
-        ),
+        pytest.param([Symptoms(5, weights=True), Symptoms(2, weights=True)], Culprit(2, "weights"), id="lowest rank"),
     ],
 )
 def test_first_in_the_order_of_computation(ranks: list[Symptoms], expected: Culprit) -> None:
@@ -56,10 +45,37 @@ def test_first_in_the_order_of_computation(ranks: list[Symptoms], expected: Culp
     assert find_culprit(ranks[::-1]) == expected
 
 
-def test_names_are_capped() -> None:
-    """Catches an event line with every parameter of a 70-layer model."""
-    names = tuple(f"p{i}" for i in range(100))
-    assert find_culprit([Symptoms(0, gradients=tuple((0, name) for name in names))]).parameters == names[:SHOWN]
+ManyNames = dict[int, list[tuple[int, str]]]
+
+
+def _agreed(weights: dict[int, list[str]], gradients: ManyNames) -> tuple[Culprit, int]:
+    """The culprit, and the bytes that this rank gave into collectives."""
+    from torch.distributed import distributed_c10d
+
+    control, sent = open_control_plane(), []
+    pickled = distributed_c10d._object_to_tensor
+
+    def measured(*args: object) -> tuple[object, object]:
+        tensor, size = pickled(*args)
+        sent.append(tensor.numel())
+        return tensor, size
+
+    distributed_c10d._object_to_tensor = measured
+    rank = control.rank
+    found = agree_on_culprit(control, weights.get(rank, []), None, gradients.get(rank, []))
+    return found, sum(sent)
+
+
+@pytest.mark.distributed
+def test_only_the_names_that_are_shown_travel() -> None:
+    """Catches names of another rank than the culprit, an event line with every parameter of a 70-layer model, the stage
+    of a V shape's first gradient instead of its last, and all names of all ranks sent to all."""
+    many: ManyNames = {0: [(0, "a"), (3, "d")], 1: [(stage % 3, f"blocks.{stage}.mlp") for stage in range(2000)]}
+    for found, sent in run_ranks(_agreed, 2, {}, many):
+        assert found == Culprit(0, "backward", ("a", "d")) and sent < 1000
+    names = [f"blocks.{layer}.mlp" for layer in range(2000)]
+    for found, sent in run_ranks(_agreed, 2, {1: names}, many):
+        assert found == Culprit(1, "weights", tuple(names[:SHOWN])) and sent < 1000
 
 
 def test_reads_as_a_sentence() -> None:

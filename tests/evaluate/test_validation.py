@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from megads.engine.interface import EvaluationResult
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import ValidationHook, perplexity
+from megads.parallel.grid import single_rank_grid
+from megads.runtime.control_plane import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE
@@ -28,6 +31,7 @@ class BigramEngine:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
+        self.grid = replace(single_rank_grid(), control=open_control_plane())
         self.logits_vv = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:

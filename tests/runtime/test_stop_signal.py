@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megads.errors import Fenced
+from megads.runtime.control_plane import open_control_plane
 from megads.runtime.lease import Fence, claimed
 from megads.runtime.slurm import Job
 from megads.runtime.stop_file import INTERRUPTED, KILL_SWITCH, PREEMPTED, REQUESTED, request_stop, stop_path
@@ -23,7 +23,7 @@ def _reasons(run_dir: Path) -> list[str]:
     """What every rank hears: before any request, then after each; only rank 0's folder holds the file."""
     rank = dist.get_rank()
     mine = run_dir if rank == 0 else run_dir / "another-node"
-    signal, heard = StopSignal(mine, rank, torch.device("cpu")), []
+    signal, heard = StopSignal(mine, open_control_plane()), []
     heard.append(signal.reason())
     for reason in (INTERRUPTED, PREEMPTED, REQUESTED, "an unknown reason"):
         if rank == 0:
@@ -50,7 +50,7 @@ def _switched_off(run_dir: Path) -> list[str]:
     rank = dist.get_rank()
     switch = run_dir / "group" / "stop"
     fence = Fence(run_dir, 1) if rank == 0 else None
-    signal = StopSignal(run_dir, rank, torch.device("cpu"), fence, switch)
+    signal = StopSignal(run_dir, open_control_plane(), fence, switch)
     heard = [signal.reason()]
     if rank == 0:
         switch.parent.mkdir()
