@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from megads.data.atomic_file import atomic_writer
 from megads.data.indexed import IndexedDataset, IntArray
-from megads.errors import ConfigError
+from megads.data.verified_once import verify_once
+from megads.errors import ConfigError, DataError
 
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.
@@ -139,8 +140,8 @@ class EpochMapCache:
     """Epoch maps on disk: memory-mapped, shared by the ranks of a node, rebuilt where damaged.
 
     One process of a node builds, the others wait for it. A map is three `.npy` files and a `.json` with their sizes and
-    checksums, written last. All are renamed into place and their content is determined by the name, so builders on
-    several nodes that share a disk do no harm.
+    checksums, written last, and held to them once a node and boot. All are renamed into place and their content is
+    determined by the name, so builders on several nodes that share a disk do no harm.
 
     Args:
         prefix: the dataset's; the cache is `<prefix>.cache/`, or the user's cache where that is not writable.
@@ -225,15 +226,17 @@ def load_epoch_map(directory: Path, key: MapKey) -> EpochMap | None:
         return None
     try:
         expected = json.loads(record_path.read_text())["files"]
-        arrays = {}
-        for field in fields(EpochMap):
-            path = _array_path(directory, key, field.name)
-            if _file_record(path) != expected[field.name]:
-                raise ValueError(f"{path.name} does not match its checksum")
-            # A plain array over the map: slicing np.memmap objects costs several times as much.
-            arrays[field.name] = np.asarray(np.load(path, mmap_mode="r"))
-        return EpochMap(**arrays)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        paths = {field.name: _array_path(directory, key, field.name) for field in fields(EpochMap)}
+
+        def verify() -> None:
+            for name, path in paths.items():
+                if _file_record(path) != expected[name]:
+                    raise ValueError(f"{path.name} does not match its checksum")
+
+        verify_once(list(paths.values()), f"checksums: {json.dumps(expected, sort_keys=True)}", verify)
+        # Plain arrays over the maps: slicing np.memmap objects costs several times as much.
+        return EpochMap(**{name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()})
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         log.warning("%s: the cached index map is damaged (%s) and will be rebuilt", record_path, error)
         return None
 

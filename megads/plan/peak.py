@@ -17,18 +17,28 @@ from megads.ops.library import loaded_kernels
 from megads.ops.linear import linear_into
 
 KNOWN_BF16_TFLOPS = (
+    ("GB200", 2500.0),
     ("B200", 2250.0),
     ("GH200", 989.0),
+    ("H200 NVL", 835.0),
     ("H200", 989.0),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
     ("H100", 989.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
     ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10G", 70.0),
     ("A10", 125.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("L4", 121.0),
 )
-"""Dense bf16 TFLOPs from the vendor's data sheets by a part of the device's name; the first match counts."""
+"""Dense bf16 TFLOPs from the vendor's data sheets, half of those with sparsity, by words of the device's name; the
+first entry whose words are all in it counts."""
 
 _GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 _MEASURE_S = 1.0
@@ -58,7 +68,7 @@ def device_peak_tflops(
         return configured
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = next((tflops for part, tflops in KNOWN_BF16_TFLOPS if part in name), None)
+        known = data_sheet_tflops(name)
         if known is not None and dtype is torch.bfloat16:
             return known
     else:
@@ -74,6 +84,21 @@ def device_peak_tflops(
     measured = max(_measure_tflops(device, dtype, threads, fused) for fused in {False, kernels != "torch"})
     _write_cache(path, {**key, "tflops": measured})
     return measured
+
+
+def data_sheet_tflops(name: str) -> float | None:
+    """Dense bf16 TFLOPs of a whole GPU.
+
+    Args:
+        name: as the driver gives it: "NVIDIA A100-SXM4-80GB".
+
+    Returns:
+        None for a GPU that is not in the table, and for a MIG slice, which has a part of its GPU.
+    """
+    words = set(name.upper().replace("-", " ").split())
+    if "MIG" in words:
+        return None
+    return next((tflops for known, tflops in KNOWN_BF16_TFLOPS if words.issuperset(known.upper().split())), None)
 
 
 def _cpu_model() -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
-from megads.plan.peak import device_peak_tflops
+from megads.plan.peak import data_sheet_tflops, device_peak_tflops
 
 CPU = torch.device("cpu")
 
@@ -38,3 +39,19 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """Catches a run that fails because a cache does."""
     (tmp_path / "file").touch()
     assert device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path / "file" / "cache") > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA L4", 121.0), ("NVIDIA L40", 181.0), ("NVIDIA L40S", 362.0), ("NVIDIA A10", 125.0),
+        ("NVIDIA A10G", 70.0), ("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A100-PCIE-40GB", 312.0),
+        ("NVIDIA A40", 149.7), ("NVIDIA H20", 148.0), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H100 80GB HBM3", 989.0), ("NVIDIA H200", 989.0), ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA GH200 480GB", 989.0), ("NVIDIA B200", 2250.0), ("NVIDIA GB200", 2500.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA RTX A4000", None), ("Tesla T4", None),
+    ],
+)  # fmt: skip
+def test_data_sheet(name: str, tflops: float | None) -> None:
+    """Catches a GPU taken for another whose name is a part of its own, which halves or doubles the MFU of every run."""
+    assert data_sheet_tflops(name) == tflops
