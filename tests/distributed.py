@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 # The last two take a rank seconds when torch and DeepSpeed come to need them.
 PRELOADED = [
     "torch",

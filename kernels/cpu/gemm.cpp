@@ -5,22 +5,22 @@
 namespace megads {
 namespace {
 
-template <int kWidth>
-void pack_panel(const Matrix<float>& from, const float* data, int64_t rows, int64_t inner, float* to) {
+template <int kWidth, typename T>
+void pack_panel(const Matrix<T>& from, const T* data, int64_t rows, int64_t inner, float* to) {
   if (from.inner == 1) return pack_transposed<kWidth>(data, from.row, rows, inner, to);
   for (int64_t k = 0; k < inner; ++k, data += from.inner, to += kWidth) {
     if (from.row == 1 && rows == kWidth) {
-      std::memcpy(to, data, kWidth * sizeof *to);
+      for (int r = 0; r < kWidth; ++r) to[r] = widen(data[r]);
     } else {
-      for (int r = 0; r < kWidth; ++r) to[r] = r < rows ? data[r * from.row] : 0.0f;
+      for (int r = 0; r < kWidth; ++r) to[r] = r < rows ? widen(data[r * from.row]) : 0.0f;
     }
   }
 }
 
-template <int kWidth>
-void pack(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+template <int kWidth, typename T>
+void pack(const Matrix<T>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
   for (int64_t row = first; row < last; row += kWidth, to += kWidth * (end - begin)) {
-    const float* data = from.data + row * from.row + begin * from.inner;
+    const T* data = from.data + row * from.row + begin * from.inner;
     pack_panel<kWidth>(from, data, std::min<int64_t>(kWidth, last - row), end - begin, to);
   }
 }
@@ -48,13 +48,20 @@ inline __attribute__((always_inline)) void tile(int64_t inner, const float* a, c
 
 }  // namespace
 
-void pack_rows(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+template <typename T>
+void pack_rows(const Matrix<T>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
   pack<kPanelRows>(from, first, last, begin, end, to);
 }
 
-void pack_columns(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+template <typename T>
+void pack_columns(const Matrix<T>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
   pack<kPanelColumns>(from, first, last, begin, end, to);
 }
+
+template void pack_rows(const Matrix<float>&, int64_t, int64_t, int64_t, int64_t, float*);
+template void pack_rows(const Matrix<BFloat16>&, int64_t, int64_t, int64_t, int64_t, float*);
+template void pack_columns(const Matrix<float>&, int64_t, int64_t, int64_t, int64_t, float*);
+template void pack_columns(const Matrix<BFloat16>&, int64_t, int64_t, int64_t, int64_t, float*);
 
 void block_product(int64_t rows, int64_t columns, int64_t inner, const float* packed_a, const float* packed_b,
                    const float* start, int64_t start_row, float* c, int64_t c_row) {

@@ -1,5 +1,5 @@
 // c (+)= a b^T in fp32 for matrices of any size and order in memory, by blocks that are packed for the caches (Goto and
-// van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
+// van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication"). Operands in bf16 are widened as they are packed.
 #pragma once
 
 #include "gemm_transpose.h"
@@ -20,11 +20,13 @@ constexpr int kPanelColumns = kPanelVectors * kLanes;
 constexpr int64_t kSlack = 8;  // floats that pack_rows may write behind its last panel
 
 // Packs rows first..last-1 and inner elements begin..end-1: panels of kPanelRows rows, in each of them the rows of one
-// inner element after those of the other. Rows that the last panel lacks are zero.
-void pack_rows(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
+// inner element after those of the other. Rows that the last panel lacks are zero. T is float or BFloat16.
+template <typename T>
+void pack_rows(const Matrix<T>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
 
 // The same in panels of kPanelColumns; writes nothing behind them.
-void pack_columns(const Matrix<float>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
+template <typename T>
+void pack_columns(const Matrix<T>& from, int64_t first, int64_t last, int64_t begin, int64_t end, float* to);
 
 // c [rows, columns] = start + a b^T of packed blocks of `inner` elements. Row r of `start` is at start + r * start_row:
 // c itself, or with start_row 0 a bias; null is zero.

@@ -1,6 +1,8 @@
 // Panels of a matrix's rows, in which the rows' words of one place lie beside each other: what products read.
 #pragma once
 
+#include <type_traits>
+
 #include "vector.h"
 
 namespace megads {
@@ -15,6 +17,7 @@ struct Matrix {
 constexpr int kBlock = 8;
 typedef float Eight __attribute__((vector_size(kBlock * 4)));
 typedef int32_t EightInts __attribute__((vector_size(kBlock * 4)));
+typedef uint16_t EightHalves __attribute__((vector_size(kBlock * 2)));
 
 constexpr int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -49,13 +52,41 @@ inline void transpose(Eight (&x)[kBlock]) {
   }
 }
 
+// Numbers of type T in a word of a panel: one where the word is fp32, to which bf16 is widened, else what fits.
+template <typename T, typename Word>
+constexpr int64_t kValuesOf = std::is_same_v<Word, float> ? 1 : sizeof(Word) / sizeof(T);
+
+template <typename T, typename Word>
+inline Eight eight_words(const T* from) {
+  Eight x;
+  if constexpr (sizeof(T) * kValuesOf<T, Word> == sizeof(Word)) {
+    std::memcpy(&x, from, sizeof x);
+  } else {
+    EightHalves bits;
+    std::memcpy(&bits, from, sizeof bits);
+    x = (Eight)(__builtin_convertvector(bits, EightInts) << 16);
+  }
+  return x;
+}
+
+template <typename T, typename Word>
+inline Word one_word(const T* from) {
+  Word word{};
+  if constexpr (sizeof(T) * kValuesOf<T, Word> == sizeof(Word)) {
+    std::memcpy(&word, from, sizeof word);
+  } else {
+    word = widen(*from);
+  }
+  return word;
+}
+
 // One panel of rows that are contiguous: `words` words of 32 bits each, an fp32 number or two of bf16; rows that it
 // lacks are zero. A panel's width that is no multiple of eight is written over its end, in the order in which what
 // follows is written.
 template <int kWidth, typename T, typename Word>
 void pack_transposed(const T* data, int64_t row, int64_t rows, int64_t words, Word* to) {
   static_assert(sizeof(Word) == 4);
-  constexpr int64_t kValues = sizeof(Word) / sizeof(T);
+  constexpr int64_t kValues = kValuesOf<T, Word>;
   int64_t k = 0;
   for (; k + kBlock <= words; k += kBlock)
     for (int group = 0; group < kWidth; group += kBlock) {
@@ -63,7 +94,7 @@ void pack_transposed(const T* data, int64_t row, int64_t rows, int64_t words, Wo
 #pragma GCC unroll 8
       for (int r = 0; r < kBlock; ++r)
         if (group + r < kWidth && group + r < rows)
-          std::memcpy(&x[r], data + (group + r) * row + k * kValues, sizeof x[r]);
+          x[r] = eight_words<T, Word>(data + (group + r) * row + k * kValues);
         else
           x[r] = Eight{};
       transpose(x);
@@ -71,11 +102,8 @@ void pack_transposed(const T* data, int64_t row, int64_t rows, int64_t words, Wo
       for (int j = 0; j < kBlock; ++j) std::memcpy(to + (k + j) * kWidth + group, &x[j], sizeof x[j]);
     }
   for (; k < words; ++k)
-    for (int r = 0; r < kWidth; ++r) {
-      Word word{};
-      if (r < rows) std::memcpy(&word, data + r * row + k * kValues, sizeof word);
-      to[k * kWidth + r] = word;
-    }
+    for (int r = 0; r < kWidth; ++r)
+      to[k * kWidth + r] = r < rows ? one_word<T, Word>(data + r * row + k * kValues) : Word{};
 }
 
 }  // namespace megads

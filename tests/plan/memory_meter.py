@@ -12,17 +12,21 @@ import gc
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.model.alibi import causal_bias
 from megads.ops.choice import choose
+from megads.ops.linear import torch_loops_over_bf16
 from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches
@@ -30,6 +34,10 @@ from tests.parity import Scenario, build_engine, step_batches
 COLLECTIVES = (
     *("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"),
     *("send", "recv", "isend", "irecv"),
+)
+PRODUCTS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.bmm.default),
+    *(torch.ops.aten.addmm.default, torch.ops.aten.addmm.out, torch.ops.aten.addmm_.default),
 )
 PAUSE_S = 1e-3
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -115,6 +123,27 @@ def patient_collectives() -> Iterator[None]:
             setattr(dist, name, original)
 
 
+class ZeroProducts(TorchDispatchMode):
+    """bf16 products that are zeros: allocated as torch's are, not computed.
+
+    Torch's own take minutes on processors on which it has plain loops for them; memory does not depend on values.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        last = args[-1] if args else None
+        if func not in PRODUCTS or not isinstance(last, Tensor) or last.dtype is not torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        left, right = args[-2:]
+        out = (kwargs or {}).get("out")
+        if out is None and func is torch.ops.aten.addmm_.default:
+            out = args[0]
+        if out is not None:
+            return out.zero_()
+        return left.new_zeros(*left.shape[:-1], right.shape[-1])
+
+
 def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) -> None:
     """Builds the engine and trains: two steps, as the first starts without what earlier ones left in the pipeline."""
     causal_bias.cache_clear()
@@ -126,7 +155,7 @@ def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) ->
 
 def measured_peaks(cases: list[tuple[Scenario, ParallelConfig]]) -> list[int]:
     """This rank's peak in each case, one after the other."""
-    with patient_collectives():
+    with patient_collectives(), ZeroProducts() if torch_loops_over_bf16() else nullcontext():
         return [allocator_ledger(lambda s=scenario, p=parallel: train_steps(s, p)).peak for scenario, parallel in cases]
 
 

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     ),
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
-CASES_A_START = 8
+CASES_A_START = 4
 TOLERANCE = 0.05
 MIB = 2**20
 
