@@ -82,6 +82,8 @@ def sharded_config(
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
+        # It makes the host wait for the device at the start and end of every micro-batch.
+        "timers": {"throughput": {"enabled": False}},
     }
 
 

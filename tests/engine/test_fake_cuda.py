@@ -1,0 +1,224 @@
+"""The training step as a GPU would see it, on any rank of any layout: see tests/engine/fake_cuda.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megads.engine.optimizer
+import megads.engine.pipeline_engine
+import megads.engine.training
+from megads.engine.build import build_train_engine
+from megads.engine.interface import Shard
+from megads.engine.training import PipelineTrainEngine
+from megads.model.attention import AttentionCore
+from megads.model.attention_kinds import AttentionKind
+from megads.model.config import MLPKind, NormKind, Position
+from megads.ops.build import build
+from megads.ops.choice import Choice
+from megads.ops.config import Implementation, OpsConfig
+from megads.ops.library import load_library
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.grid import build_grid
+from megads.parallel.schedule import ScheduleName
+from tests import parity
+from tests.engine.fake_cuda import FakeGpu, FakeGpus
+from tests.parity import MODEL, Scenario, scenario_with, step_batches
+
+FUSED, IN_CHUNKS = OpsConfig(Implementation.fused), OpsConfig(Implementation.torch, loss_chunk=9)
+SMALL = replace(MODEL, num_layers=2)
+ROPE = replace(SMALL, position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, bias=False)
+DROPOUT = replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and the ranks of it that are looked at.
+
+    Attributes:
+        parallel: the layout.
+        ranks: global ranks.
+        scenario: what is trained, in bf16 unless it says otherwise.
+    """
+
+    parallel: ParallelConfig
+    ranks: tuple[int, ...]
+    scenario: Scenario
+
+
+def case(parallel: ParallelConfig, *ranks: int, **changes: Any) -> Case:
+    return Case(
+        parallel,
+        ranks or (0,),
+        scenario_with(
+            **{"precision": "bfloat16", "model": SMALL, "global_batch_size": 4, "micro_batch_size": 1} | changes
+        ),
+    )
+
+
+def attention(kind: AttentionKind, **changes: Any) -> Any:
+    return replace(changes.pop("model", SMALL), attention=kind, **changes)
+
+
+CASES = {
+    "single, fp32": case(ParallelConfig(), precision="float32", masked=True),
+    "single, kernels, dropout, documents": case(ParallelConfig(), ops=FUSED, model=DROPOUT, documents=True),
+    "tp2, loss in chunks, recomputed": case(
+        ParallelConfig(tp=2, recompute=Recompute.full), 0, 1, ops=IN_CHUNKS, model=DROPOUT
+    ),
+    "tp2, kernels, loss in chunks": case(ParallelConfig(tp=2, tp_chunks=2), 1, ops=replace(FUSED, loss_chunk=9)),
+    "pp3 1f1b, rope": case(ParallelConfig(pp=3), 0, 1, 2, model=ROPE, documents=True),
+    "pp2 interleaved, cores recomputed": case(
+        ParallelConfig(pp=2, schedule=ScheduleName.interleaved, recompute=Recompute.selective), 0, 1, ops=FUSED
+    ),
+    "pp3 zb_h1": case(ParallelConfig(pp=3, schedule=ScheduleName.zb_h1), 0, 1, 2, model=DROPOUT),
+    "pp2 zb_v, kernels": case(ParallelConfig(pp=2, schedule=ScheduleName.zb_v), 0, 1, ops=FUSED, model=ROPE),
+    "pp2dp2 dualpipe_v": case(ParallelConfig(pp=2, dp=2, schedule=ScheduleName.dualpipe_v), 0, 3, ops=IN_CHUNKS),
+    "dp2, ZeRO-0, kernels": case(ParallelConfig(dp=2, zero_stage=0), 1, ops=FUSED),
+    "dp3, small buckets": case(ParallelConfig(dp=3, bucket_elements=8192), 1, global_batch_size=12),
+    "cp2, windows, documents": case(
+        ParallelConfig(cp=2), 0, 1, model=replace(ROPE, window=7), documents=True, ops=FUSED
+    ),
+    "tp2cp2, dropout": case(ParallelConfig(tp=2, cp=2, sequence_parallel=True), 3, model=DROPOUT),
+    "tp2pp2dp2, sequence parallel": case(
+        ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True, tp_chunks=3), 0, 3, 7, ops=FUSED
+    ),
+    "zero2dp2": case(ParallelConfig(dp=2, zero_stage=2), 1, model=DROPOUT),
+    "zero2tp2dp2, kernels": case(ParallelConfig(tp=2, dp=2, zero_stage=2, sequence_parallel=True), 3, ops=FUSED),
+    "zero3dp2, loss in chunks": case(ParallelConfig(dp=2, zero_stage=3), 0, 1, ops=IN_CHUNKS),
+    "zero3tp2dp2, recomputed": case(ParallelConfig(tp=2, dp=2, zero_stage=3, recompute=Recompute.full), 1, ops=FUSED),
+    "hierarchical": case(ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2), 3, model=ROPE),
+    "augmented": case(ParallelConfig(), model=attention(AttentionKind.augmented)),
+    "softmax kernel": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.fused_softmax), ops=FUSED),
+    "flex": case(ParallelConfig(cp=2), 1, model=attention(AttentionKind.flex, num_heads=3), documents=True),
+    "cudnn": case(ParallelConfig(), model=attention(AttentionKind.cudnn, model=ROPE, window=5)),
+}
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[FakeGpus]:
+    """A process that forks ranks with fake GPUs."""
+    with FakeGpus() as started:
+        yield started
+
+
+SHARDED_WAITS = {
+    "engine/sharded_training.py",
+    "deepspeed/runtime/utils.py",
+    "deepspeed/runtime/zero/stage3.py",
+    "deepspeed/runtime/zero/stage_1_and_2.py",
+}
+"""Files that wait for the device under ZeRO-2 and ZeRO-3: overflow flags, norms and gradients are DeepSpeed's."""
+
+
+def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) -> set[str]:
+    """Two steps, validation, and the state out and in; in the second step the host must not wait.
+
+    Returns:
+        Files that waited all the same, under ZeRO-2 and ZeRO-3.
+    """
+    scenario, parallel = case.scenario, case.parallel
+    if scenario.ops.impl is Implementation.fused:
+        load_library(build(print))
+    if defect is not None:
+        defect()
+    grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
+    engine = build_train_engine(
+        scenario.model,
+        parallel,
+        scenario.optim,
+        grid,
+        precision=scenario.dtype,
+        micro_batch_size=scenario.micro_batch_size,
+        seed=scenario.seed,
+        device=gpu.device,
+        value=parity.initial_weights(scenario),
+        ops=Choice(scenario.ops.impl, scenario.ops.impl, loss_chunk=scenario.ops.loss_chunk),
+    )
+    batches = [step_batches(scenario, step, grid.dp.rank, grid.dp.size) for step in range(3)]
+    engine.step(batches[0], scenario.lr)
+    gpu.waits.clear()
+    if isinstance(engine, PipelineTrainEngine):
+        with gpu.no_waits():
+            engine.launch_step(batches[1], scenario.lr)
+    else:
+        # DeepSpeed's timers begin with the second step.
+        engine._engine.tput_timer.global_step_count += 2
+        engine.step(batches[1], scenario.lr)
+    waited = {file for file, _ in gpu.waits}
+    if grid.rank == case.ranks[0]:
+        engine.evaluate(batches[2])
+        assert {shard.tensor.device for shard in engine.named_shards(owned=False)} == {gpu.device}
+        engine.load_shards(fill, engine.optimizer_steps)
+    return waited
+
+
+def fill(shards: list[Shard]) -> None:
+    for shard in shards:
+        shard.tensor.copy_(torch.zeros(shard.tensor.shape))
+
+
+FAST = ("tp2pp2dp2, sequence parallel", "pp3 zb_h1", "cp2, windows, documents", "zero2dp2", "zero3dp2, loss in chunks")
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        pytest.param(name, rank, marks=() if name in FAST and rank == case.ranks[-1] else pytest.mark.slow)
+        for name, case in CASES.items()
+        for rank in case.ranks
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_step(gpus: FakeGpus, name: str, rank: int) -> None:
+    """Catches a tensor left on the CPU, a host that waits, and a CPU tensor in a collective, anywhere in a step."""
+    case = CASES[name]
+    waited = gpus.run(train, rank, case.parallel.world_size, case)
+    assert waited <= (SHARDED_WAITS if case.parallel.zero_stage in GRADIENT_STAGES else set())
+
+
+def tokens_left_on_the_cpu() -> None:
+    megads.engine.pipeline_engine.copy_to = lambda x, device: x
+
+
+def tokens_that_are_not_pinned() -> None:
+    megads.engine.pipeline_engine.copy_to = lambda x, device: x.to(device)
+
+
+def a_norm_that_is_read() -> None:
+    inner = megads.engine.optimizer.clip_factor
+    megads.engine.optimizer.clip_factor = lambda norm, largest: inner(norm, largest) if norm > 0 else norm
+
+
+def tokens_counted_on_the_cpu() -> None:
+    inner = megads.engine.training.global_tokens
+    megads.engine.training.global_tokens = lambda batches, grid, device, rank: inner(
+        batches, grid, torch.device("cpu"), rank
+    )
+
+
+def a_kernel_for_cpus() -> None:
+    AttentionCore.taken = lambda self, q_bnsd: AttentionKind.fused
+
+
+DEFECTS = {
+    tokens_left_on_the_cpu: "on the CPU beside ones on the device",
+    tokens_that_are_not_pinned: "the host waits: copy to the device",
+    a_norm_that_is_read: "the host waits: _local_scalar_dense",
+    tokens_counted_on_the_cpu: "NCCL was handed a tensor",
+    a_kernel_for_cpus: "has no CUDA implementation",
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.usefixtures("kernels")
+def test_a_defect_is_seen(gpus: FakeGpus, defect: Callable[[], None]) -> None:
+    """Catches a fake GPU that forgives what a real one does not."""
+    run = case(ParallelConfig(dp=2), ops=FUSED, model=replace(SMALL, num_layers=1), global_batch_size=2)
+    with pytest.raises(AssertionError, match=DEFECTS[defect]):
+        gpus.run(train, 0, 2, run, defect)
