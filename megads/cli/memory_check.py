@@ -13,7 +13,6 @@ from megads.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
 from megads.plan.recompute_choice import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
 from megads.plan.step_time import with_estimated_partition
 from megads.runtime.machine_memory import (
-    GPU_PROCESS_BYTES,
     HEAP_SHARE,
     PROCESS_BYTES,
     available_memory,
@@ -59,14 +58,14 @@ class Machine:
     def room(self, plan: MemoryPlan) -> Room:
         """What a run needs here."""
         if self.per_gpu:
-            return Room(plan.largest.peak + GPU_PROCESS_BYTES, self.available, per_gpu=True)
+            return Room(plan.fullest_device.device_peak, self.available, per_gpu=True)
         ranks = plan.ranks_per_stage * len(plan.stages)
         return Room(round(plan.all_ranks * HEAP_SHARE) + ranks * PROCESS_BYTES, self.available, per_gpu=False)
 
-    def for_tensors(self, parallel: ParallelConfig) -> int:
-        """Bytes that the tensors of one rank may take; on a CPU, of one rank of every pipeline stage together."""
+    def for_ranks(self, parallel: ParallelConfig) -> int:
+        """Bytes of one rank's device; on a CPU, what tensors of one rank of every pipeline stage may take together."""
         if self.per_gpu:
-            return self.available - GPU_PROCESS_BYTES
+            return self.available
         ranks_per_stage = parallel.world_size // parallel.pp
         return int((self.available - parallel.world_size * PROCESS_BYTES) / HEAP_SHARE / ranks_per_stage)
 
@@ -158,7 +157,7 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
         return config, ""
     peaks = peaks_by_blocks(config.model, parallel, workload_of(config, cuda=machine.per_gpu))
     choose = fewest_for_each if machine.per_gpu else fewest_together
-    blocks = choose(peaks, machine.for_tensors(parallel))
+    blocks = choose(peaks, machine.for_ranks(parallel))
     chosen, without = (
         dataclasses.replace(config, parallel=with_blocks(parallel, numbers)) for numbers in (blocks, [0])
     )
@@ -179,7 +178,7 @@ def refuse_unfit(config: RootConfig, machine: Machine) -> None:
     room = machine.room(plan)
     if room.fits:
         return
-    largest = plan.largest
+    largest = plan.fullest_device if room.per_gpu else plan.largest
     name, size = max(parts(largest).items(), key=lambda part: part[1])
     ranks = plan.ranks_per_stage * len(plan.stages)
     together = "" if room.per_gpu or ranks == 1 else f", all {ranks} ranks together {gib(room.needed)}"

@@ -127,6 +127,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outl
         entry = dataclasses.asdict(stage)
         entry["phases"] = [{"name": moment.name, "bytes": moment.total} for moment in stage.phases]
         entry |= {"fullest": dataclasses.asdict(stage.fullest), "permanent": stage.permanent, "peak": stage.peak}
+        entry |= {"device_peak": stage.device_peak}
         stages.append(entry)
     return {
         "parameters": plan.parameters,
@@ -170,6 +171,12 @@ def _print(
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
         console.print(f"  {gib(moment.total):>12} more: {moment.name}")
+    fullest = plan.fullest_device
+    if fullest.beside_tensors:
+        total = sum(fullest.beside_tensors.values())
+        console.print(f"beside tensors {gib(total)} of rank {fullest.first_rank}'s GPU, an estimate:")
+        for name, size in fullest.beside_tensors.items():
+            console.print(f"  {gib(size):>12} {name}")
     if room is not None:
         console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
 

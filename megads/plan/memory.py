@@ -5,13 +5,13 @@ Activations and temporaries follow from `megads.plan.activations`; tests compare
 counts over real steps. docs/memory.md has the table.
 
 Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), scratch space inside
-kernels, fragmentation of the heap.
+kernels, fragmentation of the heap. What CUDA, cuBLAS and NCCL take of a GPU is apart (`megads.plan.communicators`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from math import prod
@@ -27,6 +27,7 @@ from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes
 from megads.parallel.schedule import Placement, Schedule
 from megads.parallel.sharding import local_shape
+from megads.plan.communicators import beside_tensors
 from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.parameters import parameter_count, parameter_shapes
 from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
@@ -85,6 +86,7 @@ class StageMemory:
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most passes of its virtual stages between forward and the end of backward.
         phases: the fullest moment of each phase of a step; they do not meet.
+        beside_tensors: what CUDA, cuBLAS and communicators take of a GPU, by name; empty on a CPU.
     """
 
     stage: int
@@ -102,6 +104,7 @@ class StageMemory:
     pipeline_buffers: int
     in_flight: int
     phases: tuple[Moment, ...]
+    beside_tensors: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def permanent(self) -> int:
@@ -117,6 +120,11 @@ class StageMemory:
     def peak(self) -> int:
         """Most that is alive at once."""
         return self.permanent + self.fullest.total
+
+    @property
+    def device_peak(self) -> int:
+        """Most that is taken of a GPU at once."""
+        return self.peak + sum(self.beside_tensors.values())
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,11 @@ class MemoryPlan:
     def largest(self) -> StageMemory:
         """The stage whose ranks need most; the first of equals."""
         return max(self.stages, key=lambda stage: stage.peak)
+
+    @property
+    def fullest_device(self) -> StageMemory:
+        """The stage whose GPUs are fullest: communicators count, and ranks amid a pipeline open most of them."""
+        return max(self.stages, key=lambda stage: stage.device_peak)
 
     @property
     def all_ranks(self) -> int:
@@ -205,6 +218,7 @@ def _stage_memory(
         pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
         in_flight=most_waiting(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
+        beside_tensors=beside_tensors(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
     )
     if parallel.zero_stage not in GRADIENT_STAGES:
         return memory

@@ -17,14 +17,19 @@ def with_blocks(parallel: ParallelConfig, blocks: Sequence[int]) -> ParallelConf
 
 
 def peaks_by_blocks(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> list[list[int]]:
-    """[stage][blocks]: bytes of a rank of each stage at its fullest, by how many of its blocks are recomputed."""
+    """[stage][blocks]: bytes of a rank of each stage at its fullest, by how many of its blocks are recomputed.
+
+    On a GPU with what CUDA and communicators take of it.
+    """
     stages = memory_plan(model, with_blocks(parallel, [0]), workload).stages
     counts = [len(stage.recomputation) for stage in stages]
     plans = [
         memory_plan(model, with_blocks(parallel, [min(blocks, count) for count in counts]), workload)
         for blocks in range(max(counts) + 1)
     ]
-    return [[plans[blocks].stages[stage].peak for blocks in range(count + 1)] for stage, count in enumerate(counts)]
+    return [
+        [plans[blocks].stages[stage].device_peak for blocks in range(count + 1)] for stage, count in enumerate(counts)
+    ]
 
 
 def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:

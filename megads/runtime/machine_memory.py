@@ -17,8 +17,6 @@ built; measured on a CPU."""
 HEAP_SHARE = 1.25
 """Resident over allocated bytes on a CPU: ranks keep freed blocks on the heap (`rank_variables`), which leaves holes.
 1.19 and 1.28 measured, in bf16 and fp32."""
-GPU_PROCESS_BYTES = 1024 * 2**20
-"""What a CUDA context and NCCL's buffers take of a GPU; a round figure, not measured."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))

@@ -1,33 +1,56 @@
 #!/usr/bin/env python3
-"""Compiles megads' kernels, the CPU's and the GPU's beside each other; exit 1 and the reason where one cannot be had.
+"""Compiles megads' kernels, the CPU's and the GPU's beside each other, and says how long each took.
 
-python -m scripts.bench.gpu_build [--device cuda]
+    python -m scripts.bench.gpu_build [--device cuda] [--append bench.jsonl]
+
+With --device cpu the GPU's are left out. A library that is there already takes no time. Exit 1 and the reason where one
+cannot be had, or cannot be loaded into this torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from megads.ops import build, build_cuda
 from megads.ops.build import KernelsUnavailable
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from scripts.bench.gpu_lines import add_line_options, appender
+
+Make = Callable[[Callable[[str], None]], Path]
+
+
+def seconds_of(make: Make) -> float:
+    """Time until a library is there."""
+    begin = time.monotonic()
+    print(make(lambda text: print(text, flush=True)), flush=True)
+    return time.monotonic() - begin
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: without the GPU's")
-    cuda = parser.parse_args().device == "cuda"
-    makes = [build.build, build_cuda.build_library] if cuda else [build.build]
-    with ThreadPoolExecutor() as threads:
-        made = [threads.submit(make, lambda text: print(text, flush=True)) for make in makes]
+    add_line_options(parser)
+    arguments = parser.parse_args()
+    cuda = arguments.device == "cuda"
+    makes: dict[str, Make] = {"CPU": build.build} | ({"CUDA": build_cuda.build_library} if cuda else {})
     try:
-        for library in made:
-            print(library.result())
+        with ThreadPoolExecutor() as threads:
+            made = {name: threads.submit(seconds_of, make) for name, make in makes.items()}
+        took = ", ".join(f"{name} {future.result():.0f} s" for name, future in made.items())
     except KernelsUnavailable as error:
         print(f"no kernels: {error}")
         return 1
+    begin = time.monotonic()
+    load(OpsConfig(Implementation.fused), print, cuda=cuda)
+    verdict = f"{took}; loaded into torch in {time.monotonic() - begin:.0f} s"
+    appender(arguments, "gpu_build")({"name": "kernels compiled", "verdict": verdict})
+    print(verdict)
     return 0
 
 

@@ -1,21 +1,24 @@
-"""What scripts/bench/gpu.sh runs: items, each a process, in the order of their worth."""
+"""What scripts/bench/gpu.sh runs: items, each a process, the most valuable first, with the time that each may take."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from megads.ops.apex import ApexState, find_apex
 from scripts.bench.gpu_layouts import LAYOUTS
 
-STAGES = ("kernels", "attention", "train", "resume", "tests", "layouts")
+STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "attention", "train", "profile", "layouts")
 ALWAYS = "start"
 """The stage of what every other one needs."""
+BUILD = "build"
+"""The item that compiles the kernels."""
 NEEDS = "needs"
 """How the reason begins why an item has too few GPUs."""
-TRAINED = ("fused", "torch", "hf")
-"""Sides of a training step."""
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+"""Tools of compute-sanitizer."""
 CHECKED = ("one device", "parallel.dp=2")
 """Layouts that a check starts."""
 
@@ -28,19 +31,23 @@ class Item:
         stage: one of STAGES, or ALWAYS.
         name: of it, short.
         arguments: of Python.
-        least_s: it is not begun with less time left. As `most_s` a guess: no GPU was at hand.
+        expected_s: how long it takes; an estimate until a GPU has run it. It is not begun with less time left.
         most_s: it is ended after that.
         devices: GPUs that it needs.
         appends: takes --device, --append and --run.
+        alone: nothing else may run beside it, because it measures time; the others run beside their neighbours.
+        kernels: needs the compiled kernels.
     """
 
     stage: str
     name: str
     arguments: tuple[str, ...]
-    least_s: float = 10.0
-    most_s: float = 120.0
+    expected_s: float = 30.0
+    most_s: float = 75.0
     devices: int = 1
     appends: bool = True
+    alone: bool = True
+    kernels: bool = False
 
 
 def bench(module: str, *arguments: str) -> tuple[str, ...]:
@@ -59,21 +66,32 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
     if check:
         return checked(work, overrides)
     return [
-        Item(ALWAYS, "device", bench("gpu_device"), most_s=60.0),
-        Item(ALWAYS, "build", bench("gpu_build", "--device", "cuda"), most_s=240.0, appends=False),
-        Item("kernels", "kernels", bench("gpu_kernels"), 20.0),
-        Item("attention", "kinds", bench("gpu_attention"), 20.0),
-        *(training("1.3b", side) for side in TRAINED),
-        *(training("125m", side) for side in TRAINED),
-        resume("torch", work),
-        *(training(size, side) for size in ("350m", "760m") for side in TRAINED),
+        Item(ALWAYS, "device", bench("gpu_device"), 15.0),
+        Item(ALWAYS, BUILD, bench("gpu_build"), 60.0, 200.0),
+        # Nothing of these is timed, so they share the GPU.
+        *(sanitizer(tool) for tool in SANITIZERS),
+        Item("tests", "GPU tests", bench("gpu_tests"), 80.0, 130.0, alone=False),
         resume("fused", work),
-        training("1.3b", "fused_compiled", 40.0, 150.0),
-        *([training("1.3b", "apex")] if find_apex().state is ApexState.present else []),
-        Item("kernels", "torch.compile", bench("gpu_kernels", "--compiled"), 25.0, 150.0),
-        Item("tests", "GPU tests", bench("gpu_tests"), 20.0, 180.0),
-        training("125m", "hf_compiled", 60.0, 150.0),
-        training("125m", "fused_graphs", 40.0, 150.0),
+        resume("torch", work),
+        Item("memory", "process and communicators", bench("gpu_communicators"), 25.0, alone=False),
+        Item("kernels", "kernels", bench("gpu_kernels"), 25.0, kernels=True),
+        Item("attention", "kinds", bench("gpu_attention"), 25.0, kernels=True),
+        training("1.3b", "fused", 30.0),
+        training("8b", "fused", 55.0, 120.0),
+        training("1.3b", "fused_free", 25.0),
+        training("bloom_1b1", "fused", 25.0),
+        training("bloom_1b1", "hf", 25.0),
+        training("llama_1b", "fused", 25.0),
+        training("llama_1b", "torchtitan", 45.0, 100.0),
+        Item("profile", "slowest kernels", bench("gpu_profile", "--work", str(work)), 40.0, 90.0, kernels=True),
+        training("1.3b", "torch", 25.0),
+        training("1.3b", "fused_compiled", 45.0, 120.0),
+        Item("kernels", "torch.compile", bench("gpu_kernels", "--compiled"), 40.0, 120.0),
+        training("bloom_1b1", "torch", 25.0),
+        training("llama_1b", "torch", 25.0),
+        training("bloom_1b1", "hf_compiled", 60.0, 120.0),
+        training("8b", "fused_compiled", 80.0, 150.0),
+        *([training("1.3b", "apex", 25.0)] if find_apex().state is ApexState.present else []),
         *layouts(work, overrides),
     ]
 
@@ -82,35 +100,49 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
     """Every stage's code once, as far as a CPU can run it."""
     kernels = bench("gpu_kernels", "--dtype", "fp32", "--rounds", "1")
     started = [item for item in layouts(work, overrides) if item.name in CHECKED]
-    return [
+    found = [
         Item(ALWAYS, "device", bench("gpu_device")),
-        Item(ALWAYS, "build", bench("gpu_build", "--device", "cpu"), most_s=240.0, appends=False),
-        Item("kernels", "kernels", kernels),
-        Item("attention", "kinds", bench("gpu_attention", "--rounds", "1")),
-        *(training("1.3b", side) for side in (*TRAINED, "fused_compiled")),
+        Item(ALWAYS, BUILD, bench("gpu_build")),
+        sanitizer(SANITIZERS[0]),
+        Item("tests", "GPU tests", bench("gpu_tests"), alone=False),
         resume("fused", work),
+        Item("memory", "process and communicators", bench("gpu_communicators")),
+        Item("kernels", "kernels", kernels, kernels=True),
+        Item("attention", "kinds", bench("gpu_attention", "--rounds", "1"), kernels=True),
+        *(training("1.3b", side) for side in ("fused", "fused_free", "fused_compiled")),
+        *(training("bloom_1b1", side) for side in ("torch", "hf")),
+        *(training("llama_1b", side) for side in ("torch", "torchtitan")),
+        Item("profile", "slowest kernels", bench("gpu_profile", "--work", str(work), "--kernels", "1"), kernels=True),
         Item("kernels", "torch.compile", (*kernels, "--compiled", "--only", "RMSNorm")),
-        Item("tests", "GPU tests", bench("gpu_tests")),
         Item("layouts", "configs", bench("gpu_layouts", "--work", str(work), *overrides, "--configs")),
         *started,
     ]
+    # Nobody waits for a GPU here, and a machine that others use may be slow.
+    return [replace(item, expected_s=10.0, most_s=240.0) for item in found]
 
 
-def training(size: str, side: str, least_s: float = 20.0, most_s: float = 90.0) -> Item:
+def sanitizer(tool: str) -> Item:
+    """A tool of compute-sanitizer over all kernels."""
+    return Item("sanitizer", tool, bench("gpu_sanitizer", "--tool", tool), 60.0, 100.0, alone=False, kernels=True)
+
+
+def training(size: str, side: str, expected_s: float = 30.0, most_s: float = 75.0) -> Item:
     """A row of trainings."""
-    return Item("train", f"{size} {side}", bench("gpu_train", "--size", size, "--side", side), least_s, most_s)
+    arguments = bench("gpu_train", "--size", size, "--side", side)
+    return Item("train", f"{size} {side}", arguments, expected_s, most_s, kernels=side.startswith("fused"))
 
 
 def resume(impl: str, work: Path) -> Item:
     """A killed run with these operators."""
-    return Item("resume", impl, bench("gpu_resume", "--impl", impl, "--work", str(work)), 40.0, 150.0)
+    arguments = bench("gpu_resume", "--impl", impl, "--work", str(work))
+    return Item("resume", impl, arguments, 70.0, 130.0, alone=False, kernels=impl == "fused")
 
 
 def layouts(work: Path, overrides: list[str]) -> list[Item]:
     """The real command in each layout; the first is what the others must agree with."""
     module = bench("gpu_layouts", "--work", str(work), *overrides)
     return [
-        Item("layouts", layout.name, (*module, "--number", str(number)), least_s=30.0, devices=layout.devices)
+        Item("layouts", layout.name, (*module, "--number", str(number)), 30.0, 90.0, devices=layout.devices)
         for number, layout in enumerate(LAYOUTS)
     ]
 
@@ -118,6 +150,13 @@ def layouts(work: Path, overrides: list[str]) -> list[Item]:
 def chosen(found: list[Item], stages: list[str]) -> list[Item]:
     """Items of these stages, and what they need."""
     return [item for item in found if item.stage == ALWAYS or item.stage in stages]
+
+
+def rounds(found: list[Item]) -> list[list[Item]]:
+    """Items in the order in which they run; those of one list run beside each other."""
+    numbered = list(enumerate(found))
+    together = groupby(numbered, key=lambda pair: pair[0] if pair[1].alone else None)
+    return [[item for _, item in group] for _, group in together]
 
 
 def command(item: Item, device: str, append: Path, run: str) -> list[str]:

@@ -194,6 +194,32 @@ def timings(case: Case, function: Function, device: str, rounds: int) -> Line:
     return found | {"bwd_us": median_seconds(back, device, rounds) * 1e6}
 
 
+def run_once(device: str) -> int:
+    """Every kernel of ours forward and backward, on small tensors of every dtype."""
+    for dtype in DTYPES.values():
+        for case in cases(SMALL, dtype, device):
+            found = results(case, True, dtype)
+            print(f"{case.name}, {dtype}: sums {[x.double().sum().item() for x in found]}", flush=True)
+    return 0
+
+
+def run_profiled(case: Case) -> int:
+    """One kernel of ours, forward and backward, between the profiler's marks; once before, which loads it."""
+    leaves = [x.detach().requires_grad_() for x in case.inputs]
+    out = case.function(True, *leaves)
+    grad = torch.randn_like(out)
+    torch.autograd.grad(out, leaves, grad)
+    cuda = out.is_cuda
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+    torch.autograd.grad(case.function(True, *leaves), leaves, grad)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+    return 0
+
+
 def apex_norms() -> dict[str, Function]:
     """NVIDIA apex's norms, through megads' face, by the name of our case; empty where it is not here."""
     if find_apex().state is not ApexState.present:
@@ -224,10 +250,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="the kernel of this name alone")
     parser.add_argument("--compiled", action="store_true", help="time torch.compile's side alone")
+    parser.add_argument("--once", action="store_true", help="run ours once on small tensors; for compute-sanitizer")
+    parser.add_argument("--profiled", action="store_true", help="run --only once on large tensors; for ncu")
     args = parser.parse_args()
     device, cuda, append = args.device, args.device == "cuda", appender(args, "gpu_kernels")
     load(OpsConfig(Implementation.fused), print, cuda=cuda)
     sizes, dtype = Sizes() if cuda else SMALL, DTYPES[args.dtype]
+    if args.once:
+        return run_once(device)
+    if args.profiled:
+        return run_profiled(next(case for case in cases(sizes, dtype, device) if case.name == args.only))
     bandwidth = copy_bandwidth(device, args.rounds, 2**30 if cuda else 2**20)
     small, wrong = {case.name: case for case in cases(SMALL, dtype, device)}, []
     for case in cases(sizes, dtype, device):

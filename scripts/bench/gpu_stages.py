@@ -1,21 +1,29 @@
 #!/usr/bin/env python3
 """Runs what scripts/bench/gpu.sh asks for, within a budget of time, and prints the table of it last.
 
-    scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|layouts|all ...] [key=value ...]
+    scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|profile|...|all ...] [key=value ...]
 
-Every item is a process that appends its results to bench.jsonl as they come, so that nothing is lost when the time is
-over, or one of them dies. The most valuable go first; what no longer fits is said as not run. Exit 1: something failed.
+The plan is printed first: what runs, when it is expected to begin, and after how many seconds it is ended. Every item
+is a process that appends its results to bench.jsonl as they come, so that nothing is lost when the time is over, or one
+of them dies. The most valuable go first; those that time nothing run beside each other; what no longer fits is reported
+as not run. An item that fails leaves the others running: its first error is in the table, its whole output in a log of
+its own. One that takes too long is told to print the stacks of its threads before it is killed, and one that fails in
+CUDA is run once more with launches that block, so that the log names the operator. Exit 1: something failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -23,14 +31,24 @@ from types import FrameType
 import psutil
 
 from megads.runtime.environment import available_cores, rank_variables
-from scripts.bench.gpu_items import NEEDS, STAGES, Item, chosen, command, items
+from scripts.bench.gpu_items import ALWAYS, BUILD, NEEDS, STAGES, Item, chosen, command, items, rounds
 from scripts.bench.gpu_lines import Append, appender, lines_of_runs
 from scripts.bench.gpu_table import table
 
 RESERVE_S = 6.0
 """Kept for ending the last item and for the table."""
-SAID = 12
-"""Lines of a failed item's output that are shown."""
+SHOWN_LINES = 12
+"""Of a failed item's output."""
+STACKS_S = 3.0
+"""For an item that is ended to print its stacks."""
+LEAST_BLOCKING_S = 20.0
+"""Time that must be left for an item to be run again with launches that block."""
+BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+"""Makes the host stop at the launch that failed."""
+_ERROR = re.compile(
+    r"(\w+\.)*\w*(Error|Exception|Exit)\b|.*\berror:|.*CUDA error|no kernels:|FAILED |Fatal |terminate called"
+)
+"""How a line begins that reports an error: of Python, compilers, CUDA, this folder, pytest, faulthandler and C++."""
 
 
 class Clock:
@@ -57,7 +75,7 @@ class Clock:
 
 
 class Runner:
-    """Runs items one after the other.
+    """Runs items, and keeps what became of them.
 
     Args:
         arguments: of the command line.
@@ -69,22 +87,44 @@ class Runner:
         self.append: Append = appender(arguments, "gpu_item")
         self.logs = arguments.work / "logs" / arguments.run
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.failed = False
+        self.failed = self.built = self.stopped = False
+        self._running: list[subprocess.Popen[bytes]] = []
 
-    def run(self, item: Item) -> None:
-        """Runs one, or says why not."""
+    def run(self, together: list[Item]) -> None:
+        """Runs items beside each other, or says why not.
+
+        Raises:
+            KeyboardInterrupt: this process was told to stop; nothing runs any more.
+        """
+        with ThreadPoolExecutor(len(together)) as threads:
+            try:
+                list(threads.map(self._run, together))
+            except KeyboardInterrupt:
+                self.stopped = True
+                for process in self._running:
+                    end_tree(process)
+                raise
+
+    def _run(self, item: Item) -> None:
         begin = time.monotonic()
         if item.devices > 1 and item.devices > self.devices:
             outcome, reason = "not run", f"{NEEDS} {item.devices} GPUs"
-        elif self.clock.left_s < item.least_s:
+        elif item.kernels and not self.built:
+            outcome, reason = "not run", "the kernels were not built"
+        elif self.clock.left_s < item.expected_s or self.stopped:
             outcome, reason = "not run", "no time left"
         else:
             outcome, reason = self._wait_for(item)
         seconds = time.monotonic() - begin
         self.failed |= outcome == "failed"
-        self.append({"stage": item.stage, "name": item.name, "outcome": outcome, "reason": reason, "seconds": seconds})
+        self.built |= outcome == "done" and (item.stage, item.name) == (ALWAYS, BUILD)
+        self.append({"stage": item.stage, "name": item.name, "outcome": outcome, "reason": reason, "seconds": seconds,
+                     "expected_s": item.expected_s})  # fmt: skip
         why = f" ({reason})" if reason else ""
-        print(f"[{self.clock.spent_s:4.0f} s] {item.stage}: {item.name}: {outcome}{why}, {seconds:.0f} s", flush=True)
+        said = f"{item.stage}: {item.name}: {outcome}{why}, {seconds:.0f} s of {item.expected_s:.0f} expected"
+        print(f"[{self.clock.spent_s:4.0f} s] {said}", flush=True)
+        if outcome == "failed" and "CUDA error" in reason and self.clock.left_s > LEAST_BLOCKING_S:
+            self._wait_for(replace(item, name=f"{item.name} blocking"), BLOCKING)
 
     @property
     def devices(self) -> int:
@@ -94,37 +134,64 @@ class Runner:
         lines = lines_of_runs(self.arguments.append)
         return max((line["devices"] for line in lines if line["bench"] == "gpu_device"), default=1)
 
-    def _wait_for(self, item: Item) -> tuple[str, str]:
+    def _wait_for(self, item: Item, extra: Mapping[str, str] | None = None) -> tuple[str, str]:
         log = self.logs / f"{item.stage}_{item.name}.txt".replace(" ", "_").replace("/", "_")
         limit_s = min(item.most_s, self.clock.left_s)
         line = command(item, self.arguments.device, self.arguments.append, self.arguments.run)
         cuda = self.arguments.device == "cuda"
         # Tiny tensors on a busy machine: threads would wait for each other.
-        variables = rank_variables(available_cores() if cuda else 1, cuda)
+        variables = rank_variables(available_cores() if cuda else 1, cuda) | {"PYTHONFAULTHANDLER": "1"}
         with log.open("wb") as said:
             process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, env=os.environ | variables
-            )
+                line, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                env=os.environ | variables | (extra or {}),
+            )  # fmt: skip
+            self._running.append(process)
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return "ended for lack of time", f"after {limit_s:.0f} s"
+                return "ended for lack of time", f"after {limit_s:.0f} s; {log}"
             finally:
                 end_tree(process)
         if code == 0:
             return "done", ""
-        last = log.read_text(errors="replace").rstrip().splitlines()[-SAID:]
-        print("\n".join(f"    {text[:200]}" for text in last), flush=True)
-        return "failed", f"exit code {code}"
+        text = log.read_text(errors="replace").rstrip()
+        print("\n".join(f"    {shown[:200]}" for shown in text.splitlines()[-SHOWN_LINES:]), flush=True)
+        ended = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+        return "failed", f"{ended}: {first_error(text)}"
+
+
+def first_error(text: str) -> str:
+    """The first line of an output that reports an error, which later ones often follow from; else the last line."""
+    lines = text.splitlines() or ["no output"]
+    return next((line for line in lines if _ERROR.match(line)), lines[-1]).strip()[:300]
+
+
+def plan(found: list[list[Item]], clock: Clock) -> str:
+    """What will run and when, if everything takes as long as expected."""
+    rows, begin_s = [f"{'begins':>8}{'takes':>7}{'at most':>9}  of {clock.spent_s + clock.left_s:.0f} s"], clock.spent_s
+    for together in found:
+        for item in together:
+            beside = "" if item.alone else ", beside others"
+            rows.append(
+                f"{begin_s:6.0f} s{item.expected_s:5.0f} s{item.most_s:7.0f} s  {item.stage}: {item.name}{beside}"
+            )
+        begin_s += max(item.expected_s for item in together)
+    return "\n".join(rows)
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process of ours and all that it started, if it still runs."""
+    """Ends a process of ours and all that it started, if it still runs; faulthandler first prints their stacks."""
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process.pid)
-        for each in [launcher, *launcher.children(recursive=True)]:
+        tree = [launcher, *launcher.children(recursive=True)]
+        for each in tree:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGABRT)
+        _, alive = psutil.wait_procs(tree, STACKS_S)
+        for each in alive:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
@@ -151,10 +218,12 @@ def main() -> int:
     stages = list(STAGES) if arguments.stage is None or "all" in arguments.stage else arguments.stage
     signal.signal(signal.SIGTERM, stop)
     runner = Runner(arguments, Clock(arguments.budget_s, arguments.spent_s))
+    found = rounds(chosen(items(arguments.check, arguments.work, arguments.overrides), stages))
+    print(plan(found, runner.clock), flush=True)
     cut_short = False
     try:
-        for item in chosen(items(arguments.check, arguments.work, arguments.overrides), stages):
-            runner.run(item)
+        for together in found:
+            runner.run(together)
     except KeyboardInterrupt:
         cut_short = True
     print(f"\n{table(lines_of_runs(arguments.append))}")

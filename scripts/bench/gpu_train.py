@@ -3,13 +3,17 @@
 
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
-BLOOM-like models (ALiBi, embedding norm, tied embeddings, V 50,304, S 2,048) in bf16 with fp32 masters and moments:
-megads' engine with ops.impl=fused, torch, apex, and with ops.compile, and Hugging Face's BloomForCausalLM, eager and
-compiled, under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All begin with the same
-weights and see the same tokens. megads' attention is the quickest that gpu_attention found in the same run of gpu.sh,
-else what model.attention=auto chooses. Its micro-batch is the largest that the memory plan says fits, recomputing only
-where none else does; Hugging Face's follows from a rough count of its explicit attention. Where memory runs out all the
-same, half of it is tried.
+Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096, every block recomputed),
+BLOOM-1B1 (V 250,880) and Llama-3.2-1B (S 2,048, V 128,256), in bf16 with fp32 masters, moments and gradients: 18 bytes
+a parameter, so that 8.03 billion take 134.6 of the 139 GiB of an H200. Sides: megads' engine with ops.impl=fused,
+torch, apex, with ops.compile, and with train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled;
+torchtitan's Llama, its blocks compiled. Both peers run under autocast with torch's fused AdamW, which keeps weights and
+moments in fp32. All sides of a size begin with the same weights and see the same tokens.
+
+megads' attention in models with ALiBi is the quickest that gpu_attention found in the same run of gpu.sh, else what
+model.attention=auto chooses. Its micro-batch is the largest that the memory plan says fits, recomputing only where none
+else does; the peers' follows from a rough count of what they keep. Where memory runs out all the same, half of it is
+tried.
 
 A step is timed by the device's events, waiting for the device before and after; median. MFU is model FLOPs
 (megads.plan.flops: 6 a matrix weight and token, 12 L h S for attention, nothing for recomputation) over the data
@@ -24,47 +28,102 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 from megads.model.attention_kinds import AttentionKind
+from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.plan.throughput import throughput
 from megads.runtime.environment import available_cores, exported
-from megads.runtime.machine_memory import GPU_PROCESS_BYTES
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_runs
+from scripts.bench.gpu_table import PEERS
 from scripts.bench.processes import ONE_RANK, Turn, UnavailableError, peak_resident_bytes
+from scripts.bench.torchtitan_side import torchtitan_side
 from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
 
-VOCABULARY, SEQ_LEN = 50304, 2048
 LEARNING_RATE = 1e-4
 """Without a warm-up; at larger ones rounding alone soon tells trainings of such models apart."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model that is trained.
+
+    Attributes:
+        preset: of conf/model.
+        batch: samples a step, as many as make a step of a second or more.
+        seq_len: tokens a sample.
+        vocabulary: in place of the preset's.
+        layers: in place of the preset's.
+        hidden: in place of the preset's, with `ffn`.
+        ffn: in place of the preset's.
+        recompute: parallel.recompute; None: as little as fits.
+        micro_batch: samples in a forward pass; None: as many as fit.
+        loss_chunk: ops.loss_chunk.
+    """
+
+    preset: str
+    batch: int
+    seq_len: int = 2048
+    vocabulary: int | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    ffn: int | None = None
+    recompute: str | None = None
+    micro_batch: int | None = None
+    loss_chunk: int | None = None
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its shape."""
+        preset = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{self.preset}.yaml"))
+        changes = {
+            "vocab_size": self.vocabulary, "num_layers": self.layers, "hidden_size": self.hidden, "ffn_size": self.ffn,
+        }  # fmt: skip
+        found = OmegaConf.to_object(preset)
+        assert isinstance(found, ModelConfig)
+        return replace(found, **{name: value for name, value in changes.items() if value is not None})
+
+    def work(self, device: str, attention: str) -> TrainingWork:
+        """What every side trains."""
+        model = self.model
+        return TrainingWork(
+            model.num_layers, model.hidden_size, model.num_heads, model.vocabulary, self.batch, self.seq_len, "bf16",
+            device, self.micro_batch, self.recompute or "none", LEARNING_RATE, attention, self.loss_chunk, model,
+        )  # fmt: skip
+
+
+PRESETS = Path(__file__).parents[2] / "conf/model"
 SIZES = {
-    "125m": {"layers": 12, "hidden": 768, "heads": 12, "batch": 32},
-    "350m": {"layers": 24, "hidden": 1024, "heads": 16, "batch": 32},
-    "760m": {"layers": 24, "hidden": 1536, "heads": 16, "batch": 16},
-    "1.3b": {"layers": 24, "hidden": 2048, "heads": 16, "batch": 16},
+    "1.3b": Size("gpt3_1b3", batch=32, vocabulary=50368),
+    "8b": Size("llama3_8b", batch=8, seq_len=4096, recompute="full", micro_batch=1, loss_chunk=512),
+    "bloom_1b1": Size("bloom_1b1", batch=16),
+    "llama_1b": Size("llama3_8b", batch=16, layers=16, hidden=2048, ffn=8192),
 }
-"""GPT-3's (Brown et al. 2020, table 2.1); samples a step as many as make a step of about a second."""
-SMALL = TrainingWork(2, 48, 6, 512, batch=4, seq_len=32, precision="bf16", device="cpu", micro_batch=2)
-"""Does it run? Any size stands for it on a CPU."""
+SMALL = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
+"""Does it run? On a CPU, with the positions, norms and MLP of the size."""
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),
+    "fused_free": lambda work: megads_side(work, "fused", deterministic=False),
     "torch": lambda work: megads_side(work, "torch"),
     "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
-    "fused_graphs": lambda work: megads_side(work, "fused", "graphs"),
     "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
+    "torchtitan": lambda work: torchtitan_side(work, compiled=work.device == "cuda"),
 }
 OF_KERNELS = {AttentionKind.fused.value, AttentionKind.fused_softmax.value}
 """Kinds of attention that need megads' own kernels."""
 WARM_UP = 3
-ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 12.0
+ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 8.0
 """Timed steps, and after how many seconds of them no further one begins, but for the fewest."""
 SPARE = 0.95
 """Of the free memory what a plan may fill: the allocator leaves holes."""
@@ -72,6 +131,8 @@ LARGEST_MICRO_BATCH = 16
 _SCORES_BYTES = 10
 """Of an element of the attention scores, of all that Hugging Face's layers keep of them: a rough figure from its code
 (bf16 and fp32 scores, fp32 probabilities), not measured."""
+_KEPT_HIDDENS = 40
+"""bf16 values that a block without scores keeps for every feature of a token: rough, for Llama's with its wide MLP."""
 
 
 @dataclass(frozen=True)
@@ -89,27 +150,42 @@ class Fit:
     planned_bytes: int
 
 
-def fit_of(work: TrainingWork, fused: bool, free_bytes: int) -> Fit:
-    """The largest micro-batch whose plan fits, with as little recomputation as any fits; else the smallest of all."""
+def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False) -> Fit:
+    """The largest micro-batch whose plan fits, with as little recomputation as any fits; else the smallest of all.
+
+    Args:
+        work: what is trained.
+        fused: by megads' kernels.
+        free_bytes: of the GPU's memory.
+        fixed: the work's own recomputation and micro-batch are taken.
+    """
     found = None
-    for recompute in (Recompute.none, Recompute.selective, Recompute.full):
-        for micro_batch in halves(min(work.batch, LARGEST_MICRO_BATCH)):
-            workload = Workload(
-                seq_len=work.seq_len, micro_batch_size=micro_batch, micro_batches=work.batch // micro_batch,
-                weight_bytes=work.dtype.itemsize, cuda=work.device == "cuda", fused=fused,
-            )  # fmt: skip
-            plan = memory_plan(work.model, ParallelConfig(recompute=recompute), workload)
-            found = Fit(micro_batch, recompute.value, plan.largest.peak)
-            if found.planned_bytes + GPU_PROCESS_BYTES <= SPARE * free_bytes:
-                return found
+    modes = [Recompute(work.recompute)] if fixed else [Recompute.none, Recompute.selective, Recompute.full]
+    sizes = [work.micro_batch_size] if fixed else list(halves(min(work.batch, LARGEST_MICRO_BATCH)))
+    for recompute, micro_batch in product(modes, sizes):
+        workload = Workload(
+            seq_len=work.seq_len, micro_batch_size=micro_batch, micro_batches=work.batch // micro_batch,
+            weight_bytes=work.dtype.itemsize, cuda=work.device == "cuda", fused=fused, loss_chunk=work.loss_chunk,
+        )  # fmt: skip
+        plan = memory_plan(work.model, ParallelConfig(recompute=recompute), workload)
+        found = Fit(micro_batch, recompute.value, plan.largest.peak)
+        if plan.fullest_device.device_peak <= SPARE * free_bytes:
+            return found
     assert found is not None
     return found
 
 
-def hugging_face_fit(work: TrainingWork, free_bytes: int) -> Fit:
-    """The same for a model that has all attention scores in memory and fp32 logits; weights and moments are fp32."""
-    tokens_bytes = work.layers * (_SCORES_BYTES * work.heads * work.seq_len + 34 * work.hidden)
-    tokens_bytes += 12 * work.vocabulary  # logits, their fp32 copy and its gradient, in part at the same time
+def peer_fit(work: TrainingWork, free_bytes: int, *, scores: bool) -> Fit:
+    """The same for a peer with fp32 weights and moments and fp32 logits.
+
+    Args:
+        work: what is trained.
+        free_bytes: of the GPU's memory.
+        scores: all attention scores are in memory, as in Hugging Face's BLOOM.
+    """
+    block = _SCORES_BYTES * work.heads * work.seq_len + 34 * work.hidden if scores else 2 * _KEPT_HIDDENS * work.hidden
+    # Logits, their fp32 copy and its gradient, in part at the same time.
+    tokens_bytes = work.layers * block + 12 * work.vocabulary
     for micro_batch in halves(min(work.batch, LARGEST_MICRO_BATCH)):
         planned = 16 * parameter_count(work.model) + micro_batch * work.seq_len * tokens_bytes
         if planned <= SPARE * free_bytes:
@@ -124,30 +200,37 @@ def halves(number: int) -> Iterator[int]:
         number //= 2
 
 
-def quickest_attention(lines: Iterable[Line], kernels: bool) -> str:
-    """The quickest kind of attention among results of gpu_attention that gives the same bits again; auto, which tries
-    them on the size's own shapes, where there are none.
+def quickest_attention(lines: Iterable[Line], kernels: bool, repeats: bool = True) -> str:
+    """The quickest kind of attention among results of gpu_attention; auto, which tries them on the size's own shapes,
+    where there are none.
 
     Args:
         lines: of any benchmark.
         kernels: megads' own are there.
+        repeats: it must give the same bits again.
     """
     done = [line for line in lines if line["bench"] == "gpu_attention" and line["outcome"] == "done"]
     kinds = {kind.value for kind in AttentionKind} - (set() if kernels else OF_KERNELS)
-    able = [line for line in done if line["kind"] in kinds and line["repeats"]]
+    able = [line for line in done if line["kind"] in kinds and (line["repeats"] or not repeats)]
     return str(min(able, key=lambda line: line["us"])["kind"]) if able else AttentionKind.auto.value
 
 
 def work_of(size: str, side: str, device: str, attention: str) -> tuple[TrainingWork, Fit]:
     """What is trained, with the micro-batch that fits the device's free memory."""
+    work, fixed = SIZES[size].work(device, attention), SIZES[size].micro_batch is not None
+    fused = side.startswith("fused")
     if device == "cpu":
-        fit = fit_of(SMALL, side.startswith("fused"), 2**33)
-        return replace(SMALL, attention=attention), replace(fit, micro_batch=2)
-    work = TrainingWork(**SIZES[size], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device=device,
-                        lr=LEARNING_RATE, attention=attention)  # fmt: skip
+        model = replace(
+            work.model, num_layers=2, hidden_size=SMALL["hidden"], num_heads=SMALL["heads"], num_kv_heads=None,
+            ffn_size=None, vocab_size=SMALL["vocabulary"], max_seq_len=SMALL["seq_len"],
+        )  # fmt: skip
+        work = replace(work, **SMALL, shape=model, lr=1e-3)
+        return replace(work, micro_batch=2), replace(fit_of(work, fused, 2**33, fixed=fixed), micro_batch=2)
     free_bytes, _ = torch.cuda.mem_get_info()
-    hugging_face = side.startswith("hf")
-    fit = hugging_face_fit(work, free_bytes) if hugging_face else fit_of(work, side.startswith("fused"), free_bytes)
+    if side in PEERS:
+        fit = peer_fit(work, free_bytes, scores=side.startswith("hf"))
+    else:
+        fit = fit_of(work, fused, free_bytes, fixed=fixed)
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
 
 
@@ -221,9 +304,11 @@ def main() -> int:
     add_line_options(parser)
     arguments = parser.parse_args()
     attention = AttentionKind.auto.value
-    if arguments.run and not arguments.side.startswith("hf"):
+    alibi = SIZES[arguments.size].model.position is Position.alibi
+    if arguments.run and alibi and arguments.side not in PEERS:
         earlier = [line for line in lines_of_runs(arguments.append) if line["run"] == arguments.run]
-        attention = quickest_attention(earlier, arguments.side.startswith("fused"))
+        fused, free = arguments.side.startswith("fused"), arguments.side == "fused_free"
+        attention = quickest_attention(earlier, fused, repeats=not free)
     with exported(ONE_RANK):
         line = measured(arguments.size, arguments.side, arguments.device, attention)
     appender(arguments, "gpu_train")(line)

@@ -49,6 +49,7 @@ class TrainingWork:
         lr: learning rate of every step.
         attention: model.attention, of megads' sides.
         loss_chunk: ops.loss_chunk, of megads' sides.
+        shape: the whole model where it is not like BLOOM; layers, hidden, heads and vocabulary are then its.
     """
 
     layers: int = 8
@@ -64,9 +65,12 @@ class TrainingWork:
     lr: float = OPTIM.lr
     attention: str = "auto"
     loss_chunk: int | None = None
+    shape: ModelConfig | None = None
 
     @cached_property
     def model(self) -> ModelConfig:
+        if self.shape is not None:
+            return replace(self.shape, attention=AttentionKind(self.attention))
         return ModelConfig(
             num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocabulary,
             max_seq_len=self.seq_len, attention=AttentionKind(self.attention),
@@ -75,6 +79,11 @@ class TrainingWork:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
+
+    @property
+    def clip_grad(self) -> float:
+        """The norm at which every side clips."""
+        return OPTIM.clip_grad
 
     @property
     def micro_batch_size(self) -> int:
@@ -124,13 +133,14 @@ def first_weights(work: TrainingWork) -> InitialValue:
     return value
 
 
-def megads_side(work: TrainingWork, implementation: str, compiled: str = "none") -> Turn:
+def megads_side(work: TrainingWork, implementation: str, compiled: str = "none", *, deterministic: bool = True) -> Turn:
     """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
 
     Args:
         work: what is trained.
         implementation: ops.impl.
         compiled: ops.compile.
+        deterministic: train.deterministic.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -154,7 +164,8 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none")
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout = ParallelConfig(recompute=Recompute(work.recompute))
     device = torch.device(work.device, 0 if cuda else None)
-    make_deterministic(device)  # as a run does unless it is told otherwise
+    if deterministic:
+        make_deterministic(device)
     asked = replace(
         work.model.attention_work(), bf16=work.precision == "bf16", cuda=cuda, impl=ops.model, seq_len=work.seq_len,
         micro_batch_size=work.micro_batch_size,
@@ -229,11 +240,7 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
     """
     model = hugging_face_model(replace(work, precision="fp32") if autocast else work)
     parameters = list(model.parameters())
-    matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=work.lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
-    )  # fmt: skip
+    optimizer = adamw(parameters, work.lr)
     call = torch.compile(model, dynamic=False) if compiled else model
     batches = cycle([tokens_bs.to(work.device) for tokens_bs in work.token_batches()])
     share = work.micro_batch_size / work.batch
@@ -251,6 +258,15 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
         return {"loss": torch.stack(losses).sum().item(), "grad_norm": norm.item()}
 
     return turn
+
+
+def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
+    """Torch's fused AdamW, which decays what megads decays."""
+    matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=lr, betas=(OPTIM.betas[0], OPTIM.betas[1]), eps=OPTIM.eps, fused=True,
+    )  # fmt: skip
 
 
 def machine_side(work: TrainingWork) -> Turn:

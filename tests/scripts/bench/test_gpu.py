@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,8 @@ def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
     """Catches a script that breaks while no GPU is around: a stage that no longer runs, results that do not reach the
     table, data, config keys, overrides that are lost."""
     pytest.importorskip("transformers")
-    results = tmp_path / "bench.jsonl"
-    run_ = run(BENCH / "gpu.sh", "--check", "train.steps=6", WORK=str(tmp_path), BENCH=str(results))
+    results = tmp_path / "results" / "bench.jsonl"
+    run_ = run(BENCH / "gpu.sh", "--check", "train.steps=6", WORK=str(tmp_path), RESULTS=str(results.parent))
     assert run_.returncode == 0, run_.stdout + run_.stderr
     assert f"torch {torch.__version__}" in run_.stdout
     lines = list(read_json_lines(results))
@@ -40,9 +41,22 @@ def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
     assert {line["outcome"] for line in items} == {"done"}
     assert [line["steps"] for line in lines if line["bench"] == "gpu_layouts"] == [5, 5], "the override is lost"
     shown = run_.stdout[run_.stdout.index("1 x CPU") :]
-    for wanted in ("RMSNorm", "fused_softmax", "Hugging Face", "resume, ops.impl=fused: equal", "train, parallel.dp=2"):
+    for wanted in (
+        "RMSNorm",
+        "fused_softmax",
+        "resume, ops.impl=fused: equal",
+        "train, parallel.dp=2",
+        "kernels compiled",
+        "sanitizer, memcheck",
+        "determinism",
+        "beside tensors, 2 ranks",
+    ):
         assert wanted in shown
-    assert "NO" not in [line.split()[-1] for line in shown.splitlines() if "Hugging Face" in line]
+    (peer,) = [line for line in shown.splitlines() if line.startswith("bloom_1b1 Hugging Face")]
+    assert " yes " in peer
+    with tarfile.open(tmp_path / "results/logs.tar.gz") as logs:
+        assert sum(name.endswith(".txt") for name in logs.getnames()) == len(items)
+    assert (tmp_path / "results/output.txt").read_text() in run_.stdout
     data = IndexedDataset(tmp_path / "synthetic_small")
     tokens = data.stream(range(10))
     assert data.num_tokens == 100_000

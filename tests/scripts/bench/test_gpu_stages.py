@@ -6,66 +6,133 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.initialise import initial_value
+from megads.model.rotary import rotary_tables
+from megads.ops.rotary import rotate
+from megads.plan.parameters import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
-from scripts.bench.gpu_items import ALWAYS, STAGES, Item, chosen, items
+from scripts.bench.gpu_items import ALWAYS, STAGES, Item, chosen, items, rounds
+from scripts.bench.gpu_profile import profile_command, read_report, slowest
 from scripts.bench.gpu_resume import EQUAL, Training, verdict
-from scripts.bench.gpu_stages import RESERVE_S, Clock, Runner
-from scripts.bench.gpu_train import SEQ_LEN, SIZES, VOCABULARY, fit_of, quickest_attention
-from scripts.bench.training_sides import TrainingWork
+from scripts.bench.gpu_sanitizer import findings, sanitizer_command
+from scripts.bench.gpu_stages import RESERVE_S, Clock, Runner, first_error, plan
+from scripts.bench.gpu_train import SIZES, fit_of, quickest_attention
+from scripts.bench.torchtitan_side import torchtitan_weights
 from tests.command import COMPUTED
 
 TRAINING = Training((), vocabulary=512, steps=4, every=2, killed_after=3)
 
 
+def runner_for(folder: Path, seconds: float) -> Runner:
+    """Of a budget of so many seconds."""
+    arguments = argparse.Namespace(work=folder, append=folder / "bench.jsonl", run="now", device="cuda")
+    return Runner(arguments, Clock(RESERVE_S + seconds, 0.0))
+
+
+def short(name: str, code: str, expected_s: float = 0.1, **fields: Any) -> Item:
+    """An item that is a line of Python."""
+    return Item("kernels", name, ("-c", code), expected_s, appends=False, **fields)
+
+
 def test_a_budget_is_kept_and_nothing_is_left_running(tmp_path: Path) -> None:
-    """Catches a script that outruns its time, an item that lives on after it, and one that is begun in vain."""
-    arguments = argparse.Namespace(work=tmp_path, append=tmp_path / "bench.jsonl", run="now", device="cuda")
-    runner = Runner(arguments, Clock(RESERVE_S + 3.0, 0.0))
+    """Catches a script that outruns its time, an item that lives on after it, one that is begun in vain, one without
+    the kernels or GPUs that it needs, a failure whose cause the table does not have, and a hang without stacks."""
+    runner = runner_for(tmp_path, 3.0)
     child = "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
     before = set(psutil.Process().children(recursive=True))
     begin = time.monotonic()
-    runner.run(Item("kernels", "fails", ("-c", "raise SystemExit('too bad')"), 0.1, appends=False))
-    runner.run(Item("kernels", "two GPUs", ("-c", ""), 0.1, devices=2, appends=False))
-    runner.run(Item("kernels", "long", ("-c", child), 0.1, appends=False))
-    runner.run(Item("kernels", "late", ("-c", ""), 1.0, appends=False))
+    runner.run([short("fails", "import sys; print('x'); int('no number')")])
+    runner.run([short("two GPUs", "", devices=2)])
+    runner.run([short("needs kernels", "", kernels=True)])
+    runner.run([short("long", child, most_s=99.0)])
+    runner.run([short("late", "", expected_s=1.0)])
     assert time.monotonic() - begin < RESERVE_S + 3.0
     assert set(psutil.Process().children(recursive=True)) <= before
     assert runner.failed
-    assert [(line["name"], line["outcome"]) for line in read_json_lines(arguments.append)] == [
-        ("fails", "failed"), ("two GPUs", "not run"), ("long", "ended for lack of time"), ("late", "not run"),
+    lines = list(read_json_lines(runner.arguments.append))
+    assert [(line["name"], line["outcome"]) for line in lines] == [
+        ("fails", "failed"), ("two GPUs", "not run"), ("needs kernels", "not run"), ("long", "ended for lack of time"),
+        ("late", "not run"),
     ]  # fmt: skip
+    assert lines[0]["reason"] == "exit code 1: ValueError: invalid literal for int() with base 10: 'no number'"
+    assert "subprocess.py" in (runner.logs / "kernels_long.txt").read_text()
+
+
+def test_items_that_time_nothing_run_beside_each_other(tmp_path: Path) -> None:
+    """Catches timed items that disturb each other, and checks that wait in line."""
+    runner = runner_for(tmp_path, 30.0)
+    meet = "import pathlib as p, time\np.Path({mine!r}).touch()\nwhile not p.Path({other!r}).exists(): time.sleep(0.01)"
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    pair = [short(name, meet.format(mine=mine, other=other), alone=False)
+            for name, mine, other in (("a", first, second), ("b", second, first))]  # fmt: skip
+    runner.run(pair)
+    assert {line["outcome"] for line in read_json_lines(runner.arguments.append)} == {"done"}
+    timed = short("timed", "")
+    assert rounds([timed, *pair, timed, timed]) == [[timed], pair, [timed], [timed]]
+
+
+def test_a_failure_in_cuda_is_run_again_with_blocking_launches(tmp_path: Path) -> None:
+    """Catches a log that names whatever waited for the device, not the launch that failed."""
+    runner = runner_for(tmp_path, 60.0)
+    code = "import os\nprint(os.environ.get('CUDA_LAUNCH_BLOCKING'))\nraise RuntimeError('CUDA error: no access')"
+    runner.run([short("broken", code)])
+    logs = [(runner.logs / f"kernels_{name}.txt").read_text().splitlines()[0] for name in ("broken", "broken_blocking")]
+    assert logs == ["None", "1"]
+    (line,) = read_json_lines(runner.arguments.append)
+    assert line["reason"] == "exit code 1: RuntimeError: CUDA error: no access"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("kernels/a.cu(3): error: no x\n1 error detected\nRuntimeError: failed", "kernels/a.cu(3): error: no x"),
+        ("  raise ValueError('x')\nValueError: x\nDuring ...\nKeyError: 'y'", "ValueError: x"),
+        ("Fatal Python error: Segmentation fault\n  File a", "Fatal Python error: Segmentation fault"),
+        ("FAILED tests/a.py::b - assert 1 == 2\n1 failed", "FAILED tests/a.py::b - assert 1 == 2"),
+        ("nothing known\nlast", "last"),
+    ],
+)
+def test_the_first_error_is_the_cause(text: str, found: str) -> None:
+    """Catches a table with what followed from a failure, or with a line of source code, in place of its cause."""
+    assert first_error(text) == found
 
 
 def test_stages_choose_items() -> None:
-    """Catches a stage without items, one whose kernels nobody builds, and a check that leaves a stage out."""
+    """Catches a stage without items, one whose kernels nobody builds, a check that leaves a stage out, and a plan whose
+    most valuable items do not fit its time."""
     for check in (True, False):
         found = items(check, Path("work"), ["train.steps=6"])
         for stage in STAGES:
             assert {item.stage for item in chosen(found, [stage])} == {ALWAYS, stage}
         assert all("train.steps=6" in item.arguments for item in chosen(found, ["layouts"]) if item.stage != ALWAYS)
         assert len({(item.stage, item.name) for item in found}) == len(found)
+    rows = {line.split("  ")[-1]: line for line in plan(rounds(found), Clock(540.0, 10.0)).splitlines()}
+    assert float(rows["profile: slowest kernels"].split()[0]) < 540 - RESERVE_S
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_micro_batch_fits(size: str) -> None:
-    """Catches a size that is not trained at all, and memory that is left empty or overfilled by the plan."""
-    work = TrainingWork(**SIZES[size], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device="cuda")
-    large, small = (fit_of(work, True, free * 2**30) for free in (78, 26))
-    assert large.recompute == "none" and large.planned_bytes < 74 * 2**30
-    assert work.batch % large.micro_batch == 0 and small.planned_bytes < 26 * 2**30
-    assert small.micro_batch < large.micro_batch or small == large
-
-
-def test_recomputation_comes_last() -> None:
-    """Catches recomputation where a smaller micro-batch would do, and none where nothing else does."""
-    work = TrainingWork(**SIZES["1.3b"], vocabulary=VOCABULARY, seq_len=SEQ_LEN, precision="bf16", device="cuda")
-    fits = [fit_of(work, True, free * 2**30) for free in (40, 26)]
-    assert (fits[0].recompute, fits[0].micro_batch < 16) == ("none", True)
-    assert fits[1].recompute != "none"
+@pytest.mark.parametrize(
+    ("size", "gib", "recompute"),
+    [("1.3b", 138, "none"), ("1.3b", 26, "full"), ("8b", 138, "full"), ("bloom_1b1", 138, "none"),
+     ("llama_1b", 138, "none"), ("llama_1b", 78, "none")],
+)  # fmt: skip
+def test_a_micro_batch_fits(size: str, gib: int, recompute: str) -> None:
+    """Catches a size that is not trained at all, memory left empty or overfilled by the plan, and recomputation where a
+    smaller micro-batch would do. 138 GiB: what an H200 has free."""
+    work = SIZES[size].work("cuda", "auto")
+    fit = fit_of(work, True, gib * 2**30, fixed=SIZES[size].micro_batch is not None)
+    assert fit.recompute == recompute and work.batch % fit.micro_batch == 0
+    assert fit.planned_bytes < gib * 2**30
+    if size == "8b":
+        assert fit.micro_batch == 1
+        assert fit_of(work, True, 120 * 2**30, fixed=True).planned_bytes > 120 * 2**30
 
 
 def test_trainings_take_the_quickest_attention() -> None:
@@ -83,8 +150,58 @@ def test_trainings_take_the_quickest_attention() -> None:
         )
     ]
     assert quickest_attention(measured, kernels=True) == "fused_softmax"
+    assert quickest_attention(measured, kernels=True, repeats=False) == "flash"
     assert quickest_attention(measured, kernels=False) == "flex"
     assert quickest_attention([{"bench": "gpu_train", "kind": "flex"}], kernels=True) == "auto"
+
+
+def test_torchtitan_gets_our_weights() -> None:
+    """Catches a peer that trains another model: heads mixed up, features that turn with the wrong ones."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=24, num_heads=6, num_kv_heads=2, ffn_size=40, vocab_size=11, position=Position.rope,
+        norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, bias=False, embedding_norm=False, tie_embeddings=False,
+    )  # fmt: skip
+    value = initial_value(model, seed=3)
+    theirs = torchtitan_weights(model, value)
+    assert sum(weight.numel() for weight in theirs.values()) == parameter_count(model)
+    hidden_sh = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    qkv = (hidden_sh @ value("blocks.0.attention.qkv.weight", (40, 24)).T).view(1, 5, 2, 5, 4)
+    cos, sin = rotary_tables(torch.arange(5), 4, model.rope_theta, torch.float32)
+    q, k = (rotate(x.flatten(2, 3), cos, sin, False)[0] for x in (qkv[:, :, :, :3], qkv[:, :, :, 3:4]))
+    turns = torch.complex(cos, sin)
+
+    def turned(name: str) -> Tensor:
+        pairs = (hidden_sh @ theirs[f"layers.0.attention.{name}.weight"].T).view(5, -1, 2, 2)
+        return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(2)
+
+    ours = torch.einsum("snd,tnd->nst", q, k.repeat_interleave(3, 1))
+    peers = torch.einsum("snd,tnd->nst", turned("wq"), turned("wk").repeat_interleave(3, 1))
+    torch.testing.assert_close(peers, ours)
+
+
+REPORT = """==PROF== Connected to process 7
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","gelu_flat(long, const float *)","GPU Speed Of Light Throughput","Memory Throughput","%","91.20"
+"0","gelu_flat(long, const float *)","GPU Speed Of Light Throughput","Duration","us","65.1"
+"0","gelu_flat(long, const float *)","Occupancy","Theoretical Occupancy","%","100"
+"1","gelu_flat(long, const float *)","Occupancy","Achieved Occupancy","%","88.1"
+"""
+
+
+def test_what_nvidias_tools_say_is_read() -> None:
+    """Catches a report of ncu or compute-sanitizer that is lost, and the wrong kernels profiled."""
+    assert read_report(REPORT) == [("gelu_flat", "65.1 us, memory 91.20 %"), ("gelu_flat", "occupancy 88.1 %")]
+    assert "--clock-control none" in " ".join(profile_command("GELU", "ncu", "cuda"))
+    said = "========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n=========     at gelu\n"
+    said += "========= ERROR SUMMARY: 1 error"
+    assert findings(said) == "ERROR SUMMARY: 1 error; first: Invalid __global__ read of size 4 bytes"
+    assert sanitizer_command("racecheck", "sanitizer", "cuda")[:3] == ["sanitizer", "--tool", "racecheck"]
+    timed = [
+        {"bench": "gpu_kernels", "kernel": name, "copy_bytes_per_s": 4e12, "moved_bytes": [4e6, 4e6],
+         "sides": {"ours": {"fwd_us": us, "bwd_us": 2.0}}}
+        for name, us in (("slow", 9.0), ("quick", 1.0), ("slower", 10.0))
+    ]  # fmt: skip
+    assert slowest(timed, 2) == ["slower", "slow"]
 
 
 def run_of(folder: Path, losses: list[float], resumed: int | None = None, checksum: str = "ab") -> Path:

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""What a rank takes of a GPU beside its tensors: CUDA's context, kernels, cuBLAS, and every communicator of NCCL.
+
+    python -m scripts.bench.gpu_communicators [--device cuda] [--append bench.jsonl]
+
+One rank a GPU. Each kind is opened as a run opens it and used once, as NCCL allocates at the first use; what the device
+has less of then is its own. megads.plan.communicators plans these figures. On a CPU, with gloo, the resident memory of
+two ranks stands for it: does it run?
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Callable
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from megads.ops.choice import load
+from megads.ops.config import Implementation, OpsConfig
+from scripts.bench.gpu_lines import Line, add_line_options, appender
+
+MESSAGE_ELEMENTS = 2**24
+"""fp32 of a collective: large enough for every channel."""
+COMMUNICATORS = 3
+
+
+def used_bytes(cuda: bool) -> int:
+    """Taken of the device, torch's own blocks left out; resident memory on a CPU."""
+    if not cuda:
+        return int(psutil.Process().memory_info().rss)
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def steps_of(rank: int, world_size: int, device: str) -> list[tuple[str, Callable[[], object]]]:
+    """What is opened one after the other, by name."""
+    cuda = device == "cuda"
+    message = torch.ones(MESSAGE_ELEMENTS if cuda else 64, device=device)
+
+    def multiply() -> None:
+        for dtype in (torch.bfloat16, torch.float32):
+            torch.mm(*(torch.ones(512, 512, device=device, dtype=dtype) for _ in range(2)))
+
+    def collective(group: dist.ProcessGroup | None) -> None:
+        dist.all_reduce(message, group=group)
+        gathered = torch.empty(world_size * message.numel(), device=device)
+        dist.all_gather_into_tensor(gathered, message, group=group)
+
+    def pair() -> None:
+        group = dist.new_group(list(range(min(2, world_size))))
+        if world_size > 1 and rank < 2:
+            ways = [dist.P2POp(dist.isend, message, 1 - rank, group),
+                    dist.P2POp(dist.irecv, torch.empty_like(message), 1 - rank, group)]  # fmt: skip
+            for request in dist.batch_isend_irecv(ways):
+                request.wait()
+
+    return [
+        ("kernels", lambda: load(OpsConfig(Implementation.fused), print, cuda=cuda)),
+        ("matrix products", multiply),
+        ("communicator of all ranks", lambda: collective(None)),
+        *((f"communicator {number}", lambda: collective(dist.new_group())) for number in range(2, COMMUNICATORS + 1)),
+        ("pair of neighbours", pair),
+    ]
+
+
+def measure(rank: int, world_size: int, device: str, port: int, found: multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
+    """One rank; the first says what it found."""
+    cuda = device == "cuda"
+    lines: list[Line] = []
+    if cuda:
+        torch.cuda.set_device(rank)
+        torch.ones(1, device=device)
+        lines.append({"name": "memory, CUDA context", "verdict": f"{used_bytes(cuda) / 2**20:,.0f} MiB, if alone"})
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl" if cuda else "gloo", address, rank=rank, world_size=world_size)
+    for name, opened in steps_of(rank, world_size, device):
+        before = used_bytes(cuda)
+        opened()
+        lines.append({"name": f"memory, {name}", "verdict": f"{(used_bytes(cuda) - before) / 2**20:,.0f} MiB"})
+    dist.barrier()
+    if rank == 0:
+        found.put(lines)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_line_options(parser)
+    arguments = parser.parse_args()
+    world_size = torch.cuda.device_count() if arguments.device == "cuda" else 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = multiprocessing.get_context("spawn").SimpleQueue()
+    multiprocessing.spawn(measure, (world_size, arguments.device, port, found), world_size)
+    lines = found.get()
+    taken = "; ".join(f"{line['name'].removeprefix('memory, ')} {line['verdict']}" for line in lines)
+    appender(arguments, "gpu_memory")({"name": f"beside tensors, {world_size} ranks", "verdict": taken, "lines": lines})
+    print(taken)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
