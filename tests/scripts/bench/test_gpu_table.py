@@ -35,7 +35,7 @@ def of(lines: list[Line], **fields: object) -> list[Line]:
 def test_everything_recorded_is_shown(lines: list[Line]) -> None:
     """Catches a section that is lost, and a table too wide or too long for the end of a log."""
     shown = table(lines)
-    assert all(len(line) <= WIDTH for line in shown.splitlines()) and len(shown.splitlines()) < 60
+    assert all(len(line) <= WIDTH for line in shown.splitlines()) and len(shown.splitlines()) <= LONGEST
     for line in lines:
         for key in ("kernel", "kind"):
             assert str(line.get(key, "")) in shown
@@ -61,7 +61,7 @@ def test_a_kernel_below_its_target_is_said(lines: list[Line]) -> None:
     for line in of(lines, kernel="LayerNorm"):
         line |= {"moved_bytes": [300_000_000, 450_000_000], "copy_bytes_per_s": 3e12}
         line["sides"]["ours"]["fwd_us"] = 130.0
-    assert row(table(lines), "LayerNorm").endswith("no, <85%")
+    assert row(table(lines), "LayerNorm").endswith("no, <90%")
 
 
 def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
@@ -76,6 +76,23 @@ def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
     assert " NO" in row(shown, "1.3b Hugging Face") and "MFU 50%: yes" in row(shown, "1.3b megads fused")
     assert "MFU" not in row(shown, "350m megads fused")
     assert "out of memory: planned 54.0 GiB" in row(shown, "760m megads torch")
+
+
+def test_targets_are_judged(lines: list[Line]) -> None:
+    """Catches a speed, a cost of determinism or a ratio to a peer of the wrong sides, and a peer judged by nothing
+    where torch's operators did not run."""
+    (fused,) = of(lines, side="fused")
+    rows = [
+        fused | {"size": "8b", "tokens_per_s": 10472.0},
+        fused | {"size": "1.3b", "step_s": 1.04},
+        fused | {"size": "1.3b", "side": "fused_free", "step_s": 1.0},
+        fused | {"size": "llama_1b", "tokens_per_s": 300.0},
+        fused | {"size": "llama_1b", "side": "torchtitan", "tokens_per_s": 200.0},
+    ]
+    shown = table([line for line in lines if line["bench"] != "gpu_train"] + rows)
+    assert row(shown, "8b megads fused").endswith("-     >10471: yes")
+    assert row(shown, "1.3b fused, nondeterm.").endswith("yes   +4.0%: yes")
+    assert row(shown, "llama_1b torchtitan").endswith("yes   ours 1.50 x")
 
 
 def test_what_did_not_run_is_said(lines: list[Line]) -> None:
@@ -93,7 +110,7 @@ def test_what_did_not_run_is_said(lines: list[Line]) -> None:
 def test_a_table_stays_short(lines: list[Line]) -> None:
     """Catches a machine with many layouts, whose table would push its own beginning out of a short log."""
     layout = of(lines, bench="gpu_layouts")[0]
-    many = [layout | {"name": f"train, layout {number}"} for number in range(60)]
+    many = [layout | {"name": f"train, layout {number}"} for number in range(LONGEST)]
     shown = table([*lines, *many]).splitlines()
     assert len(shown) == LONGEST and shown[-1].endswith("lines more")
 
