@@ -75,7 +75,7 @@ def measure(rank: int, world_size: int, device: str, port: int, found: multiproc
     if cuda:
         torch.cuda.set_device(rank)
         torch.ones(1, device=device)
-        lines.append({"name": "memory, CUDA context", "verdict": f"{used_bytes(cuda) / 2**20:,.0f} MiB, if alone"})
+        lines.append({"name": "memory, CUDA context", "verdict": f"{used_bytes(cuda) / 2**20:,.0f} MiB"})
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if cuda else "gloo", address, rank=rank, world_size=world_size)
     for name, opened in steps_of(rank, world_size, device):

@@ -171,13 +171,16 @@ def plan(found: list[list[Item]], clock: Clock) -> str:
     """What will run and when, if everything takes as long as expected."""
     rows, begin_s = [f"{'begins':>8}{'takes':>7}{'at most':>9}  of {clock.spent_s + clock.left_s:.0f} s"], clock.spent_s
     for together in found:
+        if together[0].devices > 1:
+            continue
         for item in together:
             beside = "" if item.alone else ", beside others"
             rows.append(
                 f"{begin_s:6.0f} s{item.expected_s:5.0f} s{item.most_s:7.0f} s  {item.stage}: {item.name}{beside}"
             )
         begin_s += max(item.expected_s for item in together)
-    return "\n".join(rows)
+    several = sum(together[0].devices > 1 for together in found)
+    return "\n".join([*rows, f"then {several} layouts of several GPUs, where there are so many"])
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

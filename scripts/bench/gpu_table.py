@@ -59,7 +59,14 @@ def table(lines: Rows) -> str:
     found: dict[str, Rows] = {}
     for line in lines:
         found.setdefault(line["bench"].removeprefix("gpu_"), []).append(line)
-    rows = [row for bench, make in SECTIONS.items() if bench in found for row in ("", *make(found[bench]))][1:]
+    rows: list[str] = []
+    before: Callable[[Rows], list[str]] | None = None
+    for bench, make in SECTIONS.items():
+        shown = make(found[bench]) if bench in found else []
+        if shown:
+            apart = rows and not (before is verdict_rows and make is verdict_rows)
+            rows += ["", *shown] if apart else shown
+            before = make
     rows = [row[:WIDTH].rstrip() for row in rows]
     if len(rows) <= LONGEST:
         return "\n".join(rows)
@@ -239,7 +246,8 @@ def same(line: Line, sides: dict[str, Line]) -> str:
 
 def verdict_rows(lines: Rows) -> list[str]:
     """Those that say themselves how they ended."""
-    return [*(f"{line['name']}: {line['verdict']}" for line in newest(lines, "name").values())]
+    said = [f"{line['name']}: {line['verdict']}" for line in newest(lines, "name").values()]
+    return [row for text in said for row in textwrap.wrap(text, WIDTH, subsequent_indent="    ")[:3]]
 
 
 SECTIONS: dict[str, Callable[[Rows], list[str]]] = {
