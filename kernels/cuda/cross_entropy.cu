@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(kBackwardThreads)
   }
 }
 
-bool fits(int64_t rows, int64_t columns, int64_t valid) {
-  return rows <= kMostBlocks && columns <= 65535 * 1024 && valid >= 0 && valid <= columns;
-}
+bool fits(int64_t rows, int64_t columns) { return rows <= kMostBlocks && columns <= 65535 * 1024; }
+
+bool is_part(int64_t valid, int64_t columns) { return valid >= 0 && valid <= columns; }
 
 }  // namespace
 }  // namespace megads::cuda
@@ -104,7 +104,8 @@ extern "C" int megads_cuda_cross_entropy_forward(int64_t dtype, int64_t rows, in
                                                  int64_t start, const void* logits, const int64_t* labels,
                                                  float* statistics, int64_t stream) {
   if (rows == 0) return 0;
-  if (!fits(rows, columns, valid)) return int(cudaErrorInvalidValue);
+  if (!fits(rows, columns)) return int(MEGADS_TOO_LARGE);
+  if (!is_part(valid, columns)) return int(cudaErrorInvalidValue);
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     return launch(cross_entropy_forward<T>, dim3(unsigned(rows)), kForwardThreads,
@@ -118,7 +119,8 @@ extern "C" int megads_cuda_cross_entropy_backward(int64_t dtype, int64_t rows, i
                                                   const float* largest, const float* total, const float* grad,
                                                   void* grad_logits, int64_t stream) {
   if (rows == 0 || columns == 0) return 0;
-  if (!fits(rows, columns, valid)) return int(cudaErrorInvalidValue);
+  if (!fits(rows, columns)) return int(MEGADS_TOO_LARGE);
+  if (!is_part(valid, columns)) return int(cudaErrorInvalidValue);
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const int64_t chunk = kBackwardThreads * kPacks * kWidth<T>;

@@ -39,7 +39,7 @@ extern "C" int megads_cuda_dropout(int64_t dtype, int64_t count, const void* x, 
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const int64_t blocks = shares_for(count, kThreads * kWidth<T>);
-    if (blocks > kMostBlocks) return int(cudaErrorInvalidValue);
+    if (blocks > kMostBlocks) return int(MEGADS_TOO_LARGE);
     return launch(dropout<T>, dim3(unsigned(blocks)), kThreads, 0, stream, count, static_cast<const T*>(x), keep,
                   float(scale), static_cast<const T*>(residual), static_cast<T*>(out));
   });

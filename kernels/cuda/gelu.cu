@@ -97,16 +97,16 @@ template <bool kBackward>
 int pass(int64_t dtype, int64_t rows, int64_t width, const void* grad, const void* x, const void* bias, void* out,
          float* partial, int64_t stream) {
   if (rows == 0 || width == 0) return 0;
-  if (rows > kMostBlocks / 2 || width > kMostBlocks / 2) return int(cudaErrorInvalidValue);
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const T *of_grad = static_cast<const T*>(grad), *of_x = static_cast<const T*>(x);
     if (!bias) {
       const int64_t blocks = shares_for(rows * width, kThreads * kPacks * kWidth<T>);
-      if (blocks > kMostBlocks) return int(cudaErrorInvalidValue);
+      if (blocks > kMostBlocks) return int(MEGADS_TOO_LARGE);
       return launch(gelu_flat<T, kBackward>, dim3(unsigned(blocks)), kThreads, 0, stream, rows * width, of_grad, of_x,
                     static_cast<T*>(out));
     }
+    if (rows > kMostBlocks / 2 || width > kMostBlocks / 2) return int(MEGADS_TOO_LARGE);
     const dim3 grid(unsigned(blocks_for(width, kWarp * kWidth<T>)), unsigned(row_blocks(rows, width)));
     return launch(bias_gelu<T, kBackward>, grid, kThreads, kBackward ? kThreads * kWidth<T> * int(sizeof(float)) : 0,
                   stream, int(rows), int(width), of_grad, of_x, static_cast<const T*>(bias), static_cast<T*>(out),

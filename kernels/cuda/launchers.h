@@ -3,6 +3,9 @@
 // Every call enqueues on `stream` (a cudaStream_t as an integer; 0: the default stream), waits for nothing, and returns
 // a cudaError_t: 0, or why it could not be enqueued, for megads_cuda_error to put in words. Pointers are to memory of
 // the device, tensors contiguous; "or null" is said where a pointer may be null. Nothing to do is no error.
+//
+// Elements are counted with 64 bits: a tensor may have more than 2^31 of them. Rows, and the columns of one row, are
+// counted with 32 where it is said; what is larger is refused with MEGADS_TOO_LARGE.
 #pragma once
 
 #include <stdint.h>
@@ -14,13 +17,17 @@ extern "C" {
 // Numbers of element types.
 enum { MEGADS_FP32 = 0, MEGADS_BF16 = 1, MEGADS_FP16 = 2 };
 
+// Of a launcher: a shape that its indices do not reach.
+enum { MEGADS_TOO_LARGE = -1 };
+
 const char* megads_cuda_error(int64_t error);
 
 // --- softmax.cu ------------------------------------------------------------------------------------------------------
 
 // Attention scores [batch, heads, queries, keys]: softmax(scale * score + slope * (key - place)) over the keys from a
 // query's start to its place that are not hidden, 0 elsewhere. A query that sees no key gets zeros. Moves
-// (seen + all) / all of 2 * elements * size bytes forward, and one third more backward.
+// (seen + all) / all of 2 * elements * size bytes forward, and one third more backward. Up to 2^31 - 1 rows (batch *
+// heads * queries) of fewer than 2^31 - 2^16 keys.
 //   slopes: fp32 [heads] or null: no bias.
 //   places: int64 [queries] or null: a query's own number.
 //   starts: int64 [batch, queries] or null: 0.
@@ -34,7 +41,8 @@ int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_t heads, in
 
 // --- norm.cu ---------------------------------------------------------------------------------------------------------
 
-// LayerNorm (centred) or RMSNorm of rows [rows, width] of x * kept * kept_scale + residual.
+// LayerNorm (centred) or RMSNorm of rows [rows, width] of x * kept * kept_scale + residual. Rows and width are below
+// 2^31 - 2^16.
 //   residual, kept: [rows, width] of the dtype and of bytes, or null; kept is a dropout's mask.
 //   bias: of the dtype, as is weight; or null.
 //   added: the sum as it is stored, which is what is normed; null where there is neither residual nor mask.
@@ -58,7 +66,8 @@ int megads_cuda_norm_backward(int64_t dtype, int64_t rows, int64_t width, int64_
 // --- cross_entropy.cu ------------------------------------------------------------------------------------------------
 
 // Of logits [rows, columns], of which the first `valid` columns count: fp32 [rows, 3], the largest logit, the sum of
-// exp(logit - largest), and the logit of the label, 0 where label - start is not in 0..valid-1.
+// exp(logit - largest), and the logit of the label, 0 where label - start is not in 0..valid-1. Up to 2^31 - 1 rows of
+// 65535 * 1024 columns, the blocks along a row in the backward pass.
 int megads_cuda_cross_entropy_forward(int64_t dtype, int64_t rows, int64_t columns, int64_t valid, int64_t start,
                                       const void* logits, const int64_t* labels, float* statistics, int64_t stream);
 
@@ -70,7 +79,8 @@ int megads_cuda_cross_entropy_backward(int64_t dtype, int64_t rows, int64_t colu
 
 // --- gelu.cu ---------------------------------------------------------------------------------------------------------
 
-// The tanh approximation of GELU, of x + bias where bias, [width] of the dtype, is not null; x is [rows, width].
+// The tanh approximation of GELU, of x + bias where bias, [width] of the dtype, is not null; x is [rows, width]. With a
+// bias rows and width are up to 2^30; without one only their product matters.
 int megads_cuda_gelu_forward(int64_t dtype, int64_t rows, int64_t width, const void* x, const void* bias, void* out,
                              int64_t stream);
 
@@ -98,7 +108,7 @@ int megads_cuda_dropout(int64_t dtype, int64_t count, const void* x, const uint8
 
 // Features i and i + dim / 2 of every head turned by an angle; x is [batch, tokens, heads, dim] with these strides in
 // elements, out is contiguous. cos and sin are fp32 [table_rows, dim / 2]; token t of sample b takes row
-// (b * tokens + t) % table_rows.
+// (b * tokens + t) % table_rows. Up to 2^31 - 1 tokens in all samples of 65535 * 128 features in all heads.
 //   inverse: turn back, which is the backward pass.
 int megads_cuda_rotary(int64_t dtype, int64_t batch, int64_t tokens, int64_t heads, int64_t dim, int64_t batch_stride,
                        int64_t token_stride, int64_t head_stride, int64_t table_rows, int64_t inverse, const void* x,
@@ -108,7 +118,7 @@ int megads_cuda_rotary(int64_t dtype, int64_t batch, int64_t tokens, int64_t hea
 
 // Sum of squares of each of `pieces` pieces of a flat fp32 tensor, in fp64.
 //   bounds: int64 [pieces, 2], of the device: first element of a piece and the one after its last.
-//   partial: fp64 [pieces, MEGADS_SQUARE_SUM_BLOCKS], room.
+//   partial: fp64 [pieces, MEGADS_SQUARE_SUM_BLOCKS], room. Up to 2^31 - 1 pieces.
 enum { MEGADS_SQUARE_SUM_BLOCKS = 64 };
 int megads_cuda_square_sums(int64_t pieces, const float* flat, const int64_t* bounds, double* partial, double* sums,
                             int64_t stream);

@@ -279,7 +279,8 @@ int threads_of_backward(int64_t width) {
   return threads;
 }
 
-bool fits(int64_t rows, int64_t width) { return rows <= kMostBlocks && width < kMostBlocks - 65536; }
+// Steps through rows and columns go beyond the last by at most a grid or a chunk.
+bool fits(int64_t rows, int64_t width) { return rows < kMostBlocks - 65536 && width < kMostBlocks - 65536; }
 
 }  // namespace
 }  // namespace megads::cuda
@@ -291,7 +292,7 @@ extern "C" int megads_cuda_norm_forward(int64_t dtype, int64_t rows, int64_t wid
                                         const void* weight, const void* bias, void* added, void* out,
                                         float* statistics, int64_t stream) {
   if (rows == 0 || width == 0) return 0;
-  if (!fits(rows, width)) return int(cudaErrorInvalidValue);
+  if (!fits(rows, width)) return int(MEGADS_TOO_LARGE);
   const Norm shape{int(rows), int(width), float(eps), centred != 0};
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
@@ -319,7 +320,7 @@ extern "C" int megads_cuda_norm_backward(int64_t dtype, int64_t rows, int64_t wi
                                          void* grad_residual, void* grad_x, float* partial, void* grad_weight,
                                          void* grad_bias, int64_t stream) {
   if (width == 0) return 0;
-  if (!fits(rows, width)) return int(cudaErrorInvalidValue);
+  if (!fits(rows, width)) return int(MEGADS_TOO_LARGE);
   const Norm shape{int(rows), int(width), 0.0f, centred != 0};
   const int64_t blocks = megads_cuda_norm_partials(rows, width);
   return with_dtype(dtype, [&](auto* null) {

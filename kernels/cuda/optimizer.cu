@@ -13,15 +13,15 @@ __device__ __forceinline__ double over_warp(double x) {
   return x;
 }
 
-// Block (b, p) sums chunks b, b + gridDim.x, ... of piece p; in fp64, so that squares neither overflow nor get lost.
+// Block (p, b) sums chunks b, b + gridDim.y, ... of piece p; in fp64, so that squares neither overflow nor get lost.
 __global__ void __launch_bounds__(kThreads)
     square_sums(const float* __restrict__ flat, const int64_t* __restrict__ bounds, double* __restrict__ partial) {
   constexpr int kStep = kThreads * 4, kChunk = kStep * kPacks;
-  const int64_t begin = bounds[2 * blockIdx.y];
+  const int64_t begin = bounds[2 * int64_t(blockIdx.x)];
   const float* piece = flat + begin;
-  const int64_t count = bounds[2 * blockIdx.y + 1] - begin;
+  const int64_t count = bounds[2 * int64_t(blockIdx.x) + 1] - begin;
   double sum = 0.0;
-  for (int64_t origin = int64_t(blockIdx.x) * kChunk; origin < count + 3; origin += int64_t(gridDim.x) * kChunk) {
+  for (int64_t origin = int64_t(blockIdx.y) * kChunk; origin < count + 3; origin += int64_t(gridDim.y) * kChunk) {
     // The share of flat memory that block origin / kChunk of as many as needed would have.
     const int64_t shifted = origin - shift_of(piece), lower = shifted > 0 ? shifted : 0;
     const int64_t left = count - lower;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (warp != 0) return;
   sum = over_warp(lane < kThreads / kWarp ? shared[lane] : 0.0);
-  if (lane == 0) partial[int64_t(blockIdx.y) * gridDim.x + blockIdx.x] = sum;
+  if (lane == 0) partial[int64_t(blockIdx.x) * gridDim.y + blockIdx.y] = sum;
 }
 
 // One warp a piece.
@@ -99,8 +99,8 @@ using namespace megads::cuda;
 extern "C" int megads_cuda_square_sums(int64_t pieces, const float* flat, const int64_t* bounds, double* partial,
                                        double* sums, int64_t stream) {
   if (pieces == 0) return 0;
-  if (pieces > 65535) return int(cudaErrorInvalidValue);
-  const dim3 grid(MEGADS_SQUARE_SUM_BLOCKS, unsigned(pieces));
+  if (pieces > kMostBlocks) return int(MEGADS_TOO_LARGE);
+  const dim3 grid(unsigned(pieces), MEGADS_SQUARE_SUM_BLOCKS);
   const int error =
       launch(square_sums, grid, kThreads, kThreads / kWarp * int(sizeof(double)), stream, flat, bounds, partial);
   if (error) return error;
@@ -112,7 +112,8 @@ extern "C" int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad
                                  double beta1, double beta2, double eps, int64_t step, int64_t stream) {
   if (count == 0) return 0;
   const int64_t blocks = shares_for(count, kThreads * 4);
-  if (blocks > kMostBlocks || step < 1) return int(cudaErrorInvalidValue);
+  if (step < 1) return int(cudaErrorInvalidValue);
+  if (blocks > kMostBlocks) return int(MEGADS_TOO_LARGE);
   const AdamWFactors factors{float(lr * weight_decay),
                              float(1.0 - beta1),
                              float(beta2),

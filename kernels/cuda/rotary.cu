@@ -54,8 +54,8 @@ extern "C" int megads_cuda_rotary(int64_t dtype, int64_t batch, int64_t tokens, 
                                   int64_t inverse, const void* x, const float* cos, const float* sin, void* out,
                                   int64_t stream) {
   if (batch == 0 || tokens == 0 || heads == 0 || dim == 0) return 0;
-  if (dim % 2 || table_rows <= 0 || batch * tokens > kMostBlocks || heads * dim > 65535 * kThreads)
-    return int(cudaErrorInvalidValue);
+  if (dim % 2 || table_rows <= 0) return int(cudaErrorInvalidValue);
+  if (batch * tokens > kMostBlocks || heads * dim > 65535 * kThreads) return int(MEGADS_TOO_LARGE);
   const Heads shape{int(tokens),  int(heads),  int(dim / 2), batch_stride,
                     token_stride, head_stride, table_rows,   inverse ? -1.0f : 1.0f};
   return with_dtype(dtype, [&](auto* null) {

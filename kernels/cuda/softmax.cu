@@ -207,7 +207,7 @@ extern "C" int megads_cuda_softmax_forward(int64_t dtype, int64_t batch, int64_t
                                            int64_t stream) {
   const int64_t rows = batch * heads * queries;
   if (rows == 0 || keys == 0) return 0;
-  if (!fits(rows, keys)) return int(cudaErrorInvalidValue);
+  if (!fits(rows, keys)) return int(MEGADS_TOO_LARGE);
   const MaskedSoftmax shape{uint32_t(rows), uint32_t(heads), uint32_t(queries), int(keys), float(scale),
                             slopes,         places,          starts,            hidden};
   return with_dtype(dtype, [&](auto* null) {
@@ -226,7 +226,7 @@ extern "C" int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_
                                             const void* grad, const void* out, void* grad_scores, int64_t stream) {
   const int64_t rows = batch * heads * queries;
   if (rows == 0 || keys == 0) return 0;
-  if (!fits(rows, keys)) return int(cudaErrorInvalidValue);
+  if (!fits(rows, keys)) return int(MEGADS_TOO_LARGE);
   const MaskedSoftmax shape{uint32_t(rows), uint32_t(heads), uint32_t(queries), int(keys), float(scale),
                             nullptr,        places,          starts,            nullptr};
   return with_dtype(dtype, [&](auto* null) {

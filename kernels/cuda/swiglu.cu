@@ -59,7 +59,7 @@ extern "C" int megads_cuda_swiglu_forward(int64_t dtype, int64_t count, const vo
   if (count == 0) return 0;
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    if (blocks_of<T>(count) > kMostBlocks) return int(cudaErrorInvalidValue);
+    if (blocks_of<T>(count) > kMostBlocks) return int(MEGADS_TOO_LARGE);
     return launch(swiglu_forward<T>, dim3(unsigned(blocks_of<T>(count))), kThreads, 0, stream, count,
                   static_cast<const T*>(gate_up), static_cast<T*>(out));
   });
@@ -70,7 +70,7 @@ extern "C" int megads_cuda_swiglu_backward(int64_t dtype, int64_t count, const v
   if (count == 0) return 0;
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    if (blocks_of<T>(count) > kMostBlocks) return int(cudaErrorInvalidValue);
+    if (blocks_of<T>(count) > kMostBlocks) return int(MEGADS_TOO_LARGE);
     return launch(swiglu_backward<T>, dim3(unsigned(blocks_of<T>(count))), kThreads, 0, stream, count,
                   static_cast<const T*>(grad), static_cast<const T*>(gate_up), static_cast<T*>(grad_gate_up));
   });

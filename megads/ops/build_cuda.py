@@ -4,12 +4,16 @@ torch's own extension builder needs a torch with CUDA; nvcc alone compiles anywh
 and can be loaded beside a torch without CUDA, for which no tensor ever reaches it. The CPU's library declares the
 operators, so it is loaded first.
 
+The kernels know neither torch nor the processor: they are compiled once for all versions of torch. The bindings are
+compiled for each minor version, without -march=native, so that nodes with different processors share the library too.
+
 `python -m megads.ops.build_cuda` builds what is missing and prints registers and spills of every kernel.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
 import re
 import shutil
 import sys
@@ -24,10 +28,15 @@ from megads.runtime.environment import cuda_home
 
 LIBRARY = "libmegads_ops_cuda.so"
 REPORT = "registers.txt"
-"""What ptxas says of every kernel, beside the library."""
+"""What ptxas says of every kernel, beside the kernels' objects; it is written last, when they are whole."""
 TARGETS = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
 """Machine code for A100 and H100, and PTX for what comes later."""
 TIMEOUT_S = 1200.0
+BINDING_FLAGS = ("-std=c++20", "-O3", "-fPIC")
+"""Without -march=native: bindings compute nothing, and the library is shared by nodes with other processors."""
+LINK_FLAGS = ("-Wl,--no-undefined", "-Wl,--no-as-needed")
+"""The second: what the bindings take of libtorch_cuda is weak, so a linker would leave that library out, and the loader
+the symbol null."""
 NVCC_FLAGS = ("-std=c++20", "-O3", "-Xptxas=-v", "-Xcompiler=-fPIC", *TARGETS)
 
 
@@ -74,14 +83,24 @@ def library_path() -> Path:
     """
     parts = [
         build.torch_version(),
-        f"torch with CUDA: {_torch_has_cuda()}",
-        " ".join((*build.FLAGS, *NVCC_FLAGS)),
-        build.compiler_version(build.find_compiler()),
-        build.compiler_version(find_nvcc()),
+        f"torch with CUDA: {torch_has_cuda()}",
+        " ".join((*BINDING_FLAGS, *LINK_FLAGS)),
+        report_path().parent.name,
     ]
     folder = build.sources_dir()
     headers = [folder / "bindings" / "tensors.h", folder / "cpu" / "vector.h"]
-    return build.cached_path(LIBRARY, parts, [*_kernels("*.*"), *_bindings("*.*"), *headers])
+    return build.cached_path(LIBRARY, parts, [*_bindings("*.*"), *headers])
+
+
+@functools.cache
+def report_path() -> Path:
+    """Returns where ptxas' report of the kernels is, or would be, beside their objects.
+
+    Raises:
+        KernelsUnavailable: a compiler is missing.
+    """
+    compilers = [build.compiler_version(compiler) for compiler in (build.find_compiler(), find_nvcc())]
+    return build.cached_path(REPORT, [" ".join(NVCC_FLAGS), platform.machine(), *compilers], _kernels("*.*"))
 
 
 def build_library(say: Callable[[str], None]) -> Path:
@@ -93,23 +112,34 @@ def build_library(say: Callable[[str], None]) -> Path:
     Raises:
         KernelsUnavailable: a compiler is missing, torch is too old, or it does not compile.
     """
-    return build.build_once(library_path(), say, "the CUDA kernels, once (a minute or two)", _compile)
+    if library_path().exists():
+        return library_path()
+    build.build_once(report_path(), say, "the CUDA kernels, once (a minute or two)", _compile_kernels)
+    return build.build_once(library_path(), say, "the CUDA kernels' bindings for this torch", _compile_bindings)
 
 
-def _compile(library: Path) -> None:
-    compiler, nvcc = build.find_compiler(), find_nvcc()
+def _compile_kernels(report: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=report.parent) as scratch:
+        compiled = build.compile_objects([find_nvcc(), *NVCC_FLAGS], _kernels("*.cu"), Path(scratch), TIMEOUT_S)
+        whole = Path(scratch) / REPORT
+        whole.write_text("".join(made.with_suffix(".txt").read_text() for made in compiled))
+        for made in compiled:
+            made.replace(report.parent / made.name)
+        whole.replace(report)
+
+
+def _compile_bindings(library: Path) -> None:
+    compiler = build.find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        kernels = build.compile_objects([nvcc, *NVCC_FLAGS], _kernels("*.cu"), Path(scratch) / "kernels", TIMEOUT_S)
-        command = [compiler, *build.FLAGS, *build.includes()]
+        command = [compiler, *BINDING_FLAGS, *build.includes()]
         bindings = build.compile_objects(command, _bindings("*.cpp"), Path(scratch) / "bindings")
-        torch_libraries = ["-ltorch_cpu", *(["-ltorch_cuda"] if _torch_has_cuda() else [])]
-        runtime = ["-Wl,--no-undefined", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        folders = [f"-L{build.torch_dir() / 'lib'}", f"-L{_runtime_dir(nvcc)}"]
+        objects = [str(made) for made in (*sorted(report_path().parent.glob("*.o")), *bindings)]
+        torch_libraries = ["-ltorch_cpu", *(["-ltorch_cuda"] if torch_has_cuda() else [])]
+        runtime = ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        folders = [f"-L{build.torch_dir() / 'lib'}", f"-L{_runtime_dir(find_nvcc())}"]
         whole = Path(scratch) / LIBRARY
-        objects = [str(made) for made in (*kernels, *bindings)]
-        build.run_compiler([compiler, "-shared", *objects, *folders, *torch_libraries, *runtime, "-o", str(whole)])
-        said = "".join(made.with_suffix(".txt").read_text() for made in kernels)
-        (library.parent / REPORT).write_text(said)
+        linked = [*LINK_FLAGS, *folders, *torch_libraries, *runtime]
+        build.run_compiler([compiler, "-shared", *objects, *linked, "-o", str(whole)])
         whole.replace(library)
 
 
@@ -138,7 +168,8 @@ def _bindings(pattern: str) -> list[Path]:
     return sorted((build.sources_dir() / "bindings" / "cuda").glob(pattern))
 
 
-def _torch_has_cuda() -> bool:
+def torch_has_cuda() -> bool:
+    """Returns whether the installed torch is a CUDA build; a GPU is not asked for."""
     return (build.torch_dir() / "lib" / "libtorch_cuda.so").exists()
 
 
@@ -163,7 +194,7 @@ def main() -> int:
     except KernelsUnavailable as error:
         print(f"megads: no CUDA kernels: {error}", file=sys.stderr)  # noqa: T201
         return 0
-    for kernel in reports((library.parent / REPORT).read_text()):
+    for kernel in reports(report_path().read_text()):
         print(f"{kernel.registers:4d} {kernel.spilled_bytes:4d} {kernel.architecture} {kernel.name}")  # noqa: T201
     print(library)  # noqa: T201
     return 0

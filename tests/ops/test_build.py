@@ -24,7 +24,7 @@ TORCH = Implementation.torch
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing remembered of the machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget = (library_path.cache_clear, build_cuda.library_path.cache_clear)
+    forget = [function.cache_clear for function in (library_path, build_cuda.library_path, build_cuda.report_path)]
     for clear in forget:
         clear()
     yield tmp_path
@@ -87,3 +87,45 @@ def test_on_gpus_torch_computes_unless_asked(fresh: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"ops\.impl = fused .*no nvcc in CUDA_HOME"):
         choose(FUSED, cuda=True)
     assert load(OpsConfig(Implementation.torch), print, cuda=False) == Choice(TORCH, TORCH)
+
+
+WEAK_BINDING = """
+#if defined(__AVX__)
+#error "compiled for this processor alone"
+#endif
+extern "C" __attribute__((weak)) int a_symbol_of_torch();
+extern "C" bool there() { return a_symbol_of_torch != nullptr; }
+"""
+
+
+def test_cuda_bindings_for_every_processor_and_linker(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches bindings for one processor in a home folder that nodes with others share (SIGILL), torch's library left
+    out by a linker that keeps only what is needed (Ubuntu's), and kernels compiled again for another torch."""
+    try:
+        build_cuda.find_nvcc()
+    except KernelsUnavailable as error:
+        pytest.skip(f"no CUDA compiler here: {error}")
+    sources = {
+        "cuda/one.cu": 'extern "C" __global__ void one() {}',
+        "bindings/cuda/one.cpp": WEAK_BINDING,
+        "bindings/tensors.h": "",
+        "cpu/vector.h": "",
+    }
+    for name, text in sources.items():
+        (fresh / name).parent.mkdir(parents=True, exist_ok=True)
+        (fresh / name).write_text(text)
+    monkeypatch.setattr(building, "sources_dir", lambda: fresh)
+    ubuntu = fresh / "ubuntu-c++"
+    ubuntu.write_text(f'#!/bin/sh\nexec {building.find_compiler()} -Wl,--as-needed "$@"\n')
+    ubuntu.chmod(0o755)
+    monkeypatch.setenv("CXX", str(ubuntu))
+    said: list[str] = []
+    library = build_cuda.build_library(said.append)
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "Shared library: [libtorch_cpu.so]" in needed
+    (kernel,) = {kernel.name for kernel in build_cuda.reports(build_cuda.report_path().read_text())}
+    assert kernel == "one"
+    monkeypatch.setattr(building, "torch_version", lambda: "2.99")
+    build_cuda.library_path.cache_clear()
+    assert build_cuda.build_library(said.append) != library
+    assert ["bindings for" in text for text in said] == [False, True, True]

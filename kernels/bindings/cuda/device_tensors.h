@@ -16,11 +16,12 @@ namespace megads::bindings {
 // Makes the device of the tensors the current one, for as long as it lives; kernels go to torch's current stream there.
 class Launch {
  public:
-  explicit Launch(const Tensor& x) : guard_(int32_t(x.get_device())) {
+  explicit Launch(const Tensor& x) : guard_(index_of(x)) {
     require(aoti_torch_get_current_cuda_stream != nullptr,
             "the CUDA kernels were built beside a torch without CUDA: remove them, and they are built anew");
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(int32_t(x.get_device()), &stream));
+    // Not STABLE_TORCH_ERROR_CODE_CHECK, which torch has from 2.13 on.
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_of(x), &stream));
     stream_ = reinterpret_cast<int64_t>(stream);
   }
 
@@ -33,6 +34,11 @@ class Launch {
   }
 
  private:
+  static int32_t index_of(const Tensor& x) {
+    require(x.is_cuda(), "the CUDA kernels take tensors on a GPU, and were called with one that is not");
+    return int32_t(x.get_device_index());
+  }
+
   torch::stable::accelerator::DeviceGuard guard_;
   int64_t stream_ = 0;
 };

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ FLAGS = (
     "-std=c++20", "-O1", "-fPIC", "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern",
     "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error",
 )  # fmt: skip
+MAP_NORESERVE = 0x4000
+"""The kernel's; Python names it from 3.13 on."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """How the launchers number element types."""
 
@@ -88,6 +91,7 @@ class Lanes:
         residue: elements by which each buffer's address is further from a multiple of 16 than the last one's.
         at_end: buffers end at memory that must not be touched; else they start there.
         change: see `translated`.
+        last_blocks: only so many are run, the last ones of each grid; 0: all.
     """
 
     def __init__(
@@ -97,10 +101,12 @@ class Lanes:
         residue: int = 0,
         at_end: bool = True,
         change: Callable[[str], str] | None = None,
+        last_blocks: int = 0,
     ) -> None:
         self._library = translated(kernel, change)
-        self._order, self._residue, self._at_end = order, residue, at_end
+        self._order, self._residue, self._at_end, self._last_blocks = order, residue, at_end, last_blocks
         self._buffers: list[int] = []
+        self._sparse: dict[int, mmap.mmap] = {}
 
     def __enter__(self) -> Lanes:
         return self
@@ -122,6 +128,14 @@ class Lanes:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=dtype).view(shape)
 
+    def sparse(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A buffer of zeros of any size, in memory only where it is touched; nothing guards it."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        memory = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, flags=flags)
+        found = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self._sparse[found.data_ptr()] = memory
+        return found
+
     def place(self, x: Tensor) -> Tensor:
         """A copy that a kernel may write."""
         placed = self.empty(x.shape, x.dtype)
@@ -139,6 +153,7 @@ class Lanes:
             KernelFault: the shim found something.
         """
         self._library.shim_set_order(ctypes.c_int64(self._order))
+        self._library.shim_set_last_blocks(ctypes.c_int64(self._last_blocks))
         error = getattr(self._library, f"megads_cuda_{launcher}")(*map(self._passed, arguments), ctypes.c_int64(0))
         if error:
             raise KernelFault(f"{launcher}: error {error}: {self._message()}")
@@ -151,7 +166,8 @@ class Lanes:
 
     def _passed(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):
-            if argument.data_ptr() not in self._buffers and argument.numel():
+            known = argument.data_ptr() in self._buffers or argument.data_ptr() in self._sparse
+            if not known and argument.numel():
                 argument = self.place(argument)
                 self._library.shim_make_input(ctypes.c_void_p(argument.data_ptr()))
             return ctypes.c_void_p(argument.data_ptr())

@@ -1,19 +1,25 @@
-"""The CUDA kernels as nvcc compiles them: for all targets, without spills, loadable beside a torch without CUDA.
+"""The CUDA kernels as nvcc compiles them, and the library as torch loads it, without a GPU.
 
-Slow where nothing is in the user's cache yet: nvcc takes a minute or two.
+`make test-gpu-build` runs this file under the CUDA builds of two versions of torch; elsewhere it runs under whatever
+torch is installed. Slow where nothing is in the user's cache yet: nvcc takes a minute or two.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import struct
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megads.ops.build import KernelsUnavailable
-from megads.ops.build_cuda import REPORT, KernelReport, build_library, find_nvcc, reports
+from megads.ops.build import KernelsUnavailable, sources_dir
+from megads.ops.build_cuda import KernelReport, build_library, find_nvcc, report_path, reports, torch_has_cuda
 from megads.ops.library import load_cuda_library
 
 pytestmark = pytest.mark.slow
@@ -38,12 +44,45 @@ MOST_REGISTERS = {
 }
 """Of a thread, whatever the element type: what the blocks that a multiprocessor holds at a time follow from."""
 
-OPERATORS = (
-    "softmax_forward", "softmax_backward", "norm_forward", "add_norm_forward", "norm_backward", "gelu_forward",
-    "gelu_backward", "bias_gelu_forward", "bias_gelu_backward", "swiglu_forward", "swiglu_backward", "rotary",
-    "cross_entropy_forward", "cross_entropy_gradient_", "cross_entropy_loss_", "square_sums", "adamw_step",
-    "dropout",
-)  # fmt: skip
+FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
+NULL_BY_DESIGN = ("_ITM_", "__gmon_start__")
+"""Weak symbols of the compiler's own start-up code: transactional memory, profiling."""
+
+
+def calls() -> dict[str, tuple[Any, ...]]:
+    """Every operator of the CUDA library, with arguments of the right shapes and dtypes, on the CPU."""
+    x, row, rows, flag = torch.ones(2, 4), torch.ones(4), torch.ones(2), torch.ones(2, dtype=torch.int64)
+    scores, statistics, mask = torch.ones(1, 1, 2, 4), torch.ones(2, 2), torch.ones(2, 4, dtype=torch.uint8)
+    turned, table = torch.ones(1, 2, 1, 4), torch.ones(1, 2, 2)
+    bounds, flat = torch.tensor([[0, 3]]), torch.ones(3)
+    return {
+        "softmax_forward": (scores, 1.0, None, None, None),
+        "softmax_backward": (scores, scores, 1.0, None, None),
+        "norm_forward": (x, row, row, 1e-5, True),
+        "add_norm_forward": (x, x, row, row, 1e-5, True),
+        "norm_backward": (x, None, x, row, statistics, True, True),
+        "gelu_forward": (x,),
+        "gelu_backward": (x, x),
+        "bias_gelu_forward": (x, row),
+        "bias_gelu_backward": (x, x, row),
+        "swiglu_forward": (x,),
+        "swiglu_backward": (torch.ones(2, 2), x),
+        "dropout": (x, mask, 1.0, None),
+        "rotary": (turned, table, table, False),
+        "cross_entropy_forward": (x, flag, 4, 0),
+        "cross_entropy_gradient_": (x, flag, rows, rows, rows, 4, 0),
+        "cross_entropy_loss_": (x, flag, rows, 4, 0),
+        "square_sums": (flat, bounds),
+        "adamw_step": (*[flat.clone() for _ in range(5)], torch.ones(1), 1e-3, 0.0, 0.9, 0.95, 1e-8, 1),
+    }
+
+
+BINDINGS = sources_dir() / "bindings" / "cuda"
+
+
+def said_by(*command: str | Path) -> str:
+    """What a tool of the compiler's prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +102,10 @@ def base_name(kernel: KernelReport) -> str:
     return found[0]
 
 
-def test_no_spills_and_few_registers(library: Path) -> None:
+@pytest.mark.usefixtures("library")
+def test_no_spills_and_few_registers() -> None:
     """Catches registers kept in memory, and a kernel so wide that few of its blocks fit on a multiprocessor."""
-    kernels = reports((library.parent / REPORT).read_text())
+    kernels = reports(report_path().read_text())
     for architecture in ("sm_80", "sm_90"):
         assert {base_name(kernel) for kernel in kernels if kernel.architecture == architecture} == set(MOST_REGISTERS)
     assert [kernel for kernel in kernels if kernel.spilled_bytes] == []
@@ -87,14 +127,62 @@ def test_a_launch_without_a_gpu_says_so(library: Path) -> None:
     assert launchers.megads_cuda_gelu_forward(*nothing, nowhere, nowhere, nowhere, ctypes.c_int64(0)) == 0
 
 
+def test_code_for_every_target(library: Path, tmp_path: Path) -> None:
+    """Catches a build without machine code for A100 or H100, or without the PTX that later GPUs translate."""
+    section = tmp_path / "fatbin"
+    said_by("objcopy", "-O", "binary", "--only-section=.nv_fatbin", library, section)
+    data, at, found = section.read_bytes(), 0, set()
+    # Containers of entries, as in NVIDIA's fatbinary_section.h and observed with nvcc 13.0: an entry's header has its
+    # kind, both sizes and, at byte 28, the architecture.
+    while (at := data.find(FATBIN_MAGIC, at)) >= 0:
+        header_size, size = struct.unpack_from("<6xHQ", data, at)
+        at += header_size
+        end = at + size
+        while at < end:
+            kind, header_size, size, architecture = struct.unpack_from("<H2xIQ12xI", data, at)
+            found.add((kind, architecture))
+            at += header_size + size
+    ptx, machine_code = 1, 2
+    assert found == {(machine_code, 80), (machine_code, 90), (ptx, 90)}
+
+
 @pytest.mark.usefixtures("kernels")
-def test_loads_beside_any_torch(library: Path) -> None:
-    """Catches a library that needs symbols of a torch with CUDA, and an operator left without GPU code."""
+def test_every_symbol_resolves(library: Path) -> None:
+    """Catches a symbol that this torch lacks, and a weak one left null: the kernels would raise at the first call."""
+    loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", said_by("readelf", "-d", library)))
+    undefined = [line.split()[-1].split("@")[0] for line in said_by("nm", "-D", "-u", library).splitlines()]
+    null = [name for name in undefined if not name.startswith(NULL_BY_DESIGN) and not hasattr(loaded, name)]
+    assert "libtorch_cpu.so" in needed and "aoti_torch_get_current_cuda_stream" in undefined
+    if torch_has_cuda():
+        assert "libtorch_cuda.so" in needed and null == []
+    else:
+        assert null == ["aoti_torch_get_current_cuda_stream"]
+
+
+@pytest.fixture
+def loaded(kernels: None, library: Path) -> Callable[[str], Any]:
+    """The library in this torch; returns an operator by its name."""
     load_cuda_library(library)
+    return lambda name: getattr(torch.ops.megads, name).default
+
+
+def test_operators_are_registered(loaded: Callable[[str], Any], library: Path) -> None:
+    """Catches an operator left without GPU code, and one that the test below does not call."""
+    bound = re.findall(r'library\.impl\("(\w+)"', "".join(path.read_text() for path in BINDINGS.glob("*.cpp")))
+    assert sorted(bound) == sorted(calls())
     missing = [
         name
-        for name in OPERATORS
+        for name in calls()
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"megads::{name}", "CUDA")
         or not torch._C._dispatch_has_kernel_for_dispatch_key(f"megads::{name}", "CPU")
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("name", calls())
+def test_tensors_on_the_cpu_are_refused(loaded: Callable[[str], Any], name: str) -> None:
+    """Catches a CUDA kernel that takes a pointer to the host's memory, and arguments other than the operator's."""
+    on_gpus = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(RuntimeError, match="megads: the CUDA kernels take tensors on a GPU"):
+        loaded(name).redispatch(on_gpus, *calls()[name])

@@ -47,6 +47,7 @@ ucontext_t scheduler;
 const std::function<void()>* body = nullptr;
 std::string problem;
 int order = 0;  // 0 forwards, 1 backwards, else the seed of a shuffle
+unsigned last_blocks = 0;  // how many are run, the last ones of a grid; 0: all
 sigjmp_buf escape;
 volatile sig_atomic_t caught = 0;
 void* volatile touched = nullptr;
@@ -213,7 +214,8 @@ class Net {
 
 bool run_blocks(const cudaLaunchConfig_t& config) {
   std::mt19937 shuffle{unsigned(order)};
-  const unsigned columns = config.gridDim.x;
+  const unsigned columns = config.gridDim.x, total = columns * config.gridDim.y;
+  const unsigned count = last_blocks && last_blocks < total ? last_blocks : total;
   if (sigsetjmp(escape, 1)) {
     char where[32];
     std::snprintf(where, sizeof where, "%p", touched);
@@ -222,7 +224,8 @@ bool run_blocks(const cudaLaunchConfig_t& config) {
                                 : ": an access outside its buffers, or a write to an input, at ") + where;
     return false;
   }
-  for (unsigned number : numbers(columns * config.gridDim.y, shuffle)) {
+  for (unsigned of_count : numbers(count, shuffle)) {
+    const unsigned number = total - count + of_count;
     blockIdx = {number % columns, number / columns, 0};
     if (!run_block(config, shuffle)) return false;
   }
@@ -273,6 +276,8 @@ cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& t
 extern "C" const char* shim_message() { return shim::message(); }
 
 extern "C" void shim_set_order(int64_t wanted) { shim::order = int(wanted); }
+
+extern "C" void shim_set_last_blocks(int64_t wanted) { shim::last_blocks = unsigned(wanted); }
 
 // A buffer of poison. Its address is `residue` more than a multiple of 16, as near as that allows to the page behind it
 // (at_end) or the page before it, which must not be touched.
