@@ -6,10 +6,10 @@ export VENV
 TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-slurm check bench docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm check bench docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## create .venv with the pinned dependencies (a second run does nothing)
 	@scripts/setup.sh
@@ -28,6 +28,9 @@ test-fast: setup ## tests in one process only, within two minutes
 
 test-slow: setup ## the slow tests only; finding none is no failure
 	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm" $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
+
+test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
+	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
 
 test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may
 	@scripts/install_slurm.sh

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Runs a Python command of this environment under CUDA builds of torch, on a machine with or without a GPU.
 
-python -m scripts.cuda_torch [--torch 2.11.0 ...] -- -m pytest tests/ops/cuda/test_compile.py
+python -m scripts.cuda_torch [--torch 2.11.0 ...] [--nvcc] -- -m pytest tests/ops/cuda/test_compile.py
 
 Each torch is installed beside this environment, not into it: into a folder of the user's cache that comes first on
 PYTHONPATH. NVIDIA's libraries are installed once, those that the newest torch names, and shared by all. triton and
 cuda-bindings are left out, as importing torch needs neither. A folder is used once `import torch` has succeeded with
-it; after that nothing is downloaded.
+it; after that nothing is downloaded. With --nvcc CUDA's compiler is installed there too, where there is none.
 
-Exit status: the command's first failure; 69 where a torch cannot be installed (no network, no such wheel).
+Exit status: the command's first failure; 69 where something cannot be installed (no network, no such wheel), or where
+with --nvcc there is no C++ compiler.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ import sys
 import time
 from pathlib import Path
 
+from megads.ops.build import KernelsUnavailable, find_compiler
+from megads.ops.build_cuda import find_nvcc
 from megads.runtime.environment import user_cache_dir
 
 TORCHES = ("2.11.0", "2.13.0")
 """The GPU machine's, and the one that constraints.txt pins."""
+NVCC = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
+"""CUDA's compiler as wheels, the headers that it wants, and the static runtime."""
 UNAVAILABLE = 69
 """EX_UNAVAILABLE of sysexits.h."""
 PYTHON = f"{platform.python_implementation()}-{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
@@ -108,6 +113,26 @@ def library_requirements(folder: Path) -> list[str]:
     return [text for text in wanted if text.startswith(("nvidia-", "cuda-toolkit"))]
 
 
+def install_nvcc() -> None:
+    """Makes sure of an nvcc, which `megads.ops.build_cuda` finds by CUDA_HOME, and of a C++ compiler under it.
+
+    Raises:
+        Unavailable: there is none and none can be installed.
+    """
+    try:
+        find_compiler()
+    except KernelsUnavailable as error:
+        raise Unavailable(str(error)) from None
+    try:
+        find_nvcc()
+    except KernelsUnavailable as error:
+        print(f"cuda_torch: {error}; taking that of the package index")
+        folder = root() / "nvcc"
+        if not folder.is_dir():
+            pip_install(folder, *NVCC)
+        os.environ["CUDA_HOME"] = str(folder / "nvidia" / "cu13")
+
+
 def run(folder: Path, arguments: list[str], *, capture: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs this Python with the torch of a folder."""
     path = os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])
@@ -119,10 +144,14 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", action="append", metavar="VERSION", help=f"default: {' and '.join(TORCHES)}")
+    parser.add_argument("--nvcc", action="store_true", help="see above")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="for Python; without one torch is installed only")
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
+        if options.nvcc:
+            root().mkdir(parents=True, exist_ok=True)
+            install_nvcc()
         folders = install(options.torch or list(TORCHES))
     except Unavailable as error:
         print(f"cuda_torch: NOT RUN: {error}", file=sys.stderr)
