@@ -1,10 +1,11 @@
-"""Tensors between pipeline ranks: asynchronous, received ahead of their use, in buffers that are used again."""
+"""Tensors between pipeline ranks: asynchronous, in buffers that are used again."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -17,8 +18,9 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
 from megads.parallel.pipeline_actions import Action, Placement, Schedule
 
-AHEAD = 1
-"""Receives that are posted to each peer before they are due: a message that comes early finds its place."""
+P2P_CTAS = 8
+"""Most blocks of NCCL's send and receive kernels. Each holds a multiprocessor of the GPU until the peer has come, while
+the rest of it computes. Not measured."""
 
 Shape = tuple[int, ...]
 
@@ -88,6 +90,7 @@ class Messages:
         self._links: dict[int, _Link] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._leaving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self._ahead = receives_ahead(parallel.placement, device)
         self._connect(parallel.placement, device)
         self._schedule: Schedule | None = None
         self._acknowledged: dict[Action, tuple[Action, ...]] = {}
@@ -137,7 +140,7 @@ class Messages:
 
     def _post_ahead(self, peer: int) -> None:
         link = self._links[peer]
-        while link.due and link.posted < AHEAD:
+        while link.due and link.posted < self._ahead:
             self._post_next(peer)
 
     def _post_next(self, peer: int) -> None:
@@ -196,12 +199,40 @@ class Messages:
             self._end(send)
 
 
+def receives_ahead(placement: Placement, device: torch.device) -> int:
+    """Receives that are posted to each peer before they are due.
+
+    On CPUs one: a message that comes early finds its place. On GPUs such a receive is a kernel that holds
+    multiprocessors all the while, and one that a computation may have to wait for: where CUDA loads a kernel at its
+    first use, or the allocator gives memory back, it may wait for all that runs. So receives are posted at the point of
+    need. Only where the stages turn back on a rank, as in a V shape, one must be posted ahead: with one hardware queue
+    for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) two sends to one peer, one behind the other, would hold up what the
+    peer needs first. tests/engine/test_stream_order.py shows both.
+
+    Args:
+        placement: of the stages.
+        device: where messages are.
+    """
+    turns = any(stage == following for stage, following in pairwise(placement.ranks))
+    return 1 if device.type == "cpu" or turns else 0
+
+
+def p2p_options(timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
+    """NCCL's settings of a group that carries messages; see P2P_CTAS."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = P2P_CTAS
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it differs from the group's
+    return options
+
+
 def _line_group(parallel: ParallelConfig, grid: ParallelGrid) -> ProcessGroup | None:
     """A group of its own over this rank's pipeline; collective over the world."""
     mine: ProcessGroup | None = None
     lines: Sequence[tuple[int, ...]] = axis_lines("pp", parallel) if parallel.pp > 1 else []
     for line in lines:
-        group = dist.new_group(list(line), timeout=grid.control.timeout)
+        options = p2p_options(grid.control.timeout) if dist.get_backend() == "nccl" else None
+        group = dist.new_group(list(line), timeout=grid.control.timeout, pg_options=options)
         if grid.rank in line:
             mine = group
     return mine

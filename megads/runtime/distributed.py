@@ -24,8 +24,10 @@ def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
         timeout_s: of every collective.
     """
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-    # Without device_id: with it torch would make each further group, used or not, by a collective over the whole world;
-    # so a group costs nothing before its members use it.
+    # Without device_id. With it torch makes each further group, used or not, by a collective over the whole world;
+    # without it a group costs nothing before its members use it. And with it all p2p of a group shares one communicator
+    # and its stream, where without it each pair of ranks has its own: a receive that waits would hold up the sends that
+    # its own message depends on, and schedules would deadlock (tests/engine/test_stream_order.py).
     dist.init_process_group(backend, timeout=timeout)
     control = open_control_plane(timeout)
     yield control

@@ -126,13 +126,20 @@ def prepare_wandb() -> None:
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 
-def rank_variables(threads: int, cuda: bool, lease: int | None = None) -> dict[str, str]:
+BLACKWELL = (10, 0)
+"""Its compute capability."""
+
+
+def rank_variables(
+    threads: int, cuda: bool, lease: int | None = None, capability: tuple[int, int] | None = None
+) -> dict[str, str]:
     """Returns what every rank's environment must hold.
 
     Args:
         threads: CPU threads of each rank.
         cuda: ranks compute on GPUs.
         lease: number of this start of the run.
+        capability: the lowest compute capability of the GPUs; None where it is not known.
     """
     # torch takes its thread count from here when it is imported. It must be equal on all ranks: LayerNorm's gradient
     # depends on it bit for bit.
@@ -151,6 +158,11 @@ def rank_variables(threads: int, cuda: bool, lease: int | None = None) -> dict[s
             "MALLOC_TOP_PAD_": str(64 * 2**20),
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         }
+    # Before Blackwell a collective that is launched just before the product beside it may be scheduled after it, and
+    # finds no free multiprocessor until it ends. With one hardware queue for all streams kernels start in the order of
+    # their launches; Megatron-LM demands it for tensor parallelism. CUDA reads it when a process opens the device.
+    if cuda and capability is not None and capability < BLACKWELL:
+        defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 

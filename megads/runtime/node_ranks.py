@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
 POLL_S = 0.1
+NVIDIA_SMI_S = 30.0
 KILL_AFTER_S = 3.0
 """A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure."""
 
@@ -107,6 +109,20 @@ def require_devices(num_ranks: int, what: str) -> None:
             f"{what} = {num_ranks} ranks, but this machine has {gpus} GPUs: lower one of them, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
+
+
+def lowest_compute_capability() -> tuple[int, int] | None:
+    """Of this machine's GPUs, as the driver says: torch would open a device here. None where it does not say."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
+        found = [line.strip().split(".") for line in done.stdout.splitlines() if line.strip()]
+        return min((int(major), int(minor)) for major, minor in found)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        logging.getLogger(__name__).warning(
+            "%s tells no compute capability (%s): CUDA_DEVICE_MAX_CONNECTIONS is left as it is", command[0], error
+        )
+        return None
 
 
 class NodeRanks:
@@ -195,9 +211,9 @@ class NodeRanks:
         import torch
 
         part = self.part
-        variables = environment.rank_variables(
-            part.threads_per_rank, cuda=torch.cuda.is_available() and not part.cpu, lease=part.lease
-        )
+        cuda = torch.cuda.is_available() and not part.cpu
+        capability = lowest_compute_capability() if cuda else None
+        variables = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability)
         return variables | (environment.HIDDEN_GPUS if part.cpu else {})
 
     def _some_rank_failed(self) -> bool:

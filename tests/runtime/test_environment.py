@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from megads.runtime.environment import (
     share_of_cores,
     wait_passively,
 )
+from megads.runtime.node_ranks import lowest_compute_capability
 
 
 def test_a_process_started_by_hand_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +37,32 @@ def test_cpu_ranks_get_threads_accelerator_and_allocator(monkeypatch: pytest.Mon
     )
     assert variables["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert "DS_ACCELERATOR" not in rank_variables(threads=3, cuda=True)
+
+
+def test_one_hardware_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches products that keep a collective waiting on Hopper, a queue too few on Blackwell, and a setting of the
+    user's that is overwritten."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    found = [rank_variables(1, cuda=True, capability=c).get(name) for c in ((8, 0), (9, 0), (10, 0), (12, 0), None)]
+    assert found == ["1", "1", None, None, None]
+    assert name not in rank_variables(1, cuda=False, capability=(9, 0))
+    monkeypatch.setenv(name, "8")
+    assert rank_variables(1, cuda=True, capability=(9, 0))[name] == "8"
+
+
+@pytest.mark.parametrize(
+    ("says", "found"), [("echo 10.0; echo 9.0", (9, 0)), ("echo '[N/A]'", None), ("exit 9", None), ("", None)]
+)
+def test_compute_capability_from_the_driver(
+    says: str, found: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a driver without an answer that ends a run, and the newest GPU of a mixed node taken for all."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{says}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert lowest_compute_capability() == found
 
 
 def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:

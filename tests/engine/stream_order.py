@@ -1,0 +1,223 @@
+"""Whether the traces of all ranks of a step can run on NCCL: what pairs up, in which order, and that it ends.
+
+The model: each communicator has a stream of its own, in which kernels run in the order in which the host launched them,
+after all that was in the compute stream at the launch. A kernel runs, and holds its stream, until the matching kernels
+of all ranks that it talks to run too: nothing is sent ahead into a buffer. Kernels match by their order on it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+from megads.parallel.pipeline_actions import Action, ActionKind
+from tests.engine.stream_trace import Kernel, Launch, Trace, Wait, communicator
+
+_COMPUTE = "compute"
+_RECEIVED = {
+    ActionKind.receive_activation: (ActionKind.send_activation, -1),
+    ActionKind.receive_gradient: (ActionKind.send_gradient, +1),
+}
+"""What a receive of stage s must be paired with: the kind of the send, and its stage less s."""
+
+
+def mismatches(traces: Mapping[int, Trace]) -> list[str]:
+    """Launches that meet others than their own on their communicator.
+
+    Args:
+        traces: by rank.
+    """
+    found: list[str] = []
+    for name, ends in _by_communicator(traces).items():
+        members = {rank for launches in ends.values() for launch in launches for rank in _members(launch, ends)}
+        counts = {rank: len(ends.get(rank, [])) for rank in members}
+        if len(set(counts.values())) > 1:
+            found.append(f"communicator {name}: launches by rank {counts}")
+        for meeting in zip(*(ends[rank] for rank in sorted(ends)), strict=False):
+            if len({(launch.dtype, launch.numel) for launch in meeting}) > 1:
+                found.append(f"communicator {name}: other sizes: {'; '.join(map(str, meeting))}")
+            kinds = [launch.kind for launch in meeting]
+            if meeting[0].peer is None:
+                if len(set(kinds)) > 1:
+                    found.append(f"communicator {name}: {'; '.join(map(str, meeting))}")
+            elif sorted(kinds) != ["recv", "send"] or not _same_message(*meeting):
+                found.append(f"communicator {name}: {'; '.join(map(str, meeting))}")
+    return found
+
+
+def _members(launch: Launch, ends: Mapping[int, list[Launch]]) -> tuple[int, ...]:
+    return launch.ranks if launch.peer is None else (*ends, launch.peer)
+
+
+def _same_message(one: Launch, other: Launch) -> bool:
+    sent, received = (one.action, other.action) if one.kind == "send" else (other.action, one.action)
+    if sent is None or received is None:
+        return sent is received
+    kind, stages = _RECEIVED[received.kind]
+    return sent == Action(kind, received.micro_batch, received.stage + stages)
+
+
+def _by_communicator(traces: Mapping[int, Trace]) -> dict[tuple[Hashable, ...], dict[int, list[Launch]]]:
+    found: dict[tuple[Hashable, ...], dict[int, list[Launch]]] = defaultdict(lambda: defaultdict(list))
+    for rank, trace in traces.items():
+        for item in trace:
+            if isinstance(item, Launch):
+                found[communicator(item, rank)][rank].append(item)
+    return found
+
+
+def collectives_out_of_order(traces: Mapping[int, Trace]) -> str:
+    """Collectives that ranks launch in orders that contradict each other; empty where there is one order of all.
+
+    Two communicators whose kernels do not fit on a device together, or whose launches are serialised, run in the order
+    of the launches: where that differs between ranks they wait for each other.
+    """
+    order: TopologicalSorter[tuple[Hashable, ...]] = TopologicalSorter()
+    for rank, trace in traces.items():
+        counts: dict[Hashable, int] = defaultdict(int)
+        before: tuple[Hashable, ...] | None = None
+        for item in trace:
+            if isinstance(item, Launch) and item.peer is None:
+                node = (*communicator(item, rank), item.ranks, counts[item.group])
+                counts[item.group] += 1
+                order.add(node, *([] if before is None else [before]))
+                before = node
+    try:
+        order.prepare()
+    except CycleError as error:
+        return f"ranks launch collectives in contradicting orders: {error.args[1]}"
+    return ""
+
+
+@dataclass
+class _Queued:
+    """An entry of a stream.
+
+    Attributes:
+        item: what it is.
+        after: entries of the compute stream that come first.
+        meets: its communicator.
+        place: which launch it is on that.
+        launched: launches of the rank so far.
+    """
+
+    item: Kernel | Launch | Wait
+    after: int
+    meets: tuple[Hashable, ...] = ()
+    place: int = 0
+    launched: int = 0
+
+
+class _Rank:
+    """The streams of one rank."""
+
+    def __init__(self, rank: int, trace: Trace, p2p_by_group: bool, synchronises: bool) -> None:
+        self.synchronises = synchronises
+        self.streams: dict[Hashable, list[_Queued]] = defaultdict(list)
+        self.issued: list[tuple[Hashable, int]] = []
+        self.at: dict[Hashable, int] = defaultdict(int)
+        self.done: set[int] = set()
+        self.dispatched = 0
+        counts: dict[Hashable, int] = defaultdict(int)
+        launched = 0
+        for item in trace:
+            stream: Hashable = _COMPUTE
+            launched += isinstance(item, Launch)
+            queued = _Queued(item, len(self.streams[_COMPUTE]), launched=launched)
+            if isinstance(item, Launch):
+                queued.meets = communicator(item, rank)
+                queued.place = counts[queued.meets]
+                counts[queued.meets] += 1
+                stream = (item.group,) if p2p_by_group else queued.meets
+            self.issued.append((stream, len(self.streams[stream])))
+            self.streams[stream].append(queued)
+
+    def can_start(self, stream: Hashable) -> bool:
+        """Whether what the next entry of a stream waits for on this rank is done."""
+        queued = self.streams[stream][self.at[stream]]
+        if isinstance(queued.item, Wait):
+            return queued.item.number in self.done
+        if isinstance(queued.item, Kernel):
+            return not self.synchronises or len(self.done) >= queued.launched
+        return self.at[_COMPUTE] >= queued.after
+
+
+def stuck(
+    traces: Mapping[int, Trace], *, one_connection: bool = False, p2p_by_group: bool = False, synchronises: bool = False
+) -> list[str]:
+    """Runs the step; what its streams wait for in the end, by rank, empty where all of it ran.
+
+    Args:
+        traces: by rank.
+        one_connection: CUDA_DEVICE_MAX_CONNECTIONS=1: all streams of a device share a hardware queue, so that nothing
+            starts before everything that was launched before it has started.
+        p2p_by_group: all p2p of a group shares its communicator and stream, as torch has it where init_process_group
+            got a device_id.
+        synchronises: every kernel waits for all that was launched before it, as CUDA may demand where it loads a kernel
+            at its first use or the allocator gives memory back.
+    """
+    ranks = {rank: _Rank(rank, trace, p2p_by_group, synchronises) for rank, trace in traces.items()}
+    running: dict[tuple[Hashable, ...], set[int]] = defaultdict(set)
+    moved = True
+    while moved:
+        moved = False
+        for number, rank in ranks.items():
+            moved |= _start(number, rank, running, one_connection)
+        for rank in ranks.values():
+            moved |= _complete(rank, running)
+    left = []
+    for number, rank in ranks.items():
+        heads = [queue[rank.at[name]].item for name, queue in rank.streams.items() if rank.at[name] < len(queue)]
+        left += [f"rank {number}: {item}" for item in heads]
+    return left
+
+
+def _start(number: int, rank: _Rank, running: dict[tuple[Hashable, ...], set[int]], one_connection: bool) -> bool:
+    """Starts what can start; kernels and waits of the compute stream end at once."""
+    moved = False
+    if one_connection:
+        while rank.dispatched < len(rank.issued):
+            stream, place = rank.issued[rank.dispatched]
+            if rank.at[stream] != place or not rank.can_start(stream):
+                break
+            _begin(number, rank, stream, running)
+            rank.dispatched += 1
+            moved = True
+        return moved
+    for stream, queue in rank.streams.items():
+        while rank.at[stream] < len(queue) and rank.can_start(stream):
+            if stream != _COMPUTE and number in running[_meeting(queue[rank.at[stream]])]:
+                break
+            _begin(number, rank, stream, running)
+            moved = True
+    return moved
+
+
+def _begin(number: int, rank: _Rank, stream: Hashable, running: dict[tuple[Hashable, ...], set[int]]) -> None:
+    if stream == _COMPUTE:
+        rank.at[stream] += 1
+    else:
+        running[_meeting(rank.streams[stream][rank.at[stream]])].add(number)
+
+
+def _meeting(queued: _Queued) -> tuple[Hashable, ...]:
+    return *queued.meets, "number", queued.place
+
+
+def _complete(rank: _Rank, running: dict[tuple[Hashable, ...], set[int]]) -> bool:
+    """Ends communication that runs on all ranks it needs."""
+    moved = False
+    for stream, queue in rank.streams.items():
+        if stream == _COMPUTE or rank.at[stream] >= len(queue):
+            continue
+        queued = queue[rank.at[stream]]
+        launch = queued.item
+        assert isinstance(launch, Launch)
+        needed = len(launch.ranks) if launch.peer is None else 2
+        if len(running[_meeting(queued)]) == needed:
+            rank.done.add(launch.number)
+            rank.at[stream] += 1
+            moved = True
+    return moved
