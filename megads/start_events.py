@@ -12,7 +12,7 @@ from megads.data.packed import PackedSamples
 from megads.data.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.frozen_config import config_digest
-from megads.ops.choice import Choice
+from megads.ops.choice import Kernels
 from megads.plan.parameters import parameter_count
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter
@@ -22,7 +22,7 @@ def record_start(
     config: RootConfig,
     engine: TrainEngine,
     device: torch.device,
-    ops: Choice,
+    ops: Kernels,
     state: TrainState,
     events: EventWriter,
 ) -> None:

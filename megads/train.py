@@ -27,15 +27,16 @@ from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.skip import require_same_past, skips_of
 from megads.data.unigram import unigram_entropy
-from megads.engine.attention_kind import record_attention, settle_attention
+from megads.engine.autotune import record_tuning, settle_attention, settle_operators
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
+from megads.engine.operator_trials import OperatorWork
 from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest, config_of_start
 from megads.model.attention_kinds import AttentionKind
-from megads.ops.choice import Choice, load
+from megads.ops.choice import Kernels, load
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
@@ -88,9 +89,10 @@ def train(config: RootConfig, run_dir: Path) -> int:
         step_lines = metrics_hook(config, environment, device, metrics, control)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
-        work = attention_work(config, cuda=device.type == "cuda", fused=ops.fused)
+        work = attention_work(config, cuda=device.type == "cuda", fused=ops.loaded)
         attention = settle_attention(config.model, work, grid, device, run_dir)
-        record_attention(events, attention)
+        ops, operators = settle_operators(ops, operator_work(config), attention.kind, grid, device, run_dir)
+        record_tuning(events, attention, operators)
         engine = build_engine(config, grid, device, ops, attention.kind)
         state = TrainState()
         resume(config, run_dir, engine, state, events)
@@ -177,21 +179,34 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def load_ops(config: RootConfig, device: torch.device, control: ControlPlane) -> Choice:
+def load_ops(config: RootConfig, device: torch.device, control: ControlPlane) -> Kernels:
     """Loads the kernels that this run takes; all ranks take the same, or replicas would drift apart.
 
     Raises:
         ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
     """
-    choice = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
+    kernels = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
     control.require_equal(
-        "what ops.impl stands for", choice.text, "install a C++ compiler everywhere, or use ops.impl=torch"
+        "what ops.impl stands for", kernels.text, "install a C++ compiler everywhere, or use ops.impl=torch"
     )
-    return choice
+    return kernels
+
+
+def operator_work(config: RootConfig) -> OperatorWork:
+    """What a rank asks of its operators."""
+    return OperatorWork(
+        config.model,
+        config.parallel,
+        seq_len=config.train.seq_len,
+        micro_batch_size=config.train.micro_batch_size,
+        dtype=weight_dtype(config.train.precision),
+        loss_chunk=config.ops.loss_chunk,
+        deterministic=config.train.deterministic,
+    )
 
 
 def build_engine(
-    config: RootConfig, grid: ParallelGrid, device: torch.device, ops: Choice, attention: AttentionKind
+    config: RootConfig, grid: ParallelGrid, device: torch.device, ops: Kernels, attention: AttentionKind
 ) -> TrainEngine:
     """The engine with its initial weights."""
     return build_train_engine(

@@ -26,7 +26,7 @@ from megads.config import RootConfig, batch_size_schedule, check_attention, chec
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
 from megads.model.config import ModelConfig
-from megads.ops.choice import Choice, choose, prepare
+from megads.ops.choice import Kernels, choose, prepare
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
 from megads.runtime.console import Console
@@ -145,9 +145,9 @@ def _start(config: RootConfig, placement: Placement | None, lease: Lease, consol
     return Attempts(config, spec, placement, lease).run(console)
 
 
-def say_ops(choice: Choice, console: Console) -> None:
+def say_ops(kernels: Kernels, console: Console) -> None:
     """Says which kernels will compute; a missing compiler is worth a warning, as it costs speed."""
-    console.say(choice.text, "warning" if choice.reason else "info")
+    console.say(kernels.text, "warning" if kernels.reason else "info")
 
 
 def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
@@ -175,7 +175,7 @@ def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation
         require_data(config)
 
 
-def chosen_kernels(config: RootConfig, machine: Machine) -> Choice:
+def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
     """Returns which implementation of the operators would run.
 
     Args:

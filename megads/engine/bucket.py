@@ -49,7 +49,7 @@ class Bucket:
             sharded: True gives each of them a slice of the bucket (ZeRO-1), False all of it to all (ZeRO-0).
             also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
                 ranks that each saw a part of the sequence.
-            fused: take megads' own kernels.
+            fused: take megads' own kernel for sums of squares.
             apex: take NVIDIA apex' on GPUs.
         """
         self.layout, self.copies, self._also_over = layout, copies, also_over

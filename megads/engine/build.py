@@ -9,7 +9,7 @@ from megads.engine.sharded_training import ShardedTrainEngine
 from megads.engine.training import PipelineTrainEngine
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
-from megads.ops.choice import TORCH, Choice
+from megads.ops.choice import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
 from megads.parallel.grid import ParallelGrid
@@ -26,7 +26,7 @@ def build_train_engine(
     seed: int,
     device: torch.device,
     value: InitialValue | None = None,
-    ops: Choice = TORCH,
+    ops: Kernels = TORCH,
 ) -> TrainEngine:
     """The engine of a layout, with its initial weights; collective over the world.
 

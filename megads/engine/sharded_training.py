@@ -22,7 +22,7 @@ from megads.engine.whole_model import WholeModel
 from megads.engine.zero_state import AdamState, Piece, local_shape
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
-from megads.ops.choice import TORCH, Choice
+from megads.ops.choice import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
@@ -47,7 +47,7 @@ class ShardedTrainEngine:
         seed: int,
         device: torch.device,
         value: InitialValue | None = None,
-        ops: Choice = TORCH,
+        ops: Kernels = TORCH,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid

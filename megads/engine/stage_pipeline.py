@@ -26,11 +26,10 @@ from megads.model.stages import (
     StageSpec,
     is_block,
     stage_specs,
-    use_apex,
     use_kernels,
 )
-from megads.ops.choice import TORCH, Choice
-from megads.ops.config import Compile
+from megads.ops.choice import TORCH, Kernels
+from megads.ops.config import Compile, Op
 from megads.parallel.compile import compile_blocks
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
@@ -52,7 +51,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         *,
         tied: bool,
         parallel: ParallelConfig,
-        ops: Choice,
+        ops: Kernels,
     ) -> None:
         super().__init__(nn.Module)
         self.spec, self.grid, self.value, self.device = spec, grid, value, device
@@ -65,10 +64,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         """This rank's share of the stage, its parameters' `placement` attribute set."""
         with torch.device("meta"):
             stage = self.spec.build()
-        if self.ops.fused:
-            use_kernels(stage)
-        if self.ops.apex:
-            use_apex(stage)
+        use_kernels(stage, self.ops)
         stage, placements = shard_stage(
             stage,
             self.spec.name,
@@ -76,7 +72,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
             self.grid.tp,
             sequence_parallel=self.parallel.sequence_parallel,
             chunks=self.parallel.tp_chunks,
-            fused=self.ops.fused,
+            fused=self.ops.fused(Op.linear),
         )
         gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
@@ -180,7 +176,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         value: InitialValue,
         device: torch.device,
         loss: TokenMeanLoss,
-        ops: Choice = TORCH,
+        ops: Kernels = TORCH,
     ) -> None:
         specs = stage_specs(model, seed)
         tied = model.tie_embeddings
@@ -190,7 +186,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = tied, model.hidden_size
         self.grid, self.parallel, self.ops = grid, parallel, ops
-        self.gradients_in_place = ops.fused and device.type == "cpu"
+        self.gradients_in_place = ops.fused(Op.linear) and device.type == "cpu"
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops) for spec in specs],
             topology=GridTopology(parallel),

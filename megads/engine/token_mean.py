@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.ops.choice import TORCH, Choice
+from megads.ops.choice import TORCH, Kernels
+from megads.ops.config import Op
 from megads.ops.eligible import kernel_takes
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
@@ -30,14 +31,14 @@ class TokenMeanLoss:
         ops: whose operators compute, and how many tokens at a time.
     """
 
-    def __init__(self, vocab_size: int, grid: ParallelGrid, ops: Choice = TORCH) -> None:
+    def __init__(self, vocab_size: int, grid: ParallelGrid, ops: Kernels = TORCH) -> None:
         self.vocab_size, self.grid, self.ops = vocab_size, grid, ops
         self.scale = torch.ones((), dtype=torch.float64)
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
-        if self.ops.fused and kernel_takes(logits_bsr, gpu=True):
+        if self.ops.fused(Op.cross_entropy) and kernel_takes(logits_bsr, gpu=True):
             return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
         losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
         return (losses_bs * mask_bs).sum() * self.scale
@@ -52,11 +53,12 @@ class TokenMeanLoss:
             targets: labels and mask, [b, s].
         """
         labels_bs, mask_bs = targets
+        fused = self.ops.fused(Op.cross_entropy)
         tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
         chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.ops.loss_chunk)
         if chunk >= tokens:
             return self(head(hidden_bth, info), targets)
-        loss: Tensor = head(hidden_bth, info, Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk))
+        loss: Tensor = head(hidden_bth, info, Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, fused))
         return loss
 
 

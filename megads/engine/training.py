@@ -21,7 +21,7 @@ from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, initial_value
-from megads.ops.choice import TORCH, Choice
+from megads.ops.choice import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
@@ -62,7 +62,7 @@ class PipelineTrainEngine:
         seed: int,
         device: torch.device,
         value: InitialValue | None = None,
-        ops: Choice = TORCH,
+        ops: Kernels = TORCH,
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
@@ -71,7 +71,7 @@ class PipelineTrainEngine:
         module = StagePipeline(model, parallel, grid, seed, value, device, self._loss, ops)
 
         def optimizer(stages: StagePipeline) -> BucketAdamW:
-            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, ops.optimizer)
+            return BucketAdamW(stages.trained_parameters(), optim, parallel, grid, ops)
 
         # DeepSpeed may force a garbage collection while it builds: half a second each over all that has been imported
         # by now, which lives as long as the process anyway.

@@ -13,7 +13,7 @@ from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
-from megads.ops.choice import TORCH, Choice
+from megads.ops.choice import TORCH, Kernels
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 
@@ -46,7 +46,7 @@ class WholeModel(nn.Module):
         precision: torch.dtype,
         loss: TokenMeanLoss,
         shard: Callable[[nn.Module], None] | None = None,
-        ops: Choice = TORCH,
+        ops: Kernels = TORCH,
     ) -> None:
         super().__init__()
         self.loss = loss

@@ -8,35 +8,40 @@ Shape suffixes: b = batch, s = query, t = key, n = heads, m = heads of keys and 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
-import logging
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import megads
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, why_not
 from megads.model.config import ModelConfig
-from megads.ops.attention_trial import Attend, Outcome, Problem, compare, examine, quickest
+from megads.ops.attention_trial import Attend, AttentionTrial, Problem
+from megads.ops.autotune import (
+    Outcome,
+    cache_file,
+    cache_key,
+    compare,
+    device_name,
+    examine,
+    fastest,
+    read_cached,
+    write_cached,
+)
 from megads.ops.config import Implementation
-from megads.ops.library import loaded_kernels
-from megads.runtime.environment import user_cache_dir
 
 TRIED = (
     *(AttentionKind.sdpa, AttentionKind.cudnn, AttentionKind.flash),
     *(AttentionKind.flex, AttentionKind.augmented, AttentionKind.fused_softmax),
 )
+FOLDER = "attention"
+"""Of the user's cache."""
 MOST_KEPT = 1.5
 """Times the memory of sdpa's inputs and output."""
 DOCUMENTS_OF_A_SAMPLE = 4
@@ -120,13 +125,12 @@ def choose_attention(
     known = earlier(key)
     if known is not None:
         return replace(known, source="as at the run's earlier start")
-    file = cache_file(key)
-    cached = _read(file)
-    if cached is not None and cached.key == key:
+    cached = _read(key)
+    if cached is not None:
         return replace(cached, source="measured before")
     choice = measure(model, work, device, TRIED, places_s=places_s, rounds=rounds)
     choice = replace(choice, key=key)
-    _write(file, choice)
+    write_cached(cache_file(FOLDER, key), choice.to_dict())
     return choice
 
 
@@ -147,11 +151,11 @@ def measure(
     problem, info = trial_problem(model, work, device, places_s)
     reasons = {kind: why_not(kind, work) for kind in kinds}
     ways = {kind.value: _way(model, work, kind, info) for kind, reason in reasons.items() if not reason}
-    tried = compare(ways, problem, rounds)
+    tried = compare(ways, AttentionTrial(problem), rounds)
     inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
     outcomes = {kind.value: tried.get(kind.value, Outcome(reasons[kind])) for kind in kinds}
     outcomes = within_plan(outcomes, inputs)
-    best = quickest(outcomes)
+    best = fastest(outcomes)
     if best is None:
         found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
         raise ConfigError(f"model.attention = auto finds nothing that computes attention here: {found}")
@@ -182,10 +186,10 @@ def _asked_for(
     """What the user asked for, if it runs; a large error is told, not refused."""
     kind = model.attention
     problem, info = trial_problem(model, work, device, places_s)
-    found = examine(_way(model, work, kind, info), problem)
+    found = examine(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
     if found.error is None:
         raise ConfigError(
-            f"model.attention = {kind} does not run on {_device_name(device)} with this model's shapes "
+            f"model.attention = {kind} does not run on {device_name(device)} with this model's shapes "
             f"({found.reason}): use model.attention=auto"
         )
     return AttentionChoice(kind, "asked for", outcomes={kind.value: found})
@@ -245,7 +249,7 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
 
     def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
         if core.taken(q_bnsd) is not kind:
-            raise RuntimeError(f"there is no kernel for {q_bnsd.dtype} on {_device_name(q_bnsd.device)}")
+            raise RuntimeError(f"there is no kernel for {q_bnsd.dtype} on {device_name(q_bnsd.device)}")
         out_bnsd: Tensor = core(q_bnsd, k_bmtd, v_bmtd, info)
         return out_bnsd
 
@@ -253,26 +257,8 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
 
 
 def choice_key(work: AttentionWork, device: torch.device) -> str:
-    """Sixteen hex digits of all that a choice depends on: device, software, and the work."""
-    parts = {
-        "device": _device_name(device),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        FLASH_PACKAGE: _version(FLASH_PACKAGE),
-        "megads": megads.__version__,
-        "kernels": loaded_kernels(),
-        "work": {name: str(value) for name, value in asdict(work).items()},
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cache_file(key: str) -> Path:
-    """Where the choice of this key is kept."""
-    return user_cache_dir() / "attention" / f"{key}.json"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """Of all that a choice depends on: device, software, and the work."""
+    return cache_key(device, {FLASH_PACKAGE: _version(FLASH_PACKAGE), **asdict(work)})
 
 
 def _version(package: str) -> str:
@@ -282,20 +268,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _read(file: Path) -> AttentionChoice | None:
-    """None where there is no file, or not a whole one: it is measured anew and written over."""
+def _read(key: str) -> AttentionChoice | None:
+    """None where nothing whole is kept under this key: it is measured anew and written over."""
     try:
-        return AttentionChoice.from_dict(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        choice = AttentionChoice.from_dict(read_cached(cache_file(FOLDER, key)))
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _write(file: Path, choice: AttentionChoice) -> None:
-    """Writes the file whole or not at all; a cache that cannot be written costs the next start its measurement."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as partial:
-            partial.write(json.dumps(choice.to_dict(), indent=1) + "\n")
-        Path(partial.name).replace(file)
-    except OSError as error:
-        logging.getLogger(__name__).warning("the choice of attention is not kept: %s", error)
+    return choice if choice.key == key else None

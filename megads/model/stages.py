@@ -6,7 +6,7 @@ Shape suffixes: b = batch, s = sequence, h = hidden size, v = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
+from megads.ops.choice import FUSED, Kernels
+from megads.ops.config import Implementation, Op
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.swiglu import swiglu
@@ -27,12 +29,13 @@ class Norm(nn.Module):
 
     Attributes:
         fused: take megads' own kernel for it.
+        fused_sum: take megads' own kernel for the norm of a sum.
         apex: take NVIDIA apex'.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.fused = self.apex = False
+        self.fused = self.fused_sum = self.apex = False
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
         self.centred = config.norm is NormKind.layernorm
@@ -48,9 +51,9 @@ class Norm(nn.Module):
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; the kernel makes both in one pass."""
         if not self.centred:
-            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused, apex=self.apex)
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused_sum, apex=self.apex)
         weight, bias = self.weight, self.bias
-        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.fused, apex=self.apex)
+        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.fused_sum, apex=self.apex)
 
 
 class Embedding(nn.Module):
@@ -269,22 +272,33 @@ class StageSpec:
     build: Callable[[], nn.Module]
 
 
+_OPS: Mapping[type[nn.Module], Op] = {
+    Attention: Op.rotary,
+    AttentionCore: Op.attention,
+    Dropout: Op.dropout,
+    MLP: Op.gelu,
+    GatedMLP: Op.swiglu,
+    Norm: Op.norm,
+}
+"""The operator that a module's `fused` is about."""
 EMBEDDING, HEAD = "embedding", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
-def use_kernels(stage: nn.Module) -> None:
-    """Makes a stage, or a whole model, take megads' own kernels, which `megads.ops.library.load_library` has loaded."""
-    for module in stage.modules():
-        if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
-            module.fused = True
+def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
+    """Makes a stage, or a whole model, compute each operator as it says.
 
-
-def use_apex(stage: nn.Module) -> None:
-    """Makes a stage, or a whole model, take NVIDIA apex' norms, which `megads.ops.choice.load` has let pass."""
+    Args:
+        stage: with modules that take torch's operators.
+        kernels: what `megads.ops.choice.load` has loaded.
+    """
     for module in stage.modules():
+        for kind, op in _OPS.items():
+            if isinstance(module, kind):
+                module.fused = kernels.fused(op)  # type: ignore[assignment]
         if isinstance(module, Norm):
-            module.apex = True
+            module.fused_sum = kernels.fused(Op.add_norm)
+            module.apex = kernels.model is Implementation.apex
 
 
 def is_block(name: str) -> bool:

@@ -10,21 +10,23 @@ from megads.ops import build_cuda
 from megads.ops.apex import load_apex, require_apex
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.compiler import require_compiler
-from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.ops.config import OPTIMIZER_OPS, Compile, Implementation, Op, OpsConfig
 
 Prepare = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The implementations that a run uses: fused, torch or apex each, never auto.
+class Kernels:
+    """Which implementation computes each operator of a run.
 
     Attributes:
-        model: of the model's operators and the loss.
-        optimizer: of gradient norms and AdamW.
+        model: of the model's operators and the loss: fused, torch, apex, or auto, which is `tuned`.
+        optimizer: of gradient norms and AdamW, likewise.
         reason: why not others; empty where nothing had to be decided.
         compiled: what torch.compile compiles.
         loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
+        tuned: under auto the operators that megads' kernels compute, as measured on the GPU (`megads.engine.autotune`);
+            torch computes the others. None: not measured yet.
     """
 
     model: Implementation
@@ -32,29 +34,40 @@ class Choice:
     reason: str = ""
     compiled: Compile = Compile.none
     loss_chunk: int | None = None
+    tuned: frozenset[Op] | None = None
+
+    def fused(self, op: Op) -> bool:
+        """Whether megads' kernel computes this operator."""
+        impl = self.optimizer if op in OPTIMIZER_OPS else self.model
+        return impl is Implementation.fused or (impl is Implementation.auto and op in (self.tuned or ()))
 
     @property
-    def fused(self) -> bool:
-        """The model takes megads' own kernels."""
-        return self.model is Implementation.fused
-
-    @property
-    def apex(self) -> bool:
-        """The model takes apex' norms."""
-        return self.model is Implementation.apex
+    def loaded(self) -> bool:
+        """Megads' kernels are in this process, whether the model takes them or only tries them."""
+        return self.model in (Implementation.fused, Implementation.auto)
 
     @property
     def text(self) -> str:
         """For the console and the event."""
         apart = f", optim.impl: {self.optimizer}" if self.optimizer is not self.model else ""
-        return f"ops.impl: {self.model}{apart}{f' ({self.reason})' if self.reason else ''}"
+        model = str(self.model)
+        if Implementation.auto in (self.model, self.optimizer):
+            model += " (each operator is measured on the GPU)" if self.tuned is None else f" ({self._tuned_text})"
+        return f"ops.impl: {model}{apart}{f' ({self.reason})' if self.reason else ''}"
+
+    @property
+    def _tuned_text(self) -> str:
+        names = ", ".join(op for op in Op if self.fused(op))
+        return f"megads' kernels: {names}; torch's: the others" if names else "torch's operators"
 
 
-TORCH = Choice(Implementation.torch, Implementation.torch)
+TORCH = Kernels(Implementation.torch, Implementation.torch)
 """Torch's operators as they are."""
+FUSED = Kernels(Implementation.fused, Implementation.fused)
+"""Megads' kernels wherever there is one."""
 
 
-def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Choice:
+def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Kernels:
     """What would run here; compiles and loads nothing.
 
     Args:
@@ -70,7 +83,7 @@ def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Impleme
 
 def prepare(
     config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
-) -> Choice:
+) -> Kernels:
     """The same, and compiles the kernels where they are needed and missing.
 
     Args:
@@ -87,7 +100,7 @@ def prepare(
 
 def load(
     config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
-) -> Choice:
+) -> Kernels:
     """The same, and loads the kernels into this process: a rank's.
 
     Args:
@@ -111,7 +124,10 @@ def load(
 
 
 def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
-    """Whether memory goes by megads' own kernels. Apex' norms keep what torch's keep, and need not be here for a plan.
+    """Whether memory goes by megads' own kernels; under auto on GPUs it goes by torch's operators.
+
+    Autotuning leaves out kernels that keep more than torch's. Apex' norms keep what torch's keep, and need not be here
+    for a plan.
 
     Args:
         config: what the user asked for.
@@ -120,7 +136,7 @@ def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
     Raises:
         ConfigError: fused was asked for and cannot be had.
     """
-    return config.impl is not Implementation.apex and choose(config, cuda=cuda).fused
+    return config.impl is not Implementation.apex and choose(config, cuda=cuda).model is Implementation.fused
 
 
 def _nothing(_key: str) -> None:
@@ -129,13 +145,13 @@ def _nothing(_key: str) -> None:
 
 def _choose(
     config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
-) -> Choice:
+) -> Kernels:
     require_compiler(config.compile, cuda=cuda)
     model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
     own = model
     if optimizer is not Implementation.auto:
         own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
-    return Choice(model, own, reason, config.compile, config.loss_chunk)
+    return Kernels(model, own, reason, config.compile, config.loss_chunk)
 
 
 def _take(
@@ -148,13 +164,11 @@ def _take(
         require_apex(key, cuda=cuda)
         get_apex(key)
         return impl, ""
-    if cuda and impl is Implementation.auto:
-        # They are proven on a CPU only, lane by lane: nobody is to train with them unawares.
-        return Implementation.torch, "the CUDA kernels have not run on a GPU yet; ops.impl=fused takes them"
     try:
         get()
     except KernelsUnavailable as error:
         if impl is Implementation.fused:
             raise ConfigError(f"{key} = fused cannot run: {error}; or use {key}=auto, which does without") from None
         return Implementation.torch, str(error)
-    return Implementation.fused, ""
+    # Which of them are exact and faster than torch's on this GPU is measured before training.
+    return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""

@@ -22,6 +22,28 @@ class Implementation(StrEnum):
     apex = "apex"
 
 
+class Op(StrEnum):
+    """An operator, or a family of operators, of which megads has kernels."""
+
+    attention = "attention"
+    """The whole of attention (on CPUs), and the masked softmax."""
+    linear = "linear"
+    """Matrix products (on CPUs)."""
+    norm = "norm"
+    add_norm = "add_norm"
+    gelu = "gelu"
+    swiglu = "swiglu"
+    rotary = "rotary"
+    dropout = "dropout"
+    cross_entropy = "cross_entropy"
+    square_sums = "square_sums"
+    adamw = "adamw"
+
+
+OPTIMIZER_OPS = frozenset({Op.square_sums, Op.adamw})
+"""Those that optim.impl decides; ops.impl decides the others."""
+
+
 class Compile(StrEnum):
     """What torch.compile compiles.
 
@@ -43,9 +65,10 @@ class OpsConfig:
     """How operators are computed; what they compute is the same."""
 
     impl: Implementation = Implementation.auto
-    """fused: megads' own kernels, compiled once for this machine and kept in the user's cache. torch: torch's
-    operators. auto: fused where it can be had (a CPU, a C++ compiler, torch >= 2.10), else torch, and says so; torch on
-    GPUs, where fused asks nvcc for kernels that have not run on one yet (docs/kernels.md). apex: NVIDIA apex' norms, on
+    """fused: megads' own kernels, compiled once for this machine and kept in the user's cache (a C++ compiler, torch
+    >= 2.10; on GPUs nvcc, too). torch: torch's operators. auto: on a CPU fused where it can be had, else torch, and
+    says so; on GPUs each kernel is checked against fp64 and timed beside torch's operator before training, on the
+    run's shapes, and the faster one is taken, operator by operator (docs/kernels.md). apex: NVIDIA apex' norms, on
     GPUs, where its compiled extensions are installed; everything else is torch's then."""
     compile: Compile = Compile.none
     """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the

@@ -22,6 +22,7 @@ from megads.ops import (
     swiglu,
 )
 from megads.ops.build import LIBRARY, KernelsUnavailable
+from megads.ops.build_cuda import LIBRARY as CUDA_LIBRARY
 
 OPERATORS = (
     *(adamw, attention, bias_gelu, cross_entropy, dropout, gelu),
@@ -65,6 +66,7 @@ def _load(path: Path) -> None:
 
 
 def loaded_kernels() -> str:
-    """Returns which build of the kernels this process has loaded, or "torch" for none."""
+    """Returns which builds of the kernels this process has loaded, the CPU's first, or "torch" for none."""
     paths = [Path(path) for path in torch.ops.loaded_libraries]
-    return next((path.parent.name for path in paths if path.name == LIBRARY), "torch")
+    builds = [path.parent.name for name in (LIBRARY, CUDA_LIBRARY) for path in paths if path.name == name]
+    return "+".join(builds) or "torch"

@@ -53,12 +53,14 @@ class Targets:
         weights_bs: fp32 or fp64, the gradient of the result with respect to each token's loss; has none itself.
         vocab_size: true size of the vocabulary.
         chunk: tokens whose logits are in memory at a time.
+        fused: the loss by megads' own kernel.
     """
 
     labels_bs: Tensor
     weights_bs: Tensor
     vocab_size: int
     chunk: int
+    fused: bool = False
 
     @property
     def parts(self) -> list[slice]:
@@ -119,7 +121,7 @@ def _chunked(
     x_mh, fused = x_bsh.flatten(0, 1), region.fused
     labels_m, weights_m = targets.labels_bs.flatten(), targets.weights_bs.flatten()
     grad_mh = torch.empty_like(x_mh) if sums is not None else x_mh
-    in_kernel = fused and kernel_takes(x_mh, gpu=True)
+    in_kernel = targets.fused and kernel_takes(x_mh, gpu=True)
     room_cr = x_mh.new_empty(targets.chunk, weight.shape[0])
     loss = torch.zeros((), dtype=torch.float64, device=x_mh.device)
     leaving: list[dist.Work] = []

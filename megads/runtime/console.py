@@ -17,7 +17,7 @@ from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.tail import Tail
 
 _LEVELS = ("debug", "info", "warning", "error")
-_OPENING_EVENTS = ("launch", "attention", "resume", "start")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "start")
 # The launcher says these itself, on standard error.
 _SAID_ELSEWHERE = ("failure",)
 _STEP_TIME_MEMORY = 0.9

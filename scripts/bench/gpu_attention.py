@@ -20,7 +20,8 @@ from megads.errors import ConfigError
 from megads.model.attention_choice import TRIED, measure, trial_problem
 from megads.model.attention_kinds import AttentionKind, AttentionWork
 from megads.model.config import ModelConfig
-from megads.ops.attention_trial import Outcome, compare, plain_attention
+from megads.ops.attention_trial import AttentionTrial, plain_attention
+from megads.ops.autotune import Outcome, compare
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
 from megads.runtime.deterministic import make_deterministic
@@ -83,7 +84,7 @@ def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> Outcome:
     def attend(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
         return plain_attention(q_bnsd, k_bnsd, v_bnsd, problem.slopes_n)
 
-    return compare({FORMULA: attend}, problem, rounds)[FORMULA]
+    return compare({FORMULA: attend}, AttentionTrial(problem), rounds)[FORMULA]
 
 
 def line_of(name: str, shape: Shape, found: Outcome) -> Line:

@@ -20,7 +20,7 @@ from megads.model.attention import AttentionCore
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.build import build
-from megads.ops.choice import Choice
+from megads.ops.choice import Kernels
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.library import load_library
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
@@ -138,7 +138,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
         seed=scenario.seed,
         device=gpu.device,
         value=parity.initial_weights(scenario),
-        ops=Choice(scenario.ops.impl, scenario.ops.impl, loss_chunk=scenario.ops.loss_chunk),
+        ops=Kernels(scenario.ops.impl, scenario.ops.impl, loss_chunk=scenario.ops.loss_chunk),
     )
     batches = [step_batches(scenario, step, grid.dp.rank, grid.dp.size) for step in range(3)]
     engine.step(batches[0], scenario.lr)

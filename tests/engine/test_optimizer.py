@@ -23,7 +23,7 @@ from megads.engine.bucket import Bucket
 from megads.engine.build import build_train_engine
 from megads.engine.interface import TrainEngine
 from megads.engine.optimizer import CLIP_EPSILON, BucketAdamW, NamedParameter, clip_factor
-from megads.ops.choice import Choice, load
+from megads.ops.choice import Kernels, load
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
@@ -173,7 +173,7 @@ def _engine_by(impl: Implementation) -> TrainEngine:
     return build_train_engine(
         UNTIED.model, parallel, UNTIED.optim, build_grid(parallel, 0, 1), precision=UNTIED.dtype,
         micro_batch_size=UNTIED.micro_batch_size, seed=UNTIED.seed, device=torch.device("cpu"),
-        value=parity.initial_weights(UNTIED), ops=Choice(Implementation.torch, impl),
+        value=parity.initial_weights(UNTIED), ops=Kernels(Implementation.torch, impl),
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ import torch
 
 from megads.errors import ConfigError
 from megads.model.attention_choice import (
+    FOLDER,
     AttentionChoice,
-    cache_file,
     choice_key,
     choose_attention,
     measure,
@@ -24,7 +24,8 @@ from megads.model.attention_choice import (
 )
 from megads.model.attention_kinds import AttentionKind, AttentionWork
 from megads.model.config import ModelConfig, Position
-from megads.ops.attention_trial import Outcome, plain_attention, quickest
+from megads.ops.attention_trial import plain_attention
+from megads.ops.autotune import Outcome, cache_file, fastest
 from megads.ops.config import Implementation
 from megads.parallel.context import held_places
 
@@ -59,7 +60,7 @@ def test_measured_once_then_remembered() -> None:
     assert again == replace(first, source="measured before")
     longer = work_of(MODEL, seq_len=64)
     assert choice_key(longer, CPU) != first.key
-    file = cache_file(first.key)
+    file = cache_file(FOLDER, first.key)
     file.write_text(file.read_text()[:-40])
     assert choose_attention(MODEL, work, CPU, rounds=1).source == "measured"
     file.unlink()
@@ -119,7 +120,10 @@ def test_what_was_asked_for_must_run() -> None:
         measure(MODEL, work, CPU, (AttentionKind.flex,))
     for model in (MODEL, asked):
         untried = choose_attention(model, replace(work, cuda=False), CPU)
-        assert untried == AttentionChoice(model.attention, "nothing is measured") and not cache_file("").parent.exists()
+        assert (
+            untried == AttentionChoice(model.attention, "nothing is measured")
+            and not cache_file(FOLDER, "").parent.exists()
+        )
 
 
 def test_memory_beyond_the_plan() -> None:
@@ -131,7 +135,7 @@ def test_memory_beyond_the_plan() -> None:
         "flex": Outcome(reason="too old"),
     }
     judged = within_plan(found, inputs=300)
-    assert "by which the run is planned" in judged["fused_softmax"].reason and quickest(judged) == "augmented"
+    assert "by which the run is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
     assert {name: judged[name] for name in ("sdpa", "augmented", "flex")} == {
         name: found[name] for name in ("sdpa", "augmented", "flex")
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megads.errors import ConfigError
 from megads.ops.apex import EXTENSIONS, ApexState, find_apex, load_apex, require_apex
-from megads.ops.choice import Choice, choose, plans_fused
+from megads.ops.choice import Kernels, choose, plans_fused
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.square_sums import square_sums
@@ -122,10 +122,10 @@ def test_present(install: Install) -> None:
     install("0.1", *EXTENSIONS)
     assert find_apex().state is ApexState.present
     apex, torch_ = Implementation.apex, Implementation.torch
-    assert choose(APEX, cuda=True) == Choice(apex, apex)
+    assert choose(APEX, cuda=True) == Kernels(apex, apex)
     apart = choose(OpsConfig(torch_), cuda=True, optimizer=apex)
-    assert (apart.fused, apart.apex, apart.text) == (False, False, "ops.impl: torch, optim.impl: apex")
-    assert choose(APEX, cuda=True, optimizer=torch_) == Choice(apex, torch_)
+    assert (apart.loaded, apart.text) == (False, "ops.impl: torch, optim.impl: apex")
+    assert choose(APEX, cuda=True, optimizer=torch_) == Kernels(apex, torch_)
     message = refusal(cuda=False)
     assert "GPUs only, and this run is on CPUs" in message and "NVIDIA's apex 0.1 with amp_C" in message
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.errors import ConfigError
 from megads.ops import attention_trial
 from megads.ops.attention import attention
-from megads.ops.attention_trial import Outcome, Problem, compare, examine, plain_attention, quickest, tried_queries
+from megads.ops.attention_trial import AttentionTrial, Problem, plain_attention, tried_queries
+from megads.ops.autotune import Outcome, compare, examine, fastest
 from megads.ops.flex_attention import flex_attention, visible_blocks
 from tests.ops.test_attention import inputs
 
@@ -44,11 +44,11 @@ def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
             "across documents": plainly(problem, starts_bs=None),
             "plain": plainly(problem),
         },
-        problem,
+        AttentionTrial(problem),
         rounds=1,
     )
     timed = {name for name, found in outcomes.items() if found.time_ms is not None}
-    assert timed == {"kernel", "plain"} and quickest(outcomes) in timed
+    assert timed == {"kernel", "plain"} and fastest(outcomes) in timed
     assert outcomes["plain"].error == 1.0 and outcomes["plain"].repeats
     assert outcomes["flex"].reason.startswith("NotImplementedError: FlexAttention does not support backward on CPU")
     for name in ("of other heads", "across documents"):
@@ -66,7 +66,7 @@ def test_every_gradient_counts(wrong: int) -> None:
         ]  # the same value, another gradient
         return plainly(problem)(*scaled)
 
-    assert "times that of plain torch" in examine(attend, problem).reason
+    assert "times that of plain torch" in examine("tried", attend, AttentionTrial(problem)).reason
 
 
 def test_gradients_that_differ_from_run_to_run() -> None:
@@ -78,12 +78,12 @@ def test_gradients_that_differ_from_run_to_run() -> None:
         out = plainly(problem)(q, k, v)
         return out + torch.randn(out.shape, generator=generator) * 6e-8 * out.detach().abs()
 
-    found = examine(attend, problem)
+    found = examine("tried", attend, AttentionTrial(problem))
     assert not found.reason and not found.repeats
     steady = Outcome(error=1.0, repeats=True, time_ms=2.0)
-    assert quickest({"a": replace(found, time_ms=1.0), "b": steady}) == "b"
-    assert quickest({"a": replace(found, time_ms=1.0)}) == "a"
-    assert quickest({"a": Outcome(reason="too old")}) is None
+    assert fastest({"a": replace(found, time_ms=1.0), "b": steady}) == "b"
+    assert fastest({"a": replace(found, time_ms=1.0)}) == "a"
+    assert fastest({"a": Outcome(reason="too old")}) is None
 
 
 @pytest.mark.parametrize("name", ["early", "late"])
@@ -95,25 +95,11 @@ def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried_queries(problem).tolist()[::19] == [0, 149]
     changed = torch.zeros(2, 150, dtype=torch.int64)
     changed[1, 20 : 40 if name == "early" else None] = 10
-    assert not examine(plainly(problem), problem).reason
-    assert examine(plainly(problem, starts_bs=changed), problem).reason
+    assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason
+    assert examine("tried", plainly(problem, starts_bs=changed), AttentionTrial(problem)).reason
 
 
 def test_one_token() -> None:
     """Catches a division by the error of gradients that are nothing but rounding."""
     problem = Problem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
-    assert not examine(plainly(problem), problem).reason
-
-
-def test_a_device_that_is_left_unusable() -> None:
-    """Catches a kernel that breaks what comes after it and is not named: here memory that it shares with the problem is
-    gone when plain torch wants it."""
-    problem = replace(problem_of(), slopes_n=SLOPES.clone())
-    healthy = plainly(problem_of())
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        problem.slopes_n.resize_(0)
-        return healthy(q, k, v)
-
-    with pytest.raises(ConfigError, match=r"trial of model\.attention = broken left cpu unusable.*attention=sdpa"):
-        compare({"broken": attend}, problem)
+    assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from megads.errors import ConfigError
 from megads.ops import build as building
 from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.choice import Choice, choose, load, prepare
-from megads.ops.config import Implementation, OpsConfig
+from megads.ops.choice import Kernels, choose, load, plans_fused, prepare
+from megads.ops.config import Implementation, Op, OpsConfig
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
 TORCH = Implementation.torch
@@ -51,7 +53,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for decide in (choose, lambda config, cuda: prepare(config, print, cuda=cuda)):
         with pytest.raises(ConfigError, match=r"ops\.impl = fused .*CXX = no-such-compiler.*ops\.impl=auto"):
             decide(FUSED, cuda=False)
-        assert decide(AUTO, cuda=False) == Choice(
+        assert decide(AUTO, cuda=False) == Kernels(
             TORCH, TORCH, "there is no compiler CXX = no-such-compiler: correct or unset CXX"
         )
     monkeypatch.delenv("CXX")
@@ -80,13 +82,26 @@ def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPat
     assert len(found) == 2
 
 
-def test_on_gpus_torch_computes_unless_asked(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches CPU kernels chosen for tensors on a GPU, and a missing nvcc that is passed over in silence."""
-    assert not choose(AUTO, cuda=True).fused
+def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches kernels taken on a GPU before they were tried there, a missing nvcc that ends a run which can do without,
+    and one that is passed over in silence."""
+    if shutil.which("nvcc"):
+        untried = choose(AUTO, cuda=True)
+        assert untried == Kernels(AUTO.impl, AUTO.impl) and not any(untried.fused(op) for op in Op)
+        assert untried.text == "ops.impl: auto (each operator is measured on the GPU)" and not plans_fused(
+            AUTO, cuda=True
+        )
+        mixed = replace(choose(AUTO, cuda=True, optimizer=TORCH), tuned=frozenset({Op.norm, Op.adamw}))
+        assert [op for op in Op if mixed.fused(op)] == [Op.norm]
+        assert mixed.text.startswith("ops.impl: auto (megads' kernels: norm; torch's: the others), optim.impl: t")
+        for cached in (build_cuda.library_path, build_cuda.report_path):
+            cached.cache_clear()
     monkeypatch.setenv("CUDA_HOME", str(fresh))
+    without = choose(AUTO, cuda=True)
+    assert (without.model, without.optimizer) == (TORCH, TORCH) and "no nvcc in CUDA_HOME" in without.reason
     with pytest.raises(ConfigError, match=r"ops\.impl = fused .*no nvcc in CUDA_HOME"):
         choose(FUSED, cuda=True)
-    assert load(OpsConfig(Implementation.torch), print, cuda=False) == Choice(TORCH, TORCH)
+    assert load(OpsConfig(Implementation.torch), print, cuda=False) == Kernels(TORCH, TORCH)
 
 
 WEAK_BINDING = """

@@ -18,7 +18,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     config = OpsConfig(Implementation.torch, Compile.blocks)
     with pytest.raises(ConfigError, match=r"ops\.compile = blocks cannot run: there is no C\+\+ compiler"):
         choose(config, cuda=False)
-    assert not choose(OpsConfig(Implementation.torch), cuda=False).fused
+    assert not choose(OpsConfig(Implementation.torch), cuda=False).loaded
 
 
 def test_graphs_want_a_gpu() -> None:

@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(dtype: torch.dtype, fu
     x, weight, labels, weights = drawn(37)
     x, parameter = x.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype))
     region = Region(single_rank_grid().tp, fused=fused)
-    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk), region, None)
+    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk, fused), region, None)
     wanted, *gradients = expected(37, dtype)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(loss, wanted, rtol=min(tolerance, 2e-3), atol=0.0)
@@ -77,7 +77,7 @@ def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
     x, parameter = x.float().requires_grad_(), nn.Parameter(weight.float())
     sums, region = FlatSums(parameter), Region(single_rank_grid().tp, fused=fused)
     for number in (1, 2):
-        loss = head_loss(x, parameter, Targets(labels, weights, 37, 5), region, WeightGradients(sums))
+        loss = head_loss(x, parameter, Targets(labels, weights, 37, 5, fused), region, WeightGradients(sums))
         assert sums.finished == number - 1
         loss.backward()
         assert parameter.grad is None and sums.finished == number
@@ -133,7 +133,7 @@ def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
     x, labels = torch.randn(2, 64, 8), torch.randint(500, (2, 64))
     weight = nn.Parameter(torch.randn(500, 8))
     with _Largest() as seen, torch.set_grad_enabled(trains):
-        targets, region = Targets(labels, torch.ones(2, 64), 500, 16), Region(single_rank_grid().tp, fused=fused)
+        targets, region = Targets(labels, torch.ones(2, 64), 500, 16, fused), Region(single_rank_grid().tp, fused=fused)
         loss = head_loss(x.requires_grad_(trains), weight, targets, region, None)
         if trains:
             loss.backward()
@@ -163,7 +163,7 @@ def _over_ranks(vocab_size: int, dtype: str, sequence_parallel: bool, fused: boo
     x = x[:, axis.rank * share :][:, :share] if sequence_parallel else x
     x, parameter = x.to(getattr(torch, dtype)).requires_grad_(), nn.Parameter(own.to(getattr(torch, dtype)))
     region = Region(axis, sequence_parallel, fused=fused)
-    loss = head_loss(x, parameter, Targets(labels, weights, vocab_size, 5), region, None)
+    loss = head_loss(x, parameter, Targets(labels, weights, vocab_size, 5, fused), region, None)
     of_x, of_weight = torch.autograd.grad(loss, (x, parameter))
     return {"loss": loss.item(), "x": of_x.double().numpy(), "weight": of_weight.double().numpy()}
 

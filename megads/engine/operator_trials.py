@@ -1,0 +1,342 @@
+"""What the operators of a run are tried on: each with the shapes that a rank gives it, megads' kernel beside torch's.
+
+Shape suffixes: b = batch, s = this rank's tokens of a sample, h = hidden size, f = MLP width of this rank, n = heads of
+queries, m = heads of keys, d = head dim, c = tokens of a chunk, r = this rank's rows of the vocabulary, e = elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.rotary import rotary_tables
+from megads.model.sharding import SHARDING
+from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.ops.adamw import AdamWStep, adamw_reference
+from megads.ops.autotune import Step, error_ratio
+from megads.ops.choice import Kernels
+from megads.ops.config import OPTIMIZER_OPS, Implementation, Op
+from megads.ops.dropout import apply_mask
+from megads.ops.gelu import gelu
+from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.ops.rotary import rotate
+from megads.ops.square_sums import Pieces, square_sums
+from megads.ops.swiglu import swiglu
+from megads.optim.adamw import FusedAdamW
+from megads.optim.buckets import BucketLayout, Member, bucket_layouts
+from megads.optim.groups import parameter_role
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
+from megads.parallel.cross_entropy import weighted_loss_
+from megads.parallel.grid import Axis, single_rank_grid
+from megads.parallel.head_loss import chunk_tokens
+from megads.parallel.partition import stage_bounds
+from megads.parallel.sharding import shard_stage
+from megads.parallel.vocabulary import padded_rows
+
+OURS, TORCH = "megads", "torch"
+CANDIDATES = {OURS: True, TORCH: False}
+"""By name, and what `fused` is for them."""
+
+Function = Callable[..., Sequence[Tensor]]
+"""Takes `fused` and the inputs, in any floating dtype, and returns the outputs."""
+Draw = Callable[..., Tensor]
+"""A normal tensor of some shape, in the run's dtype."""
+
+
+@dataclass(frozen=True)
+class OperatorWork:
+    """What a rank asks of its operators.
+
+    Attributes:
+        model: the model's shape.
+        parallel: the layout.
+        seq_len: tokens of a sample.
+        micro_batch_size: samples of a forward pass.
+        dtype: of weights and activations.
+        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
+        deterministic: torch takes its deterministic algorithms.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    seq_len: int
+    micro_batch_size: int
+    dtype: torch.dtype
+    loss_chunk: int | None = None
+    deterministic: bool = True
+
+
+class OperatorTrial:
+    """One operator on random inputs, see `megads.ops.autotune.Trial`; a candidate is the value of `fused`.
+
+    Args:
+        op: the operator.
+        function: computes it.
+        inputs: of the function.
+        arriving: gradients of its outputs; None: it has no backward pass, and may overwrite its inputs.
+    """
+
+    remedy = "use ops.impl=torch"
+
+    def __init__(
+        self, op: Op, function: Function, inputs: Sequence[Tensor], arriving: Sequence[Tensor] | None = None
+    ) -> None:
+        self.name = f"ops.impl = auto, {op},"
+        self.device = inputs[0].device
+        self._function, self._inputs, self._arriving = function, inputs, arriving
+
+    def step(self, candidate: bool) -> Step:
+        """See `Trial.step`."""
+        return self._step(candidate, self._inputs)
+
+    def error(self, candidate: bool) -> float:
+        """See `Trial.error`."""
+        return error_ratio(
+            self._run(candidate, self._inputs),
+            self._run(False, self._inputs),
+            self._run(False, [x.double() for x in self._inputs]),
+        )
+
+    def _run(self, fused: bool, inputs: Sequence[Tensor]) -> list[Tensor]:
+        forward, backward = self._step(fused, inputs)
+        return backward(forward())
+
+    def _step(self, fused: bool, inputs: Sequence[Tensor]) -> Step:
+        if self._arriving is None:
+            copies = [x.clone() for x in inputs]
+            return lambda: self._function(fused, *copies), list
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        arriving = [grad.to(inputs[0].dtype) for grad in self._arriving]
+
+        def backward(outputs: Sequence[Tensor]) -> list[Tensor]:
+            gradients = torch.autograd.grad(outputs, leaves, arriving)
+            return [*(x.detach() for x in outputs), *gradients]
+
+        return lambda: self._function(fused, *leaves), backward
+
+
+@dataclass(frozen=True)
+class OperatorCase:
+    """An operator of a run, nothing allocated yet.
+
+    Attributes:
+        op: the operator.
+        shape: for people, and for the cache: with the operator it says all that the result depends on.
+        make: draws the inputs on a device.
+    """
+
+    op: Op
+    shape: str
+    make: Callable[[torch.device], OperatorTrial]
+
+
+def operator_cases(work: OperatorWork, kernels: Kernels) -> list[OperatorCase]:
+    """What is to be tried: the operators that this run computes and that were left to autotuning.
+
+    Args:
+        work: of the first rank.
+        kernels: what was asked for.
+    """
+    cases = [*_model_cases(work), _cross_entropy(work)]
+    if work.parallel.zero_stage not in GRADIENT_STAGES:  # there DeepSpeed's optimizer calls torch's AdamW
+        cases += _optimizer_cases(work)
+    auto = Implementation.auto
+    return [case for case in cases if (kernels.optimizer if case.op in OPTIMIZER_OPS else kernels.model) is auto]
+
+
+def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
+    model, parallel = work.model, work.parallel
+    batch, tokens = work.micro_batch_size, work.seq_len // parallel.cp
+    outside = tokens // (parallel.tp if parallel.sequence_parallel else 1)
+    hidden, ffn = (batch, outside, model.hidden_size), (batch, tokens, model.ffn_width // parallel.tp)
+    yield _case(work, Op.norm, _norm, hidden, model.norm.value)
+    if not model.parallel_block:
+        yield _case(work, Op.add_norm, _add_norm, hidden, model.norm.value)
+    if model.mlp is MLPKind.swiglu:
+        yield _case(work, Op.swiglu, _swiglu, (*ffn[:2], 2 * ffn[2]))
+    else:
+        yield _case(work, Op.gelu, _gelu, ffn)
+    if model.position is Position.rope:
+        heads = (batch, tokens, model.num_heads // parallel.tp, model.kv_heads // parallel.tp, model.head_dim)
+        yield _case(work, Op.rotary, _rotary, heads)
+    if model.hidden_dropout:
+        yield _case(work, Op.dropout, _dropout, hidden)
+
+
+def _cross_entropy(work: OperatorWork) -> OperatorCase:
+    """The kernels are the same on one rank and on several, which share their results between them."""
+    tokens = work.micro_batch_size * work.seq_len // work.parallel.cp
+    rows = padded_rows(work.model.vocabulary, work.parallel.tp)
+    chunk = chunk_tokens(tokens, rows * work.dtype.itemsize, "cuda", work.loss_chunk)
+    return _case(work, Op.cross_entropy, _loss, (chunk, rows))
+
+
+def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
+    """The first rank's largest bucket, and of it the slice that a rank updates."""
+    bucket = max(_buckets(work), key=lambda bucket: bucket.numel)
+    size = len(bucket.slice_of(0, _sharing(work.parallel)))
+    slots = [(slot.start, slot.stop) for slot in bucket.slots]
+    sums = replace(work, dtype=torch.float32)
+    digest = hashlib.sha256(str(slots).encode()).hexdigest()[:8]
+    note = f"in {len(slots)} pieces ({digest})"
+    yield _case(sums, Op.square_sums, partial(_square_sums, slots=slots), (bucket.numel,), note)
+    yield _case(work, Op.adamw, _adamw, (size,))
+
+
+def _sharing(parallel: ParallelConfig) -> int:
+    """Ranks that share every bucket."""
+    return parallel.dp * parallel.cp if parallel.zero_stage else 1
+
+
+def _buckets(work: OperatorWork) -> list[BucketLayout]:
+    """Of the optimizer of the first rank, see `megads.engine.optimizer.BucketAdamW`."""
+    parallel, specs, members = work.parallel, stage_specs(work.model, 0), list[Member]()
+    bounds, tied = stage_bounds([spec.weight for spec in specs], parallel), work.model.tie_embeddings
+    axis = Axis(0, tuple(range(parallel.tp)), None)
+    for number in parallel.placement.stages_of(0):
+        for spec in specs[bounds[number] : bounds[number + 1]]:
+            with torch.device("meta"):
+                stage = spec.build()
+            stage, places = shard_stage(stage, spec.name, SHARDING, axis, sequence_parallel=parallel.sequence_parallel)
+            for path, parameter in stage.named_parameters():
+                place = places[path]
+                of_pair = tied and place.key in (TIED_PARAMETER, TIED_COPY)
+                key = TIED_PARAMETER if of_pair else place.key
+                if not any(member.name == key for member in members):
+                    role = parameter_role(key, of_pair)
+                    members.append(Member(key, parameter.numel(), role, place.sequence_partial))
+    return bucket_layouts(members, _sharing(parallel), parallel.bucket_elements)
+
+
+def _case(
+    work: OperatorWork,
+    op: Op,
+    make: Callable[[OperatorWork, Draw, tuple[int, ...]], tuple[Function, Sequence[Tensor], bool]],
+    shape: tuple[int, ...],
+    note: str = "",
+) -> OperatorCase:
+    def trial(device: torch.device) -> OperatorTrial:
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(work.dtype)
+
+        function, inputs, differentiates = make(work, draw, shape)
+        if not differentiates:
+            return OperatorTrial(op, function, inputs)
+        with torch.no_grad():
+            arriving = [draw(*out.shape) for out in function(False, *inputs)]
+        return OperatorTrial(op, function, inputs, arriving)
+
+    dtype = str(work.dtype).removeprefix("torch.")
+    text = " ".join(part for part in (" x ".join(map(str, shape)), dtype, note) if part)
+    return OperatorCase(op, text, trial)
+
+
+Made = tuple[Function, Sequence[Tensor], bool]
+"""An operator, its inputs, and whether it has a backward pass."""
+
+
+def _norm(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    eps, width = work.model.norm_eps, shape[-1]
+    if work.model.norm is NormKind.rmsnorm:
+        return (lambda fused, x, w: (rms_norm(x, w, eps, fused),)), (draw(*shape), draw(width)), True
+    if not work.model.bias:
+        return (lambda fused, x, w: (layer_norm(x, w, None, eps, fused),)), (draw(*shape), draw(width)), True
+    inputs = draw(*shape), draw(width), draw(width)
+    return (lambda fused, x, w, b: (layer_norm(x, w, b, eps, fused),)), inputs, True
+
+
+def _add_norm(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    eps, width = work.model.norm_eps, shape[-1]
+    inputs = draw(*shape), draw(*shape), draw(width)
+    if work.model.norm is NormKind.rmsnorm:
+        return (lambda fused, x, y, w: add_rms_norm(x, y, w, eps, fused)), inputs, True
+    if not work.model.bias:
+        return (lambda fused, x, y, w: add_layer_norm(x, y, w, None, eps, fused)), inputs, True
+    return (lambda fused, x, y, w, b: add_layer_norm(x, y, w, b, eps, fused)), (*inputs, draw(width)), True
+
+
+def _gelu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    return (lambda fused, x: (gelu(x, fused),)), (draw(*shape),), True
+
+
+def _swiglu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    return (lambda fused, x: (swiglu(x, fused),)), (draw(*shape),), True
+
+
+def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    """Queries and keys as the model has them: views of one projection, unless several groups share keys."""
+    batch, tokens, heads, kv_heads, head_dim = shape
+    group = heads // kv_heads
+    qkv = draw(batch, tokens, kv_heads, group + 2, head_dim)
+    q_bsnd, k_bsmd, _ = (x.flatten(2, 3) for x in qkv.split((group, 1, 1), dim=3))
+    places_s = torch.arange(tokens, device=qkv.device)
+    cos, sin = rotary_tables(places_s, head_dim, work.model.rope_theta, torch.float32)
+
+    def turned(fused: bool, q_bsnd: Tensor, k_bsmd: Tensor) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q_bsnd.dtype, torch.float32)
+        tables = cos.to(wide), sin.to(wide)
+        return rotate(q_bsnd, *tables, fused), rotate(k_bsmd, *tables, fused)
+
+    return turned, (q_bsnd, k_bsmd), True
+
+
+def _dropout(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    x, residual = draw(*shape), draw(*shape)
+    kept = 1.0 - work.model.hidden_dropout
+    mask = (torch.rand(shape, generator=torch.Generator(x.device).manual_seed(1), device=x.device) < kept).byte()
+    return (lambda fused, x, residual: (apply_mask(x, mask, 1.0 / kept, residual, fused),)), (x, residual), True
+
+
+def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    """The loss of a chunk, and the gradient of its logits, which is written over them."""
+    tokens, rows = shape
+    valid = min(rows, work.model.vocabulary)
+    logits_cr = draw(tokens, rows)
+    generator = torch.Generator(logits_cr.device).manual_seed(1)
+    labels_c = torch.randint(valid, (tokens,), generator=generator, device=logits_cr.device)
+    weights_c = torch.full((tokens,), 1.0 / tokens, dtype=torch.float64, device=logits_cr.device)
+    axis = single_rank_grid().tp
+
+    def loss(fused: bool, logits_cr: Tensor) -> tuple[Tensor, Tensor]:
+        return weighted_loss_(logits_cr, labels_c, weights_c, valid, axis, trains=True, fused=fused), logits_cr
+
+    return loss, (logits_cr,), False
+
+
+def _square_sums(_work: OperatorWork, draw: Draw, shape: tuple[int, ...], *, slots: Sequence[tuple[int, int]]) -> Made:
+    flat_e = draw(*shape)
+    pieces = Pieces(slots, flat_e.device)
+    return (lambda fused, flat_e: (square_sums(flat_e, pieces, fused),)), (flat_e,), False
+
+
+def _adamw(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    """The hundredth step, with clipping."""
+    master_e, exp_avg_e, exp_avg_sq_e, grad_e = (scale * draw(*shape).float() for scale in (0.02, 1e-3, 1e-3, 1e-2))
+    clip = torch.full((), 0.7, device=master_e.device)
+    lr, betas, eps, decay, steps = 3e-4, (0.9, 0.95), 1e-8, 0.1, 99
+
+    def update(fused: bool, *state: Tensor) -> Sequence[Tensor]:
+        master_e, exp_avg_e, exp_avg_sq_e, grad_e = state
+        if master_e.dtype == torch.float64:
+            weights_e = torch.empty_like(master_e)
+            how = AdamWStep(lr, decay, betas, eps, steps + 1)
+            adamw_reference(master_e, exp_avg_e, exp_avg_sq_e, weights_e, grad_e, clip, how)
+            return master_e, exp_avg_e, exp_avg_sq_e, weights_e
+        weights_e = torch.empty_like(master_e, dtype=work.dtype)
+        groups = [{"params": [master_e], "weights": [weights_e], "weight_decay": decay}]
+        optimizer = FusedAdamW(groups, lr, betas, eps, fused)
+        optimizer.set_steps(steps)
+        optimizer.state[master_e] |= {"exp_avg": exp_avg_e, "exp_avg_sq": exp_avg_sq_e}
+        master_e.grad = grad_e
+        optimizer.step(clip)
+        return master_e, exp_avg_e, exp_avg_sq_e, weights_e
+
+    return update, (master_e, exp_avg_e, exp_avg_sq_e.square(), grad_e), False

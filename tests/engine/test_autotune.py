@@ -1,0 +1,228 @@
+"""Rank 0 measures for all ranks, a resume goes on with what the run took, and only a faster exact kernel is taken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megads.engine.autotune import (
+    ATTENTION_EVENT,
+    FOLDER,
+    TunedOperator,
+    TunedOperators,
+    earlier_attention,
+    earlier_operators,
+    record_tuning,
+    settle_attention,
+    settle_operators,
+    tune,
+)
+from megads.engine.operator_trials import OperatorCase, OperatorTrial, OperatorWork
+from megads.errors import ConfigError
+from megads.model.attention_choice import AttentionChoice, choice_key
+from megads.model.attention_kinds import AttentionKind
+from megads.model.config import ModelConfig
+from megads.ops.autotune import DeviceBroken, Outcome
+from megads.ops.choice import Kernels, load
+from megads.ops.config import Implementation, Op, OpsConfig
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import build_grid
+from megads.runtime.console import render_event
+from megads.runtime.metrics import EventWriter, read_json_lines
+from tests.distributed import run_ranks
+
+CPU = torch.device("cpu")
+AUTO = Kernels(Implementation.auto, Implementation.auto)
+MODEL = ModelConfig(hidden_size=64, num_heads=4)
+WORK = replace(
+    MODEL.attention_work(), bf16=True, cuda=True, impl=Implementation.torch, seq_len=32, micro_batch_size=1, context=2
+)
+
+
+def settled(run_dir: Path) -> tuple[AttentionChoice, TunedOperators, str]:
+    """What a rank takes, and the error of what cannot be had; each rank has a cache of its own."""
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    rank = dist.get_rank()
+    os.environ["XDG_CACHE_HOME"] = str(run_dir / f"cache_{rank}")
+    parallel = ParallelConfig(cp=2)
+    grid = build_grid(parallel, rank, 2)
+    choice = settle_attention(MODEL, WORK, grid, CPU, run_dir)
+    work = OperatorWork(MODEL, parallel, 32, 1, torch.bfloat16, loss_chunk=8)
+    kernels, operators = settle_operators(AUTO, work, AttentionKind.fused_softmax, grid, CPU, run_dir)
+    assert operators is not None and kernels.tuned == operators.taken | {Op.attention}
+    with pytest.raises(ConfigError) as raised:
+        settle_attention(replace(MODEL, attention=AttentionKind.cudnn), WORK, grid, CPU, run_dir)
+    return choice, operators, str(raised.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+def test_rank_0_decides(tmp_path: Path) -> None:
+    """Catches ranks that measure each for itself, whose replicas would drift apart, and a rank that waits for one that
+    failed."""
+    (first, operators, error), (other, others, told) = run_ranks(settled, 2, tmp_path)
+    assert operators == others and operators.source == "measured on cpu" and len(operators.operators) == 6
+    assert first == other and first.source == "measured" and first.kind is AttentionKind.sdpa
+    assert error == told and "cudnn does not run" in error
+    assert (tmp_path / "cache_0").exists() and not (tmp_path / "cache_1").exists()
+
+
+def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
+    """Catches an event that cannot be read back, one of another shape or device taken for this one, and an event where
+    nothing was chosen."""
+    key = choice_key(WORK, CPU)
+    outcomes = {"flash": Outcome(error=0.7, repeats=True, time_ms=1.25, kept_bytes=7), "flex": Outcome("too old")}
+    choice = AttentionChoice(AttentionKind.flash, "measured", key, outcomes)
+    events = EventWriter(tmp_path)
+    record_tuning(events, AttentionChoice(AttentionKind.auto, "nothing is measured"), None)
+    assert not (tmp_path / "events.jsonl").read_text() and earlier_attention(tmp_path, key) is None
+    record_tuning(events, replace(choice, kind=AttentionKind.sdpa), None)
+    record_tuning(events, choice, None)
+    record_tuning(events, replace(choice, key="another", kind=AttentionKind.sdpa), None)
+    assert earlier_attention(tmp_path, key) == choice
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (
+        lines[1]["event"] == ATTENTION_EVENT and lines[1]["message"] == "flash (measured); flash 1.25 ms; flex: too old"
+    )
+
+
+Body = Callable[[bool, Tensor], Tensor]
+
+
+def slowly(fast: bool, x: Tensor) -> Tensor:
+    if not fast:
+        time.sleep(5e-3)
+    return 2 * x
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2.01 * grad
+
+
+def _raising(fused: bool, x: Tensor) -> Tensor:
+    if fused:
+        raise RuntimeError("no kernel image is available\nmore of it")
+    return 2 * x
+
+
+SHIFTS = itertools.cycle((torch.zeros(99), F.one_hot(torch.tensor(0), 99) * 1.2e-7))
+BODIES: dict[Op, tuple[Body, str]] = {
+    Op.norm: (slowly, ""),
+    Op.gelu: (lambda fused, x: slowly(not fused, x), "slower"),
+    Op.swiglu: (lambda fused, x: slowly(fused, x) * (1.01 if fused else 1.0), "times that of plain torch"),
+    Op.rotary: (lambda fused, x: _WrongGradient.apply(x) if fused else slowly(fused, x), "times that of plain torch"),
+    Op.dropout: (_raising, "RuntimeError: no kernel image is available"),
+    Op.add_norm: (
+        lambda fused, x: 2 * x + next(SHIFTS) if fused else slowly(fused, x),
+        "other bits on every run",
+    ),
+}
+CALLED: list[Op] = []
+
+
+def case_of(op: Op, body: Body, shape: str = "9") -> OperatorCase:
+    """An operator with a kernel of this kind, on inputs of which 2 x is inexact in fp32."""
+
+    def outputs(fused: bool, x: Tensor) -> tuple[Tensor]:
+        CALLED.append(op)
+        return (body(fused, x) / 3,)
+
+    def make(device: torch.device) -> OperatorTrial:
+        return OperatorTrial(op, outputs, [torch.rand(99)], [torch.rand(99)])
+
+    return OperatorCase(op, shape, make)
+
+
+CASES = [case_of(op, body) for op, (body, _) in BODIES.items()]
+WORK_OF_OPERATORS = OperatorWork(MODEL, ParallelConfig(), 32, 1, torch.float32)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "megads" / FOLDER
+
+
+def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
+    """Catches a kernel taken that is wrong in its output or its gradient, slow, unsteady or unable to run; one that
+    ends the run instead of being left out; a reason that nobody is told; a trial at every start; and a cache, cut short
+    or of another shape, that is believed."""
+    tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=3)
+    assert tuned.taken == {Op.norm} and tuned.source == "measured on cpu"
+    for found in tuned.operators:
+        assert BODIES[found.op][1] in found.why_torch and bool(found.why_torch) == (found.op is not Op.norm)
+    head, columns, *rows = tuned.text.splitlines()
+    assert head == "ops.impl=auto takes 1 of megads' kernels (measured on cpu)" and len(rows) == len(CASES)
+    assert columns.split() == ["operator", "shape", "megads", "us", "torch", "us", "error", "taken"]
+    assert rows[0].split()[0] == "norm" and rows[0].endswith("megads") and "torch: RuntimeError: no ker" in tuned.text
+    CALLED.clear()
+    again = tune(CASES, WORK_OF_OPERATORS, CPU)
+    assert again == replace(tuned, source="measured before on cpu") and not CALLED
+    files = sorted(own_cache.iterdir())
+    files[0].write_text(files[0].read_text()[:-20])
+    assert tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1).source == "measured on cpu" and len(set(CALLED)) == 1
+    CALLED.clear()
+    other = [*CASES[1:], case_of(Op.norm, slowly, "10")]
+    assert tune(other, WORK_OF_OPERATORS, CPU, rounds=1).key != tuned.key and set(CALLED) == {Op.norm}
+
+
+def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> None:
+    """Catches a resume that takes other kernels than the run had, because the cache was removed or measured anew."""
+    tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1)
+    before = replace(tuned, taken=frozenset({Op.gelu}))
+    untuned = AttentionChoice(AttentionKind.auto, "nothing is measured")
+    record_tuning(EventWriter(tmp_path), untuned, replace(before, key="another"))
+    record_tuning(EventWriter(tmp_path), untuned, before)
+    shutil.rmtree(own_cache)
+    CALLED.clear()
+    found = tune(CASES, WORK_OF_OPERATORS, CPU, earlier=lambda key: earlier_operators(tmp_path, key))
+    assert found == replace(before, source="as at the run's earlier start") and not CALLED
+    assert "operators: ops.impl=auto takes" in render_event(next(iter(read_json_lines(tmp_path / "events.jsonl"))))
+
+
+def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
+    """Catches a kernel with an illegal access that ends every start of a run in the same way."""
+
+    def make(device: torch.device) -> OperatorTrial:
+        def break_it(fused: bool, x: Tensor) -> tuple[Tensor]:
+            if fused:
+                trial.device = torch.device("meta")  # on which, as on a GPU after such an access, nothing can be read
+                raise RuntimeError("an illegal memory access was encountered")
+            return (x,)
+
+        trial = OperatorTrial(Op.gelu, break_it, [torch.rand(99)], [torch.rand(99)])
+        return trial
+
+    cases = [OperatorCase(Op.gelu, "9", make), CASES[0]]
+    with pytest.raises(DeviceBroken, match=r"auto, gelu, = megads left .*illegal memory.*ops\.impl=torch.*start again"):
+        tune(cases, WORK_OF_OPERATORS, CPU, rounds=1)
+    again = tune(cases, WORK_OF_OPERATORS, CPU, rounds=3)
+    assert again.taken == {Op.norm} and "left the device unusable" in again.operators[0].why_torch
+
+
+def test_memory_beyond_the_plan() -> None:
+    """Catches a kernel that is faster and keeps more than torch's operator, by which the run's memory is planned."""
+    ours = Outcome(error=1.0, repeats=True, time_ms=1.0, kept_bytes=1000)
+    theirs = replace(ours, time_ms=2.0)
+    assert not TunedOperator(Op.norm, "9", ours, theirs).why_torch
+    assert "keeps 1,100 bytes" in TunedOperator(Op.norm, "9", replace(ours, kept_bytes=1100), theirs).why_torch
+    assert "nothing to compare" in TunedOperator(Op.norm, "9", ours, Outcome("no memory")).why_torch

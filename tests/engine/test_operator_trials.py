@@ -1,0 +1,164 @@
+"""The operators that ops.impl=auto tries, held to those that a run really calls; with the CPU's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megads.engine.build import build_train_engine
+from megads.engine.operator_trials import CANDIDATES, OURS, OperatorWork, operator_cases
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.ops.autotune import compare
+from megads.ops.choice import Kernels, load
+from megads.ops.config import OPTIMIZER_OPS, Implementation, Op, OpsConfig
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import build_grid
+from megads.verify.layout import build_engine
+from megads.verify.scenario import Scenario, step_batches
+from tests.distributed import run_ranks
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device found")],
+)
+AUTO = Kernels(Implementation.auto, Implementation.auto)
+BLOOM = ModelConfig(num_layers=3, hidden_size=48, num_heads=6, vocab_size=509, max_seq_len=64, embedding_norm=True)
+LLAMA = replace(
+    BLOOM, num_kv_heads=2, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, position=Position.rope, hidden_dropout=0.1,
+    tie_embeddings=False, bias=False,
+)  # fmt: skip
+ALWAYS = {Op.norm, Op.add_norm, Op.cross_entropy}
+OPS = {"bloom": ALWAYS | {Op.gelu}, "llama": ALWAYS | {Op.swiglu, Op.rotary, Op.dropout}}
+NOT_TRIED = {"linear", "gemm", "attention"}
+"""What only CPUs have, and attention, which is tuned by itself."""
+
+Called = set[tuple[Any, ...]]
+
+
+class Calls(TorchDispatchMode):
+    """Notes which of megads' operators are called, with the shapes, strides and dtypes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Called = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "megads":
+            name, tensors = func.__name__.split(".")[0], [x for x in args if isinstance(x, Tensor)]
+            if name.startswith(
+                "cross_entropy"
+            ):  # in one pass on a CPU with the whole vocabulary, which is no GPU's way
+                name, tensors = "cross_entropy", tensors[:1]
+            shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
+            pieces = tuple(map(tuple, tensors[1].tolist())) if name == "square_sums" else ()
+            self.found.add((name, shapes, pieces))
+        return func(*args, **(kwargs or {}))
+
+
+def work_of(scenario: Scenario, parallel: ParallelConfig) -> OperatorWork:
+    return OperatorWork(
+        scenario.model, parallel, scenario.seq_len, scenario.micro_batch_size, scenario.dtype,
+        scenario.ops.loss_chunk,
+    )  # fmt: skip
+
+
+def calls_of_a_run(scenario: Scenario, parallel: ParallelConfig) -> tuple[Called, Called]:
+    """What the second step of a run calls on this rank, and what the trials call for it."""
+    engine = build_engine(scenario, parallel)
+    engine.step(step_batches(scenario, 0, engine.grid.dp.rank, engine.grid.dp.size), scenario.lr)
+    batches = step_batches(scenario, 1, engine.grid.dp.rank, engine.grid.dp.size)
+    with Calls() as run:
+        engine.step(batches, scenario.lr)
+    with Calls() as tried:
+        for case in operator_cases(work_of(scenario, parallel), AUTO):
+            forward, backward = case.make(torch.device("cpu")).step(CANDIDATES[OURS])
+            backward(forward())
+    return run.found, tried.found
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(LLAMA, {"tp": 2, "sequence_parallel": True}), (BLOOM, {"pp": 2, "bucket_elements": 9000}), (BLOOM, {"dp": 2})],
+    ids=["tp2sp", "pp2", "dp2"],
+)
+def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str, Any]) -> None:
+    """Catches an operator that is tried on shapes, dtypes or memory layouts that the run does not have, and one that
+    the run calls and nobody tries: it would be left to torch for ever."""
+    scenario = Scenario(model, precision="bfloat16", ops=OpsConfig(Implementation.fused, loss_chunk=12))
+    parallel = ParallelConfig(**layout)
+    run, tried = run_ranks(calls_of_a_run, parallel.world_size, scenario, parallel)[0]
+    if parallel.pp > 1:  # the loss is another rank's
+        tried = {call for call in tried if call[0] != "cross_entropy"}
+    assert not tried - run
+    names = {call[0] for call in run if not any(part in call[0] for part in NOT_TRIED)}
+    assert names == {call[0] for call in tried}
+
+
+def calls_with(model: ModelConfig, taken: frozenset[Op]) -> set[str]:
+    """Names of megads' operators that a step calls where auto has taken these."""
+    scenario = Scenario(model, precision="bfloat16")
+    parallel = ParallelConfig()
+    engine = build_train_engine(
+        model, parallel, scenario.optim, build_grid(parallel, 0, 1), precision=torch.bfloat16, micro_batch_size=2,
+        seed=0, device=torch.device("cpu"), ops=replace(AUTO, tuned=taken, loss_chunk=12),
+    )  # fmt: skip
+    with Calls() as calls:
+        engine.step(step_batches(scenario, 0), scenario.lr)
+    return {call[0] for call in calls.found}
+
+
+def calls_of_each(model: ModelConfig) -> dict[Op, set[str]]:
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    return {op: calls_with(model, frozenset({op})) for op in OPS["llama"] | OPTIMIZER_OPS} | {
+        Op.linear: calls_with(model, frozenset())
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+def test_what_was_taken_is_called_and_nothing_else() -> None:
+    """Catches an operator that was taken and goes on with torch's, and one that comes along with another."""
+    backward = {Op.norm: {"norm_forward", "norm_backward"}, Op.add_norm: {"add_norm_forward", "norm_backward"}}
+    backward |= {Op.swiglu: {"swiglu_forward", "swiglu_backward"}, Op.adamw: {"adamw_step"}, Op.linear: set()}
+    for op, called in run_ranks(calls_of_each, 1, LLAMA)[0].items():
+        assert called == backward.get(op, {op.value}), op
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize(("name", "model"), [("bloom", BLOOM), ("llama", LLAMA)])
+def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device: str) -> None:
+    """Catches a trial under which no kernel is ever exact, for example because its reference computes something else,
+    and one that measures torch's operator twice."""
+    load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
+    work = OperatorWork(model, ParallelConfig(), 33, 2, dtype, loss_chunk=17)
+    tried = set()
+    for case in operator_cases(work, AUTO):
+        trial = case.make(torch.device(device))
+        with Calls() as calls:
+            outcomes = compare(CANDIDATES, trial, rounds=1)
+        assert calls.found and all(found.time_ms and found.repeats for found in outcomes.values()), (case, outcomes)
+        tried.add(case.op)
+    assert tried == OPS[name] | OPTIMIZER_OPS
+
+
+@pytest.mark.parametrize(
+    ("kernels", "stage", "tried"),
+    [
+        (Kernels(Implementation.auto, Implementation.torch), 1, OPS["bloom"]),
+        (AUTO, 2, OPS["bloom"]),
+        (Kernels(Implementation.fused, Implementation.fused), 1, set()),
+    ],
+)
+def test_what_was_asked_for_is_not_tried(kernels: Kernels, stage: int, tried: set[Op]) -> None:
+    """Catches a trial that overrules optim.impl, or is of an optimizer that DeepSpeed brings."""
+    work = OperatorWork(BLOOM, ParallelConfig(zero_stage=stage), 32, 2, torch.bfloat16)
+    assert {case.op for case in operator_cases(work, kernels)} == tried
