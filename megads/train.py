@@ -45,7 +45,7 @@ from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.runtime.control_plane import ControlPlane
 from megads.runtime.core_binding import bind_to_share
-from megads.runtime.deterministic import make_deterministic
+from megads.runtime.deterministic import make_deterministic, sum_in_fp32
 from megads.runtime.distributed import world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.hooks import Hook, StepInfo, TrainState
@@ -74,6 +74,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     """
     environment = rank_environment()
     device = rank_device(environment)
+    sum_in_fp32()
     if config.train.deterministic:
         make_deterministic(device)
     fence = Fence(run_dir, environment.lease)

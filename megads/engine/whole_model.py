@@ -16,6 +16,19 @@ from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
 from megads.ops.choice import TORCH, Kernels
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
+from megads.parallel.weight_gradients import SplitLayer, TiedGradient
+
+
+def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:
+    """Gives the output projection the embedding's weight, whose two gradients are added in fp32.
+
+    Args:
+        embedding: its weight may be cut by ZeRO-3 already.
+        head: of the same vocabulary.
+        shape: of the weight before it was cut.
+    """
+    head.weight = embedding.weight
+    head.weight_gradients = embedding.weight_gradients = TiedGradient(shape)
 
 
 class WholeModel(nn.Module):
@@ -53,12 +66,15 @@ class WholeModel(nn.Module):
         tied = model.tie_embeddings
         self.tied_key = TIED_PARAMETER if tied else None
         stages: dict[str, nn.Module] = {}
+        rows: tuple[int, ...] = ()
         for spec in stage_specs(model, seed):
             stage = (
                 StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops).build().to(precision)
             )
             if tied and spec.name == HEAD:
-                stage.weight = stages[EMBEDDING].word.weight  # type: ignore[union-attr]
+                tie_weights(stages[EMBEDDING].word, stage, rows)  # type: ignore[arg-type]
+            if spec.name == EMBEDDING:
+                rows = tuple(stage.word.weight.shape)  # type: ignore[union-attr, arg-type]
             if shard is not None:
                 shard(stage)
             stages[spec.name] = stage

@@ -22,7 +22,7 @@ from megads.ops.eligible import kernel_takes
 from megads.parallel import collectives
 from megads.parallel.cross_entropy import is_root, weighted_loss_
 from megads.parallel.region_linear import Region, even_parts
-from megads.parallel.weight_gradients import Sums, WeightGradient, WeightGradients
+from megads.parallel.weight_gradients import Sums, TiedGradient, WeightGradient, WeightGradients
 
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
 """Of a rank's logits that are in memory at once where nothing else is asked for. Smaller chunks are slower: each reads
@@ -80,6 +80,15 @@ class _OwnSum:
         gradient.add_to(self._sum, self._first)
         self._first = False
 
+    def scale(self, factor: Tensor) -> None:
+        self._sum *= factor
+
+    def add_to(self, sums: Tensor, first: bool) -> None:
+        if first:
+            sums.copy_(self._sum)
+        else:
+            sums.add_(self._sum)
+
     def of(self, dtype: torch.dtype) -> Tensor:
         return self._sum.to(dtype)
 
@@ -87,12 +96,18 @@ class _OwnSum:
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_bth: Tensor, weight: nn.Parameter, targets: Targets, region: Region, sums: Sums | None
+        ctx: Any,
+        x_bth: Tensor,
+        weight: nn.Parameter,
+        targets: Targets,
+        region: Region,
+        gradients: WeightGradients | None,
     ) -> Tensor:
+        sums = gradients.sums if gradients is not None else None
         own = _OwnSum(weight) if sums is None else None
         loss, grad_bsh = _chunked(_whole(x_bth, region), weight, targets, region, own or sums)
         ctx.save_for_backward(collectives.start_scatter(grad_bsh, region.axis)() if region.shared_out else grad_bsh)
-        ctx.weight, ctx.own, ctx.sums = weight, own, sums
+        ctx.weight, ctx.own, ctx.sums, ctx.gradients = weight, own, sums, gradients
         return loss
 
     @staticmethod
@@ -103,10 +118,13 @@ class _HeadLoss(torch.autograd.Function):
             assert not scales or grad.device.type != "cpu", "gradients that are in the sums already cannot be scaled"
             ctx.sums.done(ctx.weight)
             return grad_bth, None, None, None, None
-        grad_weight = ctx.own.of(ctx.weight.dtype)
         if scales:
-            grad_bth, grad_weight = grad_bth * grad, grad_weight * grad
-        return grad_bth, grad_weight, None, None, None
+            grad_bth = grad_bth * grad
+            ctx.own.scale(grad)
+        if isinstance(ctx.gradients, TiedGradient):
+            ctx.gradients.give(ctx.weight, ctx.own)
+            return grad_bth, None, None, None, None
+        return grad_bth, ctx.own.of(ctx.weight.dtype), None, None, None
 
 
 def _whole(x_bth: Tensor, region: Region) -> Tensor:
@@ -167,5 +185,5 @@ def head_loss(
     # Autograd's own answer to who wants a gradient does not ask whether anybody trains.
     if not torch.is_grad_enabled():
         return _chunked(_whole(x_bth, region), weight, targets, region, None)[0]
-    loss: Tensor = _HeadLoss.apply(x_bth, weight, targets, region, gradients.sums if gradients is not None else None)
+    loss: Tensor = _HeadLoss.apply(x_bth, weight, targets, region, gradients)
     return loss

@@ -1,7 +1,8 @@
-"""Rows of an embedding table, looked up; their gradients are added up in fp32 on a CPU.
+"""Rows of an embedding table, looked up; their gradients are added up in fp32, straight into those of the step.
 
-torch adds the gradients of all tokens that read the same row in the table's dtype there: in bf16 the row of a token
-that comes 2,048 times is 5% off. And it makes a whole table of gradients for the rows of a few tokens.
+torch adds the gradients of all tokens that read the same row in the table's dtype, on a CPU and for up to 3,072 tokens
+on a GPU: in bf16 the row of a token that comes 2,048 times is 5% off. And it makes a whole table of gradients for the
+rows of a few tokens.
 
 Shape suffixes: b = batch, s = sequence, m = tokens, h = hidden size, r = rows of the table.
 """
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megads.parallel.weight_gradients import WeightGradients, add_whole
+from megads.parallel.weight_gradients import TiedGradient, WeightGradients, add_whole
 
 
 class RowGradient:
@@ -30,7 +31,7 @@ class RowGradient:
         self._grad_mh, self._rows_m = grad_bsh.flatten(0, -2), rows_bs.flatten()
 
     def add_to(self, sums_rh: Tensor, first: bool) -> None:
-        """Adds it to sums; the bits are the same for any number of threads.
+        """Adds it to sums; the bits are the same for any number of threads, and on every run.
 
         Args:
             sums_rh: fp32 or wider.
@@ -38,7 +39,12 @@ class RowGradient:
         """
         if first:
             sums_rh.zero_()
-        sums_rh.index_add_(0, self._rows_m, self._grad_mh.to(sums_rh.dtype))
+        grad_mh = self._grad_mh.to(sums_rh.dtype)
+        if sums_rh.device.type == "cuda":
+            # It sorts the rows, where index_add_ has atomics, which add in another order on every run.
+            sums_rh.index_put_((self._rows_m,), grad_mh, accumulate=True)
+        else:
+            sums_rh.index_add_(0, self._rows_m, grad_mh)
 
 
 class _Lookup(torch.autograd.Function):
@@ -57,7 +63,11 @@ class _Lookup(torch.autograd.Function):
         if sums is not None:
             add_whole(sums, weight, gradient)
             return None, None, None
-        whole_rh = torch.empty(ctx.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        if isinstance(ctx.gradients, TiedGradient):
+            return None, ctx.gradients.take(weight, gradient), None
+        whole_rh = torch.empty(
+            ctx.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=grad_bsh.device
+        )
         gradient.add_to(whole_rh, first=True)
         return None, whole_rh.to(weight.dtype), None
 
@@ -65,14 +75,12 @@ class _Lookup(torch.autograd.Function):
 def lookup(rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
     """The rows of a table, [b, s, h] in its dtype.
 
-    On a GPU this is torch's own, which adds in fp32 and rounds once.
-
     Args:
         rows_bs: int64 [b, s].
         weight: [r, h].
         gradients: whose sums the table's gradient goes to, never put off; None, or without sums, leaves it to autograd.
     """
-    if weight.device.type != "cpu" or not (torch.is_grad_enabled() and weight.requires_grad):
+    if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.embedding(rows_bs, weight)
     out_bsh: Tensor = _Lookup.apply(rows_bs, weight, gradients)
     return out_bsh

@@ -133,6 +133,38 @@ class WeightGradients:
         return None
 
 
+class TiedGradient(WeightGradients):
+    """Adds the gradients of an embedding and of the output projection that shares its weight in fp32, for autograd.
+
+    Autograd would round both to the weight's dtype and add them in it. The projection's backward pass comes first and
+    leaves its own here; the embedding's adds to it, and returns the sum, rounded once. For engines that leave gradients
+    to autograd; others have `alias_of` and sums that are fp32 anyway.
+
+    Args:
+        shape: of the weight before ZeRO-3 cuts it.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._shape = shape
+        self._sum: Tensor | None = None
+
+    def give(self, weight: nn.Parameter, gradient: Addend) -> None:
+        """Keeps the projection's, or a part of it, for the embedding."""
+        first = self._sum is None
+        if self._sum is None:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self._sum = torch.empty(self._shape, dtype=dtype, device=weight.device)
+        gradient.add_to(self._sum, first)
+
+    def take(self, weight: nn.Parameter, gradient: Addend) -> Tensor:
+        """The sum with the embedding's, in the weight's dtype; forgets it."""
+        self.give(weight, gradient)
+        assert self._sum is not None
+        total, self._sum = self._sum, None
+        return total.to(weight.dtype)
+
+
 def give(gradients: WeightGradients | None, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
     """`WeightGradients.give`; the gradient itself where there are none."""
     return gradient.compute() if gradients is None else gradients.give(weight, gradient)

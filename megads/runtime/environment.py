@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from megads.errors import ConfigError
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
@@ -150,6 +153,9 @@ def rank_variables(
     # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back. Huge
     # pages (glibc >= 2.35) spare most of what is looked up of their addresses.
     defaults = {"TOKENIZERS_PARALLELISM": "false"}
+    if cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        # Segments that grow: activations of many shapes leave no holes in a GPU's memory that nobody can use.
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if not cuda:
         defaults |= {
             "DS_ACCELERATOR": "cpu",
@@ -183,6 +189,28 @@ def fix_cublas_workspace() -> None:
     setting stays.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+NCCL_ALGORITHMS = "^NVLS,NVLSTree"
+"""All of NCCL's but those that sum in the NVLink switch, which may do so in another order in another run."""
+
+
+def fix_nccl_algorithms() -> None:
+    """Keeps NCCL from algorithms whose sums may differ from run to run; to be called before its first communicator.
+
+    A user's own setting stays, as in Megatron-LM, if it leaves them out.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    asked = os.environ.setdefault("NCCL_ALGO", NCCL_ALGORITHMS)
+    listed = {name.strip().lower() for name in re.split(r"[,;:^=@]", asked)}
+    left_out = "nvls" in listed if asked.startswith("^") else not any(name.startswith("nvls") for name in listed)
+    if not left_out:
+        raise ConfigError(
+            f"NCCL_ALGO = {asked} with train.deterministic = true: NVLS sums in the switch, in another order from run "
+            f"to run; use NCCL_ALGO={NCCL_ALGORITHMS}, Ring or Tree, leave it unset, or set train.deterministic=false"
+        )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megads.parallel.lookup import lookup
-from megads.parallel.weight_gradients import WeightGradients
+from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from tests.parallel.flat_sums import FlatSums
 
 ROWS, HIDDEN = 11, 6
@@ -50,6 +50,21 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
     assert table.grad is None and sums.finished == 2
     expected = 2 * exact(rows, grad)
     assert ((sums.sums - expected).norm(dim=1) <= 5e-6 * expected.norm(dim=1)).all()
+
+
+def test_a_tied_weights_gradients_are_added_before_they_are_rounded() -> None:
+    """Catches the embedding's and the projection's gradient rounded to bf16 one by one and added in bf16, and one of
+    the last micro-batch that comes back in the next."""
+    rows, table, grad = drawn(torch.bfloat16)
+    x = torch.randn(2, 600, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    back = torch.full((2, 600, ROWS), 2.0**-9, dtype=torch.bfloat16)
+    gradients = TiedGradient(tuple(table.shape))
+    for _ in range(2):
+        table.grad = None
+        torch.autograd.backward([lookup(rows, table, gradients), linear(x, table, None, gradients)], [grad, back])
+        projection = (back.flatten(0, 1).t() @ x.flatten(0, 1)).float()
+        assert table.grad is not None
+        assert torch.equal(table.grad, (exact(rows, grad).float() + projection).bfloat16())
 
 
 def test_nothing_is_kept_without_a_gradient() -> None:

@@ -65,6 +65,20 @@ def test_compute_capability_from_the_driver(
     assert lowest_compute_capability() == found
 
 
+@pytest.mark.parametrize("theirs", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_gpu_memory_grows_in_place_unless_the_user_says_otherwise(
+    theirs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a GPU's memory lost to holes, and a setting of the user's, by its old name too, that is overruled."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if theirs is not None:
+        monkeypatch.setenv(theirs, "max_split_size_mb:512")
+    wanted = {None: "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}.get(theirs)
+    assert rank_variables(threads=1, cuda=True).get("PYTORCH_ALLOC_CONF") == wanted
+    assert "PYTORCH_ALLOC_CONF" not in rank_variables(threads=1, cuda=False)
+
+
 def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches one point of a sweep changing the threads of the next."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
