@@ -17,10 +17,7 @@ from megads.parallel.acknowledgement import acknowledged_sends, sent_and_receive
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
 from megads.parallel.pipeline_actions import Action, Placement, Schedule
-
-P2P_CTAS = 8
-"""Most blocks of NCCL's send and receive kernels. Each holds a multiprocessor of the GPU until the peer has come, while
-the rest of it computes. Not measured."""
+from megads.parallel.schedule_messages import P2P_CTAS
 
 Shape = tuple[int, ...]
 

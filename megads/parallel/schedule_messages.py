@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from megads.parallel.pipeline_actions import Action, ActionKind, Placement
 
+P2P_CTAS = 8
+"""Most blocks of NCCL's send and receive kernels, and so channels of their communicators. Each block holds a
+multiprocessor of the GPU until the peer has come, while the rest of it computes. Not measured."""
+
 _MESSAGES = {
     ActionKind.forward: (ActionKind.send_activation, ActionKind.receive_activation, 1),
     ActionKind.backward: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
+from megads.parallel.schedule_messages import P2P_CTAS
 
 _MIB = 2**20
 CONTEXT_BYTES = 640 * _MIB
@@ -23,8 +24,8 @@ CUBLAS_BYTES = 2 * 32 * _MIB
 """Workspaces of cuBLAS and cuBLASLt on Hopper, 32 MiB each as torch sets them; `:4096:8` of deterministic runs is the
 same size."""
 PAGE_BYTES = 2 * _MIB
-CHANNELS, PAIR_CHANNELS = 24, 32
-"""Of a collective communicator, and between two ranks that send and receive."""
+CHANNELS = 24
+"""Of a collective communicator; those between two ranks that send and receive have `P2P_CTAS`."""
 _STEPS = 8
 _LL_BYTES = 8 * 512 * _STEPS * 16
 _LL128_BYTES = 120 * 640 * _STEPS * 8
@@ -52,7 +53,7 @@ class Communicator:
     def bytes(self) -> int:
         """Of this rank's GPU: a ring, and where there are more than two ranks trees, whose neighbours are others."""
         if self.pairs:
-            return PAIR_CHANNELS * (SEND_BYTES + RECEIVE_BYTES)
+            return P2P_CTAS * (SEND_BYTES + RECEIVE_BYTES)
         neighbours = 1 if self.ranks == 2 else 2
         return neighbours * CHANNELS * (SEND_BYTES + RECEIVE_BYTES)
 

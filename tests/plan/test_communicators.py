@@ -48,12 +48,13 @@ def test_every_communicator_is_planned(
 
 def test_bytes_follow_nccls_defaults() -> None:
     """Catches pages that are not whole, a neighbour counted once that sends and receives, and a process without its
-    context. 24 channels of 2 + 10 MiB: one neighbour of two ranks, two neighbours of more."""
+    context. 24 channels of 2 + 10 MiB: one neighbour of two ranks, two neighbours of more; 8 between neighbours of the
+    pipeline."""
     mib = 2**20
     assert 10 * mib == RECEIVE_BYTES
     taken = beside_tensors(ParallelConfig(pp=4), 1, tied=False)
     assert taken == {
         "CUDA context and kernels": CONTEXT_BYTES, "cuBLAS workspaces": CUBLAS_BYTES, "NCCL, all ranks": 576 * mib,
-        "NCCL, pipeline": 576 * mib, "NCCL, messages with stage 0": 384 * mib, "NCCL, messages with stage 2": 384 * mib,
+        "NCCL, pipeline": 576 * mib, "NCCL, messages with stage 0": 96 * mib, "NCCL, messages with stage 2": 96 * mib,
     }  # fmt: skip
     assert beside_tensors(ParallelConfig(tp=2), 0, tied=False)["NCCL, tensor parallel"] == 288 * mib
