@@ -48,6 +48,7 @@ from megads.runtime.core_binding import bind_to_share
 from megads.runtime.deterministic import make_deterministic, sum_in_fp32
 from megads.runtime.distributed import world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
+from megads.runtime.garbage_collection import GarbageCollectionHook
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -103,7 +104,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
             NonFiniteHook(events, config.train.max_nonfinite_steps),
             checkpoint_hook(config, run_dir, engine, state, events, fence),
         ]
-        hooks += timeline_hooks(config, run_dir, engine)
+        hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         record_start(config, engine, device, ops, state, events)
         record_samples(config, train_samples, state, events)

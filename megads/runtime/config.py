@@ -177,6 +177,9 @@ class ClusterConfig:
     """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
+    gc_every_steps: int | None = 50
+    """Steps between two runs of Python's garbage collector, at the same steps on all ranks, so that none waits for
+    another's. null leaves it to Python, for hooks that leave large objects in reference cycles."""
 
     @property
     def checks_nodes(self) -> bool:
@@ -202,7 +205,7 @@ class ClusterConfig:
             for name in ("srun_options", "wrapper", "chain", "spare_nodes", "check_nodes"):
                 if getattr(self, name):
                     raise ConfigError(f"cluster.{name} = {getattr(self, name)}: needs cluster=slurm")
-        for name in ("nodes", "threads_per_rank", "ranks_per_node"):
+        for name in ("nodes", "threads_per_rank", "ranks_per_node", "gc_every_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
