@@ -29,7 +29,7 @@ class BatchInfo:
 
     Attributes:
         sample_ids: int64 [b], the number of each sample in the run's global order. Unique over the run, so
-            it seeds dropout identically in every layout. On the CPU, always: it is read by nobody else.
+            dropout is the same in every layout. Read on the device only.
         position_ids_bs: int64 [b, s], position of each token where positions restart with every document, or None
             where positions are places.
         document_starts: int64 [b, s], place at which each token's document starts (0 for one that started before the
@@ -46,9 +46,9 @@ class BatchInfo:
     seq_len: int | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
-        """A copy on another device, but for the samples' numbers; does not wait for it."""
+        """A copy on another device; does not wait for it."""
         return BatchInfo(
-            self.sample_ids,
+            copy_to(self.sample_ids, device),
             None if self.position_ids_bs is None else copy_to(self.position_ids_bs, device),
             None if self.document_starts is None else copy_to(self.document_starts, device),
             None if self.sequence_index is None else copy_to(self.sequence_index, device),

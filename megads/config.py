@@ -199,6 +199,7 @@ def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool 
         micro_batch_size=config.train.micro_batch_size,
         context=config.parallel.cp,
         documents=config.data.document_mask,
+        deterministic=config.train.deterministic,
     )
 
 

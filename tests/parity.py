@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megads.engine.bucket
-from megads.batch import BatchInfo
 from megads.engine.interface import TrainEngine
-from megads.model.dropout import Dropout
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.verify import checks
@@ -49,7 +47,6 @@ __all__ = [
     "assemble",
     "build_engine",
     "check_curve",
-    "check_dropout_streams",
     "check_first_step",
     "check_initial_weights",
     "check_reduction_dtype",
@@ -115,11 +112,9 @@ class Run(verified.Run):
 
     Attributes:
         working: digests of the copies of every working weight after the last step.
-        dropout_masks: digest of one mask per dropout site and tensor-parallel rank.
     """
 
     working: dict[str, set[str]] = field(default_factory=dict)
-    dropout_masks: dict[str, dict[int, str]] = field(default_factory=dict)
 
 
 def scenario_with(**changes: Any) -> Scenario:
@@ -191,17 +186,6 @@ def _working(engine: TrainEngine) -> dict[str, str]:
     return found
 
 
-def _dropout_masks(engine: TrainEngine) -> dict[str, str]:
-    found = {}
-    info = BatchInfo(sample_ids=torch.tensor([3, 4]))
-    for module in engine._engine.module.modules():
-        if isinstance(module, Dropout):
-            mask = Dropout(0.5, module.seed, module.site)
-            mask.stream, mask.shard = module.stream, module.shard
-            found[module.site] = digest(mask(torch.ones(2, 8, 8), info))
-    return found
-
-
 def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[], None] | None) -> dict[str, Any]:
     if mutate is not None:
         mutate()
@@ -209,7 +193,7 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
     run = train_rank(scenario, engine)
     assert run.reductions or engine.grid.data.size == 1, "the spy saw no gradient"
     return {
-        "run": run, "working": _working(engine), "dropout_masks": _dropout_masks(engine), "tp": engine.grid.tp.rank,
+        "run": run, "working": _working(engine),
     }  # fmt: skip
 
 
@@ -230,8 +214,6 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
     for result in results:
         for name, value in result["working"].items():
             run.working.setdefault(name, set()).add(value)
-        for site, value in result["dropout_masks"].items():
-            run.dropout_masks.setdefault(site, {})[result["tp"]] = value
     return run
 
 
@@ -239,17 +221,6 @@ def check_replicas(run: Run, reference: verified.Run) -> list[str]:
     """N8: copies of one tensor, of the optimizer and of the model, are bitwise equal on all ranks that hold it."""
     torn = sorted(name for name, digests in run.working.items() if len(digests) > 1)
     return checks.check_replicas(run, reference) + torn
-
-
-def check_dropout_streams(run: Run, reference: Run) -> list[str]:
-    """Attention dropout differs between tensor-parallel ranks, every other dropout is the same on all of them."""
-    del reference
-    faults = []
-    for site, by_rank in run.dropout_masks.items():
-        wanted = len(by_rank) if "core" in site else 1
-        if len(set(by_rank.values())) != wanted:
-            faults.append(f"{site}: {len(set(by_rank.values()))} masks on {len(by_rank)} ranks, want {wanted}")
-    return faults
 
 
 EVERY_CHECK = (
@@ -260,4 +231,4 @@ EVERY_CHECK = (
     check_reduction_dtype,
     check_validation,
 )
-"""What every layout has to pass, dropout streams aside."""
+"""What every layout has to pass."""

@@ -40,6 +40,7 @@ from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.stages import ParallelBlock
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.philox import DropoutMask
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, context, cross_entropy, head_loss
@@ -49,7 +50,6 @@ from megads.parallel.grid import Axis
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.table import Stream
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear
 from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import PutOff, WeightGradient, linear
@@ -243,10 +243,19 @@ def weight_gradients_of_chunks_overwrite_each_other() -> None:
     WeightGradient.add_to = lambda self, sums, first: inner(self, sums, True)
 
 
-def equal_attention_dropout_on_all_ranks() -> None:
-    table = megads.engine.stage_pipeline.SHARDING
-    shared = dict.fromkeys(table.dropouts, Stream.shared)
-    megads.engine.stage_pipeline.SHARDING = replace(table, dropouts=shared)
+def heads_of_dropout_counted_from_the_rank() -> None:
+    inner = DropoutMask.keep
+    DropoutMask.keep = lambda self, *where: inner(replace(self, first_head=0), *where)
+
+
+def samples_of_dropout_counted_in_the_micro_batch() -> None:
+    inner = DropoutMask.keep
+    DropoutMask.keep = lambda self, *where: inner(replace(self, samples_b=torch.arange(len(self.samples_b))), *where)
+
+
+def queries_of_dropout_counted_from_the_rank() -> None:
+    inner = DropoutMask.keep
+    DropoutMask.keep = lambda self, heads, places, keys: inner(self, heads, torch.arange(len(places)), keys)
 
 
 def clipping_skipped_on_higher_ranks() -> None:
@@ -345,17 +354,16 @@ def recomputation_of_the_latest_micro_batch() -> None:
 
 
 def dropout_redrawn_in_recomputation() -> None:
-    inner = Dropout.forward
+    inner = Dropout.mask
     drawn = set()
 
-    def forward(self: Dropout, x: Tensor, info: Any, **where: Any) -> Tensor:
-        key = (self.site, *info.sample_ids.tolist())
-        self.stream = int(self.training and key in drawn)
-        if self.training:
-            drawn.add(key)
-        return inner(self, x, info, **where)
+    def mask(self: Dropout, info: Any, *where: Any) -> DropoutMask:
+        found, key = inner(self, info, *where), (self.site, *info.sample_ids.tolist())
+        again = key in drawn
+        drawn.add(key)
+        return replace(found, key=found.key + again)
 
-    Dropout.forward = forward
+    Dropout.mask = mask
 
 
 def a_weight_part_dropped() -> None:
@@ -488,12 +496,7 @@ def tokens_summed_over_data_parallel_only() -> None:
 
 
 def dropout_of_local_places() -> None:
-    inner = Dropout.forward
-
-    def forward(self: Dropout, x: Tensor, info: BatchInfo, **options: Any) -> Tensor:
-        return inner(self, x, replace(info, sequence_index=None), **options)
-
-    Dropout.forward = forward
+    Dropout._places = lambda self, x, info: None
 
 
 def query_heads_deal_the_keys_out() -> None:
@@ -615,7 +618,9 @@ CASES = [
     Case(padding_in_the_softmax, "tp2", parity.check_first_step),
     Case(input_gradients_of_chunks_stay_local, "tp2", parity.check_first_step, CHUNKS),
     Case(weight_gradients_of_chunks_overwrite_each_other, "tp2", parity.check_first_step, CHUNKS),
-    Case(equal_attention_dropout_on_all_ranks, "tp2", parity.check_dropout_streams),
+    Case(heads_of_dropout_counted_from_the_rank, "tp2", parity.check_first_step, DROPOUT),
+    Case(samples_of_dropout_counted_in_the_micro_batch, "dp2", parity.check_first_step, DROPOUT),
+    Case(queries_of_dropout_counted_from_the_rank, "cp2", parity.check_first_step, DROPOUT),
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
     Case(no_sum_of_sequence_partial_gradients, "tp2sp", parity.check_first_step),

@@ -1,7 +1,7 @@
 // Attention: schema, checks and threads.
 #include "../cpu/attention.h"
 
-#include "tensors.h"
+#include "dropout_mask.h"
 #include "visible.h"
 
 namespace megads::bindings {
@@ -19,7 +19,8 @@ void require_rows(const Tensor& x, const Tensor& other) {
 }
 
 Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& slopes,
-                       const std::optional<Tensor>& places, const std::optional<Tensor>& starts, double scale) {
+                       const std::optional<Tensor>& places, const std::optional<Tensor>& starts, double scale,
+                       const std::optional<Tensor>& samples, int64_t key, int64_t threshold, int64_t first_head) {
   for (const Tensor* x : {&q, &k, &v}) require_rows(*x, q);
   require(k.size(2) == v.size(2) && k.size(1) == v.size(1), "keys and values must be as many");
   require(k.size(1) == q.size(1) || (k.size(1) > 0 && q.size(1) % k.size(1) == 0),
@@ -27,7 +28,8 @@ Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2);
   require_visible(batch, heads, queries, slopes, places, starts);
   return {batch, heads, k.size(1), queries, k.size(2), q.size(3), float(scale), optional_data<float>(slopes),
-          optional_data<int64_t>(places), optional_data<int64_t>(starts)};
+          optional_data<int64_t>(places), optional_data<int64_t>(starts),
+          mask_of(samples, batch, key, threshold, first_head)};
 }
 
 // Shaped [batch, heads, rows, dim] as x, in memory [batch, rows, heads, dim]: what a projection reads.
@@ -38,8 +40,10 @@ Tensor rows_like(const Tensor& x) {
 
 std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                              const std::optional<Tensor>& slopes, const std::optional<Tensor>& places,
-                                             const std::optional<Tensor>& starts, double scale) {
-  const Attention shape = attention_of(q, k, v, slopes, places, starts, scale);
+                                             const std::optional<Tensor>& starts, double scale,
+                                             const std::optional<Tensor>& samples, int64_t key, int64_t threshold,
+                                             int64_t first_head) {
+  const Attention shape = attention_of(q, k, v, slopes, places, starts, scale, samples, key, threshold, first_head);
   Tensor out = rows_like(q);
   Tensor statistics = fp32_like(q, {shape.batch, shape.heads, shape.queries, 2});
   with_type_of(q, [&](auto* null) {
@@ -56,8 +60,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
                                                       const Tensor& v, const Tensor& out, const Tensor& statistics,
                                                       const std::optional<Tensor>& slopes,
                                                       const std::optional<Tensor>& places,
-                                                      const std::optional<Tensor>& starts, double scale) {
-  const Attention shape = attention_of(q, k, v, slopes, places, starts, scale);
+                                                      const std::optional<Tensor>& starts, double scale,
+                                                      const std::optional<Tensor>& samples, int64_t key,
+                                                      int64_t threshold, int64_t first_head) {
+  const Attention shape = attention_of(q, k, v, slopes, places, starts, scale, samples, key, threshold, first_head);
   require_rows(grad, q);
   require_rows(out, q);
   require(grad.size(1) == shape.heads && out.size(1) == shape.heads && grad.size(2) == shape.queries &&
@@ -94,11 +100,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megads, library) {
   library.def(
-      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? places, Tensor? starts, float scale) "
-      "-> (Tensor, Tensor)");
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? places, Tensor? starts, float scale, "
+      "Tensor? samples, int key, int threshold, int first_head) -> (Tensor, Tensor)");
   library.def(
       "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, Tensor? slopes, "
-      "Tensor? places, Tensor? starts, float scale) -> (Tensor, Tensor, Tensor)");
+      "Tensor? places, Tensor? starts, float scale, Tensor? samples, int key, int threshold, int first_head) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megads, CPU, library) {

@@ -1,7 +1,7 @@
 // Causal attention that never holds the scores of more than one block of queries and keys (Dao et al. 2022).
 #pragma once
 
-#include "vector.h"
+#include "philox.h"
 
 namespace megads {
 
@@ -18,6 +18,7 @@ struct Rows {
 //   slopes: ALiBi slope of every head, or null.
 //   places: place of every query among the keys, [queries]; null: its own number.
 //   starts: first key that a query sees, [batch, queries]; null: 0.
+//   dropout: of probabilities, behind the softmax; its rows are those of places, its elements keys.
 // Keys and values have key_heads heads, each shared by heads / key_heads query heads beside each other (Ainslie et al.
 // 2023, grouped-query attention).
 // A query sees the keys from its start to its place. One that sees none has output and gradients zero.
@@ -27,7 +28,9 @@ struct Attention {
   const float* slopes;
   const int64_t* places;
   const int64_t* starts;
+  DropoutMask dropout;
 
+  int64_t place(int64_t query) const { return places ? places[query] : query; }
   int64_t group() const { return heads / key_heads; }
 };
 

@@ -4,7 +4,7 @@ namespace megads {
 namespace {
 
 // One thread's work. Queries of one head lie packed at a time, keys of one block.
-template <typename T>
+template <typename T, bool kDropped>
 class Backward {
   using Unit = typename Operand<T>::Unit;
   static constexpr int kValues = Operand<T>::kValues;
@@ -12,7 +12,7 @@ class Backward {
 
  public:
   Backward(const Attention& shape, const AttentionBackward<T>& tensors, BackwardPart part)
-      : shape_(shape), tensors_(tensors), width_(shape.dim) {
+      : shape_(shape), tensors_(tensors), masks_(shape), width_(shape.dim) {
     const bool queries = part != BackwardPart::keys, keys = part != BackwardPart::queries;
     const int64_t rows = rounded_up(keys ? shape.queries : kQueryBlock, kQueryBlock);
     const int64_t key_rows = part == BackwardPart::heads ? rounded_up(shape.keys, kKeyBlock) : kKeyBlock;
@@ -135,7 +135,7 @@ class Backward {
   void write_keys(int64_t b, int64_t key_head, int64_t key, int64_t rows) {
     const Rows<T>&k = tensors_.grad_k, &v = tensors_.grad_v;
     unpack(grad_keys_, width_.numbers, rows, shape_.dim, shape_.scale, k.at(b, key_head, key), k.row);
-    unpack(grad_values_, width_.numbers, rows, shape_.dim, 1.0f, v.at(b, key_head, key), v.row);
+    unpack(grad_values_, width_.numbers, rows, shape_.dim, masks_.scale(), v.at(b, key_head, key), v.row);
   }
 
   // Adds what a block of packed queries and a block of keys give to the gradients that are wanted.
@@ -168,6 +168,7 @@ class Backward {
   }
 
   // Weights and gradients of the scores of a tile.
+  // Values meet the probabilities that stay, unscaled; `write_keys` scales.
   void weigh(int64_t h, int64_t packed_tile, int64_t key, const Columns& columns, int64_t tile, bool for_keys) {
     const int64_t row = packed_tile * kQueryRows, count = columns.last - columns.first;
     rows_product<kQueryRows>(count, width_.units, queries_ + row * width_.row, width_.row, 1,
@@ -176,10 +177,14 @@ class Backward {
                              values_by_dim_ + columns.first, kKeyBlock, grad_weights_ + columns.first, kKeyBlock,
                              false);
     for (int r = 0; r < kQueryRows; r += kValues) {
+      for (int v = 0; v < kValues; ++v) masks_.draw(r + v, b_, h, query_ + row + r + v, key, columns);
       const SoftenedRow rows[2] = {softened(h, row, r, key, columns), softened(h, row, r + kValues - 1, key, columns)};
       for (int64_t c = columns.first; c < columns.last; c += kLanes) {
         Floats weights[kValues], grads[kValues];
-        for (int v = 0; v < kValues; ++v) rows[v].at(c, weights[v], grads[v]);
+        for (int v = 0; v < kValues; ++v) {
+          rows[v].at(c, masks_.of(r + v, c, load(grad_weights_ + (r + v) * kKeyBlock + c)), weights[v], grads[v]);
+          weights[v] = masks_.of(r + v, c, weights[v]);
+        }
         if (grad_score_rows_)
           for (int v = 0; v < kValues; ++v)
             store_beside(grad_score_rows_ + ((r + v) * kKeyBlock + c) / kValues, grads[v]);
@@ -194,13 +199,14 @@ class Backward {
   // From products of a query with keys and of its gradient with values to weights and gradients of the scores.
   struct SoftenedRow {
     ScoreRow row;
-    const float *scores, *grad_weights;
-    float largest, inverse, product;
+    const float* scores;
+    float largest, inverse, product, scale;
     bool all;
 
-    void at(int64_t c, Floats& weight, Floats& grad) const {
+    // grad_weights: the products, those of dropped probabilities 0.
+    void at(int64_t c, Floats grad_weights, Floats& weight, Floats& grad) const {
       weight = exp2<T>(row.biased(load(scores + c), c) - largest) * inverse;
-      grad = weight * (load(grad_weights + c) - product);
+      grad = weight * (grad_weights * scale - product);
       if (all) return;
       const Ints seen = row.seen(c);
       weight = seen ? weight : Floats{};
@@ -214,10 +220,10 @@ class Backward {
     const bool inside = query < shape_.queries;
     return {row,
             scores_ + r * kKeyBlock,
-            grad_weights_ + r * kKeyBlock,
             inside ? statistics_[query * 2] : 0.0f,
             inside ? statistics_[query * 2 + 1] : 0.0f,
             inside ? products_[first_row + r] : 0.0f,
+            masks_.scale(),
             row.sees(columns.first, columns.last)};
   }
 
@@ -242,6 +248,7 @@ class Backward {
 
   const Attention& shape_;
   const AttentionBackward<T>& tensors_;
+  TileMasks<kDropped> masks_;
   Width<T> width_;
   Scratch scratch_;
   Unit *queries_, *grads_, *keys_, *keys_by_dim_, *values_by_dim_, *weights_, *grad_scores_;
@@ -279,10 +286,12 @@ int64_t attention_backward_tasks(const Attention& shape, BackwardPart part) {
   return shape.batch * heads * tasks_of_head(shape, part);
 }
 
-template <typename T>
-void attention_backward(const Attention& shape, BackwardPart part, const AttentionBackward<T>& tensors, int64_t first,
-                        int64_t last) {
-  Backward<T> backward(shape, tensors, part);
+namespace {
+
+template <bool kDropped, typename T>
+void run_backward(const Attention& shape, BackwardPart part, const AttentionBackward<T>& tensors, int64_t first,
+                  int64_t last) {
+  Backward<T, kDropped> backward(shape, tensors, part);
   const bool queries = part == BackwardPart::queries;
   const int64_t heads = queries ? shape.heads : shape.key_heads;
   const int64_t blocks = tasks_of_head(shape, part);
@@ -292,6 +301,15 @@ void attention_backward(const Attention& shape, BackwardPart part, const Attenti
     if (queries) backward.of_queries(b, head, block * kQueryBlock);
     if (part == BackwardPart::keys) backward.of_keys(b, head, block * kKeyBlock);
   }
+}
+
+}  // namespace
+
+template <typename T>
+void attention_backward(const Attention& shape, BackwardPart part, const AttentionBackward<T>& tensors, int64_t first,
+                        int64_t last) {
+  const auto run = shape.dropout.samples ? run_backward<true, T> : run_backward<false, T>;
+  run(shape, part, tensors, first, last);
 }
 
 #define MEGADS_INSTANTIATE(T)                                                                                      \

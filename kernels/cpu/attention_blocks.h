@@ -38,7 +38,7 @@ struct Visible {
 
 inline Visible visible_keys(const Attention& shape, int64_t b, int64_t query) {
   if (query >= shape.queries) return {shape.keys, -1};
-  const int64_t place = shape.places ? shape.places[query] : query;
+  const int64_t place = shape.place(query);
   const int64_t start = shape.starts ? shape.starts[b * shape.queries + query] : 0;
   return {std::max<int64_t>(start, 0), std::min(place, shape.keys - 1)};
 }
@@ -69,7 +69,7 @@ class ScoreRow {
   ScoreRow(const Attention& shape, int64_t b, int64_t h, int64_t query, int64_t key) {
     const Visible keys = visible_keys(shape, b, query);
     const bool inside = query < shape.queries;
-    const int64_t place = shape.places && inside ? shape.places[query] : query;
+    const int64_t place = inside ? shape.place(query) : query;
     scale_ = shape.scale * kLog2E;
     slope_ = shape.slopes ? shape.slopes[h] * kLog2E : 0.0f;
     distance_ = float(key - place);
@@ -99,6 +99,42 @@ class ScoreRow {
   float scale_, slope_;
   float distance_;        // from the query to the block's first key, exact in fp32 up to 2^24
   int32_t first_, last_;  // columns it sees, both included
+};
+
+// Masks of dropout for a tile of queries and a block of keys; without dropout nothing is drawn, and nothing multiplied.
+template <bool kDropped>
+class TileMasks {
+ public:
+  explicit TileMasks(const Attention& shape) : shape_(shape), rows_(shape.dropout) {}
+
+  float scale() const { return rows_.scale(); }
+
+  // Draws what a query has in columns of a block; a query beyond the last one has the mask of none.
+  void draw(int r, int64_t b, int64_t h, int64_t query, int64_t key, const Columns& columns) {
+    const int64_t place = shape_.place(std::min(query, shape_.queries - 1));
+    drawn_[r] = rows_.draw(b, h, place, key + columns.first, key + columns.last, room_[r]);
+    first_ = columns.first;
+  }
+
+  // x where the probability stays, 0 where it is dropped.
+  Floats of(int r, int64_t column, Floats x) const { return rows_.stays(drawn_[r] + (column - first_)) ? x : Floats{}; }
+
+ private:
+  const Attention& shape_;
+  MaskRows rows_;
+  int64_t first_ = 0;
+  const uint16_t* drawn_[kQueryRows];
+  uint16_t room_[kQueryRows][kKeyBlock + MaskRows::kMore];
+};
+
+template <>
+class TileMasks<false> {
+ public:
+  explicit TileMasks(const Attention&) {}
+
+  static constexpr float scale() { return 1.0f; }
+  void draw(int, int64_t, int64_t, int64_t, int64_t, const Columns&) const {}
+  Floats of(int, int64_t, Floats x) const { return x; }
 };
 
 // Scratch of one thread; every piece starts at a cache line.

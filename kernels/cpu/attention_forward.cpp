@@ -16,7 +16,7 @@ struct RunningTile {
 };
 
 // One thread's work on blocks of queries.
-template <typename T>
+template <typename T, bool kDropped>
 class Forward {
   using Unit = typename Operand<T>::Unit;
   static constexpr int kValues = Operand<T>::kValues;
@@ -24,6 +24,7 @@ class Forward {
  public:
   Forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v)
       : shape_(shape),
+        masks_(shape),
         width_(shape.dim),
         q_(q),
         k_(k),
@@ -52,7 +53,7 @@ class Forward {
     for (int64_t r = 0; r < rows; ++r) {
       const RunningTile& tile = running[r / kQueryRows];
       const float sum = tile.sum[r % kQueryRows], inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      unpack(sums_ + r * width_.numbers, 0, 1, shape_.dim, inverse, out.at(b, h, query + r), 0);
+      unpack(sums_ + r * width_.numbers, 0, 1, shape_.dim, inverse * masks_.scale(), out.at(b, h, query + r), 0);
       statistics[2 * r] = tile.largest[r % kQueryRows];
       statistics[2 * r + 1] = inverse;
     }
@@ -113,9 +114,10 @@ class Forward {
     }
     for (int r = 0; r < kQueryRows; ++r) {
       Floats sum{};
+      masks_.draw(r, b, h, query + r, key, columns);
       for (int64_t c = columns.first; c < columns.last; c += kLanes) {
         const Floats weight = exp2<T>(load(scores_ + r * kKeyBlock + c) - base[r]);
-        store_beside(weights_ + (r * kKeyBlock + c) / kValues, weight);
+        store_beside(weights_ + (r * kKeyBlock + c) / kValues, masks_.of(r, c, weight));
         sum += weight;
       }
       running.sum[r] = running.sum[r] * running.shrink[r] + sum_of(sum);
@@ -123,6 +125,7 @@ class Forward {
   }
 
   const Attention& shape_;
+  TileMasks<kDropped> masks_;
   Width<T> width_;
   Rows<const T> q_, k_, v_;
   Scratch scratch_;
@@ -139,15 +142,26 @@ int64_t attention_tasks(const Attention& shape) {
   return shape.batch * shape.heads * blocks_of(shape.queries, kQueryBlock);
 }
 
-template <typename T>
-void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
-                       float* statistics, int64_t first, int64_t last) {
-  Forward<T> forward(shape, q, k, v);
+namespace {
+
+template <bool kDropped, typename T>
+void run_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
+                 float* statistics, int64_t first, int64_t last) {
+  Forward<T, kDropped> forward(shape, q, k, v);
   const int64_t blocks = blocks_of(shape.queries, kQueryBlock);
   for (int64_t task = first; task < last; ++task) {
     const int64_t head = task / blocks, query = balanced(task % blocks, blocks) * kQueryBlock;
     forward.run(head / shape.heads, head % shape.heads, query, out, statistics + (head * shape.queries + query) * 2);
   }
+}
+
+}  // namespace
+
+template <typename T>
+void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
+                       float* statistics, int64_t first, int64_t last) {
+  const auto run = shape.dropout.samples ? run_forward<true, T> : run_forward<false, T>;
+  run(shape, q, k, v, out, statistics, first, last);
 }
 
 #define MEGADS_INSTANTIATE(T)                                                                                     \

@@ -1,35 +1,29 @@
 #include "dropout.h"
 
-#include "lanes.h"
+#include <vector>
 
 namespace megads {
-namespace {
-
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-
-inline __attribute__((always_inline)) Floats load_bytes(const uint8_t* from, int count) {
-  Bytes bytes{};
-  if (count == kLanes) {
-    std::memcpy(&bytes, from, sizeof bytes);
-  } else {
-    std::memcpy(&bytes, from, count);
-  }
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
-}
-
-}  // namespace
 
 template <typename T>
-void dropout(const T* x, const uint8_t* keep, float scale, const T* residual, T* out, int64_t first, int64_t last) {
-  for_vectors(first, last, [&](int64_t i, int count) {
-    Floats found = load_lanes(x + i, count) * (load_bytes(keep + i, count) * scale);
-    if (residual) found += load_lanes(residual + i, count);
-    store_lanes(out + i, found, count);
-  });
+void dropout(const HiddenDropout& shape, const T* x, const T* residual, T* out, int64_t first, int64_t last) {
+  const MaskRows masks(shape.mask);
+  const Floats scale = broadcast(masks.scale());
+  std::vector<uint16_t> room(size_t(shape.width + MaskRows::kMore));
+  for (int64_t row = first; row < last; ++row) {
+    const int64_t token = row % shape.tokens, place = shape.places ? shape.places[token] : token;
+    const uint16_t* drawn = masks.draw(row / shape.tokens, 0, place, 0, shape.width, room.data());
+    const int64_t at = row * shape.width;
+    for_vectors(0, shape.width, [&](int64_t i, int count) {
+      // Multiplied, not chosen: what is not finite is not to vanish.
+      Floats found = load_lanes(x + at + i, count) * (masks.stays(drawn + i) ? scale : Floats{});
+      if (residual) found += load_lanes(residual + at + i, count);
+      store_lanes(out + at + i, found, count);
+    });
+  }
 }
 
 #define MEGADS_INSTANTIATE(T) \
-  template void dropout<T>(const T*, const uint8_t*, float, const T*, T*, int64_t, int64_t);
+  template void dropout<T>(const HiddenDropout&, const T*, const T*, T*, int64_t, int64_t);
 MEGADS_INSTANTIATE(float)
 MEGADS_INSTANTIATE(BFloat16)
 

@@ -10,16 +10,19 @@ namespace {
 
 // What one row sees, keys first..last-1, and how it is biased.
 struct Row {
+  int64_t sample, head, place;
   int64_t first, last;
   float slope, distance;  // the distance is that from the query to key 0
 
   Row(const MaskedSoftmax& shape, int64_t row) {
-    const int64_t query = row % shape.queries, head = row / shape.queries;
-    const int64_t place = shape.places ? shape.places[query] : query;
-    const int64_t start = shape.starts ? shape.starts[head / shape.heads * shape.queries + query] : 0;
+    const int64_t query = row % shape.queries;
+    sample = row / shape.queries / shape.heads;
+    head = row / shape.queries % shape.heads;
+    place = shape.places ? shape.places[query] : query;
+    const int64_t start = shape.starts ? shape.starts[sample * shape.queries + query] : 0;
     last = std::clamp<int64_t>(place + 1, 0, shape.keys);
     first = std::clamp<int64_t>(start, 0, last);
-    slope = shape.slopes ? shape.slopes[head % shape.heads] : 0.0f;
+    slope = shape.slopes ? shape.slopes[head] : 0.0f;
     distance = float(-place);
   }
 };
@@ -34,10 +37,38 @@ void clear_hidden(const Row& row, int64_t keys, T* to) {
   std::memset(to + row.last, 0, (keys - row.last) * sizeof(T));
 }
 
-}  // namespace
+// Factors by which dropout multiplies a row; 1 where there is none.
+template <bool kDropped>
+class Factors {
+ public:
+  explicit Factors(const MaskedSoftmax& shape) : rows_(shape.dropout), room_(shape.keys + MaskRows::kMore) {}
 
-template <typename T>
-void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, int64_t first, int64_t last) {
+  void draw(const Row& row) {
+    first_ = row.first;
+    drawn_ = rows_.draw(row.sample, row.head, row.place, row.first, row.last, room_.data());
+  }
+
+  Floats at(int64_t key) const { return rows_.stays(drawn_ + (key - first_)) ? broadcast(rows_.scale()) : Floats{}; }
+
+ private:
+  MaskRows rows_;
+  std::vector<uint16_t> room_;
+  int64_t first_ = 0;
+  const uint16_t* drawn_ = nullptr;
+};
+
+template <>
+class Factors<false> {
+ public:
+  explicit Factors(const MaskedSoftmax&) {}
+
+  void draw(const Row&) const {}
+  Floats at(int64_t) const { return broadcast(1.0f); }
+};
+
+template <bool kDropped, typename T>
+void forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last) {
+  Factors<kDropped> factors(shape);
   const Floats lanes = __builtin_convertvector(lane_numbers(), Floats);
   std::vector<float> kept(shape.keys + kLanes);  // a row in fp32
   for (int64_t r = first; r < last; ++r) {
@@ -62,39 +93,63 @@ void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, int64_
       sums += weight;
     });
     const float factor = 1.0f / sum_of(sums);
+    factors.draw(row);
     for_vectors(row.first, row.last, [&](int64_t k, int count) {
       __builtin_prefetch(to + shape.keys + k, 1);
-      store_lanes(to + k, load(weights + k) * factor, count);
+      const Floats probability = load(weights + k) * factor;
+      store_lanes(to + k, probability, count);
+      if constexpr (kDropped) store_lanes(dropped + r * shape.keys + k, probability * factors.at(k), count);
     });
     clear_hidden(row, shape.keys, to);
+    if constexpr (kDropped) clear_hidden(row, shape.keys, dropped + r * shape.keys);
   }
 }
 
-template <typename T>
-void softmax_backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_scores, int64_t first,
-                      int64_t last) {
+template <bool kDropped, typename T>
+void backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_scores, T* dropped, int64_t first,
+              int64_t last) {
+  Factors<kDropped> factors(shape);
   for (int64_t r = first; r < last; ++r) {
     const Row row(shape, r);
     const int64_t at = r * shape.keys;
+    factors.draw(row);
     Floats products{};
     for_vectors(row.first, row.last, [&](int64_t k, int count) {
       __builtin_prefetch(grad + at + kRowsAhead * shape.keys + k);
       __builtin_prefetch(out + at + kRowsAhead * shape.keys + k);
-      products += load_lanes(grad + at + k, count) * load_lanes(out + at + k, count);
+      products += load_lanes(grad + at + k, count) * factors.at(k) * load_lanes(out + at + k, count);
     });
     const float product = sum_of(products);
     for_vectors(row.first, row.last, [&](int64_t k, int count) {
       __builtin_prefetch(grad_scores + at + shape.keys + k, 1);
-      const Floats away = load_lanes(grad + at + k, count) - product;
-      store_lanes(grad_scores + at + k, load_lanes(out + at + k, count) * away * shape.scale, count);
+      const Floats factor = factors.at(k), probability = load_lanes(out + at + k, count);
+      const Floats away = load_lanes(grad + at + k, count) * factor - product;
+      store_lanes(grad_scores + at + k, probability * away * shape.scale, count);
+      if constexpr (kDropped) store_lanes(dropped + at + k, probability * factor, count);
     });
     clear_hidden(row, shape.keys, grad_scores + at);
+    if constexpr (kDropped) clear_hidden(row, shape.keys, dropped + at);
   }
 }
 
-#define MEGADS_INSTANTIATE(T)                                                                          \
-  template void softmax_forward<T>(const MaskedSoftmax&, const T*, T*, int64_t, int64_t);              \
-  template void softmax_backward<T>(const MaskedSoftmax&, const T*, const T*, T*, int64_t, int64_t);
+}  // namespace
+
+template <typename T>
+void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last) {
+  const auto run = shape.dropout.samples ? forward<true, T> : forward<false, T>;
+  run(shape, scores, out, dropped, first, last);
+}
+
+template <typename T>
+void softmax_backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_scores, T* dropped,
+                      int64_t first, int64_t last) {
+  const auto run = shape.dropout.samples ? backward<true, T> : backward<false, T>;
+  run(shape, grad, out, grad_scores, dropped, first, last);
+}
+
+#define MEGADS_INSTANTIATE(T)                                                                         \
+  template void softmax_forward<T>(const MaskedSoftmax&, const T*, T*, T*, int64_t, int64_t);         \
+  template void softmax_backward<T>(const MaskedSoftmax&, const T*, const T*, T*, T*, int64_t, int64_t);
 MEGADS_INSTANTIATE(float)
 MEGADS_INSTANTIATE(BFloat16)
 

@@ -1,28 +1,58 @@
-// The mask of a dropout (Srivastava et al. 2014), and what its result is added to; see launchers.h.
+// Dropout of hidden states (Srivastava et al. 2014), and what its result is added to; see launchers.h.
 //
-// A thread computes a pack: 2 * count * size + count bytes, with a residual another count * size. The mask has a byte an
-// element, so that a pack of it is an access of 4 or 8 bytes.
-#include "device.cuh"
+// A thread computes a pack: 2 * count * size bytes, with a residual another count * size. The mask is drawn, not read:
+// one counter of Philox for eight features; for a pack that lies across the end of a row, one for each row's part.
+#include "philox.cuh"
 
 namespace megads::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 
+struct HiddenDropout {
+  int64_t count;
+  uint32_t tokens, width;
+  const int64_t* places;
+  DropoutMask mask;
+};
+
+// Bit i: element first + i of the tensor stays; those before it or behind its end mean nothing.
+template <int kCount>
+__device__ __forceinline__ uint32_t draw_flat(const HiddenDropout& shape, int64_t first) {
+  uint32_t kept = 0;
+  for (int done = 0; done < kCount;) {
+    const int64_t at = first + done;
+    if (at >= shape.count) break;
+    if (at < 0) {
+      ++done;
+      continue;
+    }
+    const uint32_t row = uint32_t(at / shape.width), column = uint32_t(at - int64_t(row) * shape.width);
+    const uint32_t token = row % shape.tokens;
+    const MaskRow drawn(shape.mask, row / shape.tokens, 0, shape.places ? shape.places[token] : int64_t(token));
+    kept |= drawn.draw_pack<kCount>(shape.mask, int(column)) << done;
+    const uint32_t left = shape.width - column;  // bits behind the row's end are drawn anew
+    if (left >= uint32_t(kCount - done)) break;
+    done += int(left);
+    kept &= (1u << done) - 1;
+  }
+  return kept;
+}
+
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    dropout(int64_t count, const T* x, const uint8_t* keep, float scale, const T* residual, T* out) {
-  const Share share = share_of(x, count, kThreads * kWidth<T>);
+__global__ void __launch_bounds__(kThreads) dropout(HiddenDropout shape, const T* x, const T* residual, T* out) {
+  const Share share = share_of(x, shape.count, kThreads * kWidth<T>);
   const int first = share.first + int(threadIdx.x) * kWidth<T>;
+  if (first >= share.count) return;
   const auto of_x = load_pack<kWidth<T>>(x + share.lower, first, share.count);
-  const auto kept = load_pack<kWidth<T>>(keep + share.lower, first, share.count);
   Pack<T, kWidth<T>> of_residual{};
   if (residual) of_residual = load_pack<kWidth<T>>(residual + share.lower, first, share.count);
+  const uint32_t kept = draw_flat<kWidth<T>>(shape, share.lower + first);
   float values[kWidth<T>];
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
     // Multiplied, not chosen: what is not finite is not to vanish.
-    values[i] = widen(of_x.elements[i]) * (widen(kept.elements[i]) * scale);
+    values[i] = widen(of_x.elements[i]) * (kept >> i & 1 ? shape.mask.scale : 0.0f);
     if (residual) values[i] += widen(of_residual.elements[i]);
   }
   store_pack(out + share.lower, first, share.count, values);
@@ -33,14 +63,18 @@ __global__ void __launch_bounds__(kThreads)
 
 using namespace megads::cuda;
 
-extern "C" int megads_cuda_dropout(int64_t dtype, int64_t count, const void* x, const uint8_t* keep, double scale,
-                                   const void* residual, void* out, int64_t stream) {
+extern "C" int megads_cuda_dropout(int64_t dtype, int64_t batch, int64_t tokens, int64_t width, const void* x,
+                                   const void* residual, const int64_t* places, const int64_t* samples, int64_t key,
+                                   int64_t threshold, void* out, int64_t stream) {
+  const int64_t count = batch * tokens * width;
   if (count == 0) return 0;
+  if (batch * tokens > kMostBlocks || width > kMostBlocks) return int(MEGADS_TOO_LARGE);
+  const HiddenDropout shape{count, uint32_t(tokens), uint32_t(width), places, mask_of(samples, key, threshold, 0)};
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const int64_t blocks = shares_for(count, kThreads * kWidth<T>);
     if (blocks > kMostBlocks) return int(MEGADS_TOO_LARGE);
-    return launch(dropout<T>, dim3(unsigned(blocks)), kThreads, 0, stream, count, static_cast<const T*>(x), keep,
-                  float(scale), static_cast<const T*>(residual), static_cast<T*>(out));
+    return launch(dropout<T>, dim3(unsigned(blocks)), kThreads, 0, stream, shape, static_cast<const T*>(x),
+                  static_cast<const T*>(residual), static_cast<T*>(out));
   });
 }

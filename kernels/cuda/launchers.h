@@ -32,12 +32,17 @@ const char* megads_cuda_error(int64_t error);
 //   places: int64 [queries] or null: a query's own number.
 //   starts: int64 [batch, queries] or null: 0.
 //   hidden: bytes [batch, keys], 0 for a key that may be seen; or null.
+//   samples: int64 [batch], the number of each sample, of which dropout's mask follows (philox.cuh); null: nothing is
+//     dropped, and the following arguments mean nothing. Forward writes `dropped`, the probabilities with dropout, beside
+//     `out`; backward takes its gradient, and makes it again.
 int megads_cuda_softmax_forward(int64_t dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
                                 double scale, const float* slopes, const int64_t* places, const int64_t* starts,
-                                const uint8_t* hidden, const void* scores, void* out, int64_t stream);
+                                const uint8_t* hidden, const void* scores, void* out, const int64_t* samples,
+                                int64_t key, int64_t threshold, int64_t first_head, void* dropped, int64_t stream);
 int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
                                  double scale, const int64_t* places, const int64_t* starts, const void* grad,
-                                 const void* out, void* grad_scores, int64_t stream);
+                                 const void* out, void* grad_scores, const int64_t* samples, int64_t key,
+                                 int64_t threshold, int64_t first_head, void* dropped, int64_t stream);
 
 // --- norm.cu ---------------------------------------------------------------------------------------------------------
 
@@ -100,9 +105,14 @@ int megads_cuda_swiglu_backward(int64_t dtype, int64_t count, const void* grad, 
 
 // --- dropout.cu ------------------------------------------------------------------------------------------------------
 
-// x * keep * scale + residual, rounded once, of `count` elements. keep: bytes, 0 or 1. residual: of the dtype, or null.
-int megads_cuda_dropout(int64_t dtype, int64_t count, const void* x, const uint8_t* keep, double scale,
-                        const void* residual, void* out, int64_t stream);
+// x * factor + residual, rounded once, of hidden states [batch, tokens, width]. The factor is 0 for what the mask drops
+// (philox.cuh), else its scale.
+//   residual: of the dtype, or null.
+//   places: int64 [tokens] or null: a token's own number.
+//   samples: int64 [batch].
+int megads_cuda_dropout(int64_t dtype, int64_t batch, int64_t tokens, int64_t width, const void* x,
+                        const void* residual, const int64_t* places, const int64_t* samples, int64_t key,
+                        int64_t threshold, void* out, int64_t stream);
 
 // --- rotary.cu -------------------------------------------------------------------------------------------------------
 

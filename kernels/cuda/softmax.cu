@@ -1,11 +1,11 @@
-// Softmax of scaled attention scores with ALiBi, causality, documents and padding; see launchers.h.
+// Softmax of scaled attention scores with ALiBi, causality, documents, padding and dropout; see launchers.h.
 //
 // A row of scores belongs to one query of one head. Its threads hold all of it in registers, 32 elements each, so that
 // it is read once: 32 threads up to 1024 keys (a warp a row, four rows a block), a block of 128 to 512 threads up to
 // 16384, and of 1024, whose registers hold 24, up to 24576. Longer rows are read in chunks, once for each of three
 // passes, the later two mostly from the L2 cache. Packs of which nothing is seen are never read: half of all under a
 // causal mask.
-#include "device.cuh"
+#include "philox.cuh"
 
 namespace megads::cuda {
 namespace {
@@ -18,6 +18,7 @@ struct MaskedSoftmax {
   const int64_t* places;
   const int64_t* starts;
   const uint8_t* hidden;
+  DropoutMask mask;
 };
 
 // What one query sees.
@@ -36,6 +37,12 @@ __device__ __forceinline__ Sight sight_of(const MaskedSoftmax& shape, uint32_t r
   const int64_t start = shape.starts ? shape.starts[int64_t(sample) * shape.queries + query] : 0;
   return {within(start, shape.keys), within(place + 1, shape.keys), shape.slopes ? shape.slopes[head] : 0.0f,
           float(place), shape.hidden ? shape.hidden + int64_t(sample) * shape.keys : nullptr};
+}
+
+__device__ __forceinline__ MaskRow mask_row(const MaskedSoftmax& shape, uint32_t row) {
+  const uint32_t query = row % shape.queries, of_head = row / shape.queries;
+  const int64_t place = shape.places ? shape.places[query] : int64_t(query);
+  return MaskRow(shape.mask, of_head / shape.heads, of_head % shape.heads, place);
 }
 
 // One thread's part of a row: pack p starts at element first + p * kStep.
@@ -93,11 +100,25 @@ struct Part {
       store_pack(row, at, keys, values[p]);
     }
   }
+
+  // What dropout leaves of what was stored.
+  __device__ __forceinline__ void store_dropped(T* row, int first, int keys, const Sight& sight,
+                                                const DropoutMask& mask, const MaskRow& drawn) {
+    const uint32_t kept = drawn.draw_packs<kWidth<T>, kPacks>(mask, first, kStep, sight.begin, sight.end);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int at = first + p * kStep;
+      if (at >= keys) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) values[p][i] *= kept >> (p * kWidth<T> + i) & 1 ? mask.scale : 0.0f;
+      store_pack(row, at, keys, values[p]);
+    }
+  }
 };
 
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kBlock<kThreads>) softmax_forward(MaskedSoftmax shape, const T* __restrict__ scores,
-                                                                    T* __restrict__ out) {
+template <typename T, int kThreads, bool kDropped>
+__device__ __forceinline__ void forward_row(const MaskedSoftmax& shape, const T* __restrict__ scores,
+                                            T* __restrict__ out, T* __restrict__ dropped) {
   constexpr int kPacks = (kThreads < 1024 ? 32 : 24) / kWidth<T>;
   constexpr int kRows = kBlock<kThreads> / kThreads;
   using RowPart = Part<T, kThreads, kPacks>;
@@ -134,13 +155,16 @@ __global__ void __launch_bounds__(kBlock<kThreads>) softmax_forward(MaskedSoftma
       part.exponentials(base);
     }
     part.store(to, at, shape.keys, factor);
+    if constexpr (kDropped)
+      part.store_dropped(dropped + int64_t(row) * shape.keys, at, shape.keys, sight, shape.mask, mask_row(shape, row));
   }
 }
 
 // Gradient and probability of an element are held together, 16 of each a thread: rows up to 16384 are read once.
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kBlock<kThreads>)
-    softmax_backward(MaskedSoftmax shape, const T* grad, const T* __restrict__ out, T* grad_scores) {
+// With dropout `grad` is that of `dropped`, which is made again: a bit of `kept` for each element that stays.
+template <typename T, int kThreads, bool kDropped>
+__device__ __forceinline__ void backward_row(const MaskedSoftmax& shape, const T* grad, const T* __restrict__ out,
+                                             T* grad_scores, T* dropped) {
   constexpr int kPacks = 16 / kWidth<T>;
   constexpr int kRows = kBlock<kThreads> / kThreads;
   constexpr int kStep = kThreads * kWidth<T>;
@@ -156,12 +180,20 @@ __global__ void __launch_bounds__(kBlock<kThreads>)
   const int chunks = (keys + shift_of(probabilities) + kStep * kPacks - 1) / (kStep * kPacks);
   RowReduction<kThreads> over_row;
   Pack<T, kWidth<T>> p_packs[kPacks], g_packs[kPacks];
+  uint32_t kept = ~0u;
+  const auto draw = [&](int at) {
+    kept = mask_row(shape, row).draw_packs<kWidth<T>, kPacks>(shape.mask, at, kStep, sight.begin, sight.end);
+  };
+  const auto factor_of = [&](int p, int i) {
+    return kDropped ? (kept >> (p * kWidth<T> + i) & 1 ? shape.mask.scale : 0.0f) : 1.0f;
+  };
 
   float product = 0.0f;
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int at = first + chunk * kStep * kPacks;
     load_packs(p_packs, probabilities, at, kStep, keys, sight.begin, sight.end);
     load_packs(g_packs, grad_row, at, kStep, keys, sight.begin, sight.end);
+    if constexpr (kDropped) draw(at);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
 #pragma unroll
@@ -169,7 +201,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>)
         const int key = at + p * kStep + i;
         // The gradient of what is not seen means nothing, and may be NaN.
         if (key >= sight.begin && key < sight.end)
-          product += widen(p_packs[p].elements[i]) * widen(g_packs[p].elements[i]);
+          product += widen(p_packs[p].elements[i]) * (widen(g_packs[p].elements[i]) * factor_of(p, i));
       }
   }
   product = over_row.template operator()<Sum>(product);
@@ -178,6 +210,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>)
     if (chunks > 1) {
       load_packs(p_packs, probabilities, at, kStep, keys, sight.begin, sight.end);
       load_packs(g_packs, grad_row, at, kStep, keys, sight.begin, sight.end);
+      if constexpr (kDropped) draw(at);
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
@@ -186,15 +219,61 @@ __global__ void __launch_bounds__(kBlock<kThreads>)
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
         const int key = at + p * kStep + i;
-        const float slope = widen(p_packs[p].elements[i]) * (widen(g_packs[p].elements[i]) - product);
+        const float slope =
+            widen(p_packs[p].elements[i]) * (widen(g_packs[p].elements[i]) * factor_of(p, i) - product);
         values[i] = key >= sight.begin && key < sight.end ? slope * shape.scale : 0.0f;
       }
       store_pack(to, at + p * kStep, keys, values);
+      if constexpr (kDropped) {
+        // Of what is not seen no probability was read: it is 0.
+#pragma unroll
+        for (int i = 0; i < kWidth<T>; ++i) values[i] = widen(p_packs[p].elements[i]) * factor_of(p, i);
+        store_pack(dropped + int64_t(row) * keys, at + p * kStep, keys, values);
+      }
     }
   }
 }
 
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kBlock<kThreads>)
+    softmax_forward(MaskedSoftmax shape, const T* __restrict__ scores, T* __restrict__ out) {
+  forward_row<T, kThreads, false>(shape, scores, out, nullptr);
+}
+
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kBlock<kThreads>)
+    softmax_backward(MaskedSoftmax shape, const T* grad, const T* __restrict__ out, T* grad_scores) {
+  backward_row<T, kThreads, false>(shape, grad, out, grad_scores, nullptr);
+}
+
+// The generator wants registers: blocks have at most kMostDropping threads, for which there are 128 each.
+constexpr int kMostDropping = 512;
+
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kBlock<kThreads>, kMostDropping / kBlock<kThreads>)
+    softmax_dropout_forward(MaskedSoftmax shape, const T* __restrict__ scores, T* __restrict__ out,
+                            T* __restrict__ dropped) {
+  forward_row<T, kThreads, true>(shape, scores, out, dropped);
+}
+
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kBlock<kThreads>, kMostDropping / kBlock<kThreads>)
+    softmax_dropout_backward(MaskedSoftmax shape, const T* grad, const T* __restrict__ out, T* grad_scores,
+                             T* dropped) {
+  backward_row<T, kThreads, true>(shape, grad, out, grad_scores, dropped);
+}
+
 bool fits(int64_t rows, int64_t keys) { return rows <= kMostBlocks && keys < kMostBlocks - 65536; }
+
+// Calls body with the row's number of threads, and the launch's sizes.
+template <int kMost, typename Body>
+int with_rows(const MaskedSoftmax& shape, int64_t values, Body body) {
+  return with_threads<kMost>(shape.keys, values, [&](auto threads) {
+    constexpr int kThreads = decltype(threads)::value;
+    const dim3 grid(unsigned(blocks_for(shape.rows, kBlock<kThreads> / kThreads)));
+    return body(threads, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes);
+  });
+}
 
 }  // namespace
 }  // namespace megads::cuda
@@ -204,38 +283,49 @@ using namespace megads::cuda;
 extern "C" int megads_cuda_softmax_forward(int64_t dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
                                            double scale, const float* slopes, const int64_t* places,
                                            const int64_t* starts, const uint8_t* hidden, const void* scores, void* out,
-                                           int64_t stream) {
+                                           const int64_t* samples, int64_t key, int64_t threshold, int64_t first_head,
+                                           void* dropped, int64_t stream) {
   const int64_t rows = batch * heads * queries;
   if (rows == 0 || keys == 0) return 0;
   if (!fits(rows, keys)) return int(MEGADS_TOO_LARGE);
-  const MaskedSoftmax shape{uint32_t(rows), uint32_t(heads), uint32_t(queries), int(keys), float(scale),
-                            slopes,         places,          starts,            hidden};
+  const MaskedSoftmax shape{uint32_t(rows), uint32_t(heads), uint32_t(queries), int(keys), float(scale), slopes,
+                            places,         starts,          hidden, mask_of(samples, key, threshold, first_head)};
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    return with_threads(keys, 32, [&](auto threads) {
-      constexpr int kThreads = decltype(threads)::value;
-      const dim3 grid(unsigned(blocks_for(rows, kBlock<kThreads> / kThreads)));
-      return launch(softmax_forward<T, kThreads>, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes, stream,
-                    shape, static_cast<const T*>(scores), static_cast<T*>(out));
+    const auto* from = static_cast<const T*>(scores);
+    auto *to = static_cast<T*>(out), *left = static_cast<T*>(dropped);
+    if (samples)
+      return with_rows<kMostDropping>(shape, 32, [&](auto threads, auto... sizes) {
+        return launch(softmax_dropout_forward<T, decltype(threads)::value>, sizes..., stream, shape, from, to, left);
+      });
+    return with_rows<1024>(shape, 32, [&](auto threads, auto... sizes) {
+      return launch(softmax_forward<T, decltype(threads)::value>, sizes..., stream, shape, from, to);
     });
   });
 }
 
 extern "C" int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
                                             double scale, const int64_t* places, const int64_t* starts,
-                                            const void* grad, const void* out, void* grad_scores, int64_t stream) {
+                                            const void* grad, const void* out, void* grad_scores,
+                                            const int64_t* samples, int64_t key, int64_t threshold, int64_t first_head,
+                                            void* dropped, int64_t stream) {
   const int64_t rows = batch * heads * queries;
   if (rows == 0 || keys == 0) return 0;
   if (!fits(rows, keys)) return int(MEGADS_TOO_LARGE);
-  const MaskedSoftmax shape{uint32_t(rows), uint32_t(heads), uint32_t(queries), int(keys), float(scale),
-                            nullptr,        places,          starts,            nullptr};
+  const MaskedSoftmax shape{uint32_t(rows), uint32_t(heads), uint32_t(queries), int(keys), float(scale), nullptr,
+                            places,         starts,          nullptr, mask_of(samples, key, threshold, first_head)};
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    return with_threads(keys, 16, [&](auto threads) {
-      constexpr int kThreads = decltype(threads)::value;
-      const dim3 grid(unsigned(blocks_for(rows, kBlock<kThreads> / kThreads)));
-      return launch(softmax_backward<T, kThreads>, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes, stream,
-                    shape, static_cast<const T*>(grad), static_cast<const T*>(out), static_cast<T*>(grad_scores));
+    const auto *arriving = static_cast<const T*>(grad), *probabilities = static_cast<const T*>(out);
+    auto *to = static_cast<T*>(grad_scores), *left = static_cast<T*>(dropped);
+    if (samples)
+      return with_rows<kMostDropping>(shape, 16, [&](auto threads, auto... sizes) {
+        return launch(softmax_dropout_backward<T, decltype(threads)::value>, sizes..., stream, shape, arriving,
+                      probabilities, to, left);
+      });
+    return with_rows<1024>(shape, 16, [&](auto threads, auto... sizes) {
+      return launch(softmax_backward<T, decltype(threads)::value>, sizes..., stream, shape, arriving, probabilities,
+                    to);
     });
   });
 }

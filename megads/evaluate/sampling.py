@@ -5,13 +5,13 @@ Shape suffixes: b = batch, v = vocabulary.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from megads.model.dropout import stream_seed
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ def draws(seed: int, sequences: Sequence[int], place: int) -> Tensor:
         sequences: number of every row's sequence.
         place: number of the token in its completion.
     """
-    bits = [stream_seed(seed, "generate", place, sequence) >> 10 for sequence in sequences]
-    return torch.tensor([value / 2.0**53 for value in bits], dtype=torch.float64)
+    messages = [struct.pack("<qqq", seed, place, sequence) + b"generate" for sequence in sequences]
+    words = [int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") for message in messages]
+    return torch.tensor([(word >> 11) / 2.0**53 for word in words], dtype=torch.float64)
 
 
 def next_tokens(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:

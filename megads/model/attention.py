@@ -18,7 +18,7 @@ from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.model.explicit_attention import explicit_attention
+from megads.model.explicit_attention import Softening, explicit_attention
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
@@ -27,7 +27,7 @@ from megads.ops.eligible import kernel_takes
 from megads.ops.flash_attention import INSTALLED, Documents, documents_of, flash_attention
 from megads.ops.flex_attention import flex_attention, visible_blocks
 from megads.ops.masked_attention import bias_dtype, cudnn_attention, masked_attention
-from megads.ops.softmax import masked_softmax
+from megads.ops.philox import DropoutMask
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 _DOCUMENTS: PerBatch[Documents] = PerBatch()
@@ -45,7 +45,7 @@ class AttentionCore(nn.Module):
 
     Attributes:
         kind: how it is to be computed; auto is the kernel of the whole where megads' own are taken, else sdpa.
-        fused: take megads' own kernels: the one of the whole, or with dropout on the probabilities that of softmax.
+        fused: take megads' own kernels: the one of the whole, or on GPUs, with dropout, that of softmax.
     """
 
     untraced: ClassVar = ("forward",)
@@ -125,13 +125,14 @@ class AttentionCore(nn.Module):
     def forward(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, n, s, d]."""
         kind = self.taken(q_bnsd)
-        if self.dropout.active or kind is AttentionKind.fused_softmax:
-            return self._explicit(q_bnsd, k_bmtd, v_bmtd, info)
         (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
+        mask = self.dropout.mask(info, device, self.heads.start) if self.dropout.active else None
+        if kind is AttentionKind.fused_softmax or (mask is not None and kind is not AttentionKind.fused):
+            return self._explicit(q_bnsd, k_bmtd, v_bmtd, info, mask)
         inputs, slopes_n, places_s = (q_bnsd, k_bmtd, v_bmtd), self.slopes(device), info.sequence_index
         match kind:
             case AttentionKind.fused:
-                return attention(*inputs, slopes_n, places_s, self.starts(info, queries, device))
+                return attention(*inputs, slopes_n, places_s, self.starts(info, queries, device), mask)
             case AttentionKind.augmented:
                 assert slopes_n is not None
                 return augmented_attention(*inputs, slopes_n)
@@ -141,28 +142,22 @@ class AttentionCore(nn.Module):
                 starts_bs = info.document_starts
                 apart = None if starts_bs is None else _DOCUMENTS.get(info, None, lambda: documents_of(starts_bs))
                 return flash_attention(*inputs, slopes_n, self.window, apart)
-            case AttentionKind.cudnn:
-                causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
-                bias = None if causal_alone else self.bias(info, num_keys, device, bias_dtype(q_bnsd))
-                return cudnn_attention(*inputs, bias)
-        return masked_attention(*inputs, self.bias(info, num_keys, device, bias_dtype(q_bnsd)))
+        # Torch's FlashAttention takes no mask: where causality is all that there is to hide, there is none.
+        causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
+        bias = None if causal_alone else self.bias(info, num_keys, device, bias_dtype(q_bnsd))
+        return (cudnn_attention if kind is AttentionKind.cudnn else masked_attention)(*inputs, bias)
 
-    def _explicit(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
-        """The same with scores in memory, [b, n, s, d]; what dropout wants."""
+    def _explicit(
+        self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo, mask: DropoutMask | None
+    ) -> Tensor:
+        """The same with scores in memory, [b, n, s, d]."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
-        fused = self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd, gpu=True)
-        starts_bs = self.starts(info, queries, device) if fused else None
-        scale = dim**-0.5
-
-        def soften(scores_bnst: Tensor) -> Tensor:
-            if fused:
-                slopes_n = self.slopes(device)
-                return masked_softmax(scores_bnst, scale, slopes_n, info.sequence_index, starts_bs, fused=True)
-            biased_bnst = scores_bnst.float() * scale + self.bias(info, num_keys, device, torch.float32)
-            return torch.softmax(biased_bnst, dim=-1).to(v_bmtd.dtype)
-
-        drop = functools.partial(self.dropout, info=info, sequence_dim=2)
-        return explicit_attention(q_bnsd, k_bmtd, v_bmtd, soften, drop)
+        if self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd, gpu=True):
+            sight = (self.slopes(device), info.sequence_index, self.starts(info, queries, device))
+            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, Softening(dim**-0.5, None, *sight), mask)
+        bias = functools.partial(self.bias, info, num_keys, device, torch.float32)
+        soften = Softening(dim**-0.5, bias, places_s=info.sequence_index)
+        return explicit_attention(q_bnsd, k_bmtd, v_bmtd, soften, mask)
 
 
 class Attention(nn.Module):

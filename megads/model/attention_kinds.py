@@ -58,6 +58,7 @@ class AttentionWork:
         micro_batch_size: samples of a forward pass.
         context: ranks that share a sample.
         documents: packed documents are hidden from each other.
+        deterministic: train.deterministic.
     """
 
     head_dim: int
@@ -73,6 +74,7 @@ class AttentionWork:
     micro_batch_size: int | None = None
     context: int = 1
     documents: bool = False
+    deterministic: bool = False
 
 
 def why_not(kind: AttentionKind, work: AttentionWork) -> str:
@@ -106,8 +108,6 @@ def _without_dropout(work: AttentionWork) -> str:
 
 
 def _without_kernels(kind: AttentionKind, work: AttentionWork) -> str:
-    if kind is AttentionKind.fused and work.dropout:
-        return _without_dropout(work)
     if kind is AttentionKind.fused and work.cuda:
         return "is for CPUs, but this run is on GPUs: use model.attention=auto, which tries what there is for GPUs"
     if work.impl not in (None, Implementation.fused):
@@ -185,6 +185,11 @@ def _not_cudnn(work: AttentionWork) -> str:
         return "is for GPUs (cuDNN), but this run is on a CPU: use model.attention=auto"
     if work.bf16 is False:
         return "computes in bf16 (cuDNN), but train.precision = fp32: set train.precision=bf16"
+    if work.deterministic and work.cuda:
+        return (
+            "sums gradients in an order that changes (cuDNN), but train.deterministic = true: set "
+            "train.deterministic=false, or model.attention=auto"
+        )
     if work.head_dim % 8 or work.head_dim > CUDNN_WIDEST:
         return (
             f"takes heads of a multiple of 8 features, at most {CUDNN_WIDEST} (cuDNN), but they have {work.head_dim}: "

@@ -1,4 +1,4 @@
-"""Attention whose scores are in memory, between two matrix products: what dropout on probabilities needs.
+"""Attention whose scores are in memory, between two matrix products: what GPUs without a kernel of the whole take.
 
 Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t = key, d = head dim.
 """
@@ -6,27 +6,119 @@ Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from megads.ops.philox import DropoutMask
+from megads.ops.softmax import masked_softmax
+
+
+@dataclass(frozen=True, eq=False)
+class Softening:
+    """How scores become probabilities.
+
+    Attributes:
+        scale: factor of the scores.
+        bias: additive mask [b or 1, n or 1, s, t], fp32, of plain torch; None: megads' kernel, with what follows.
+        slopes_n: fp32 ALiBi slope of every head; None: no bias.
+        places_s: int64 place of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key that a query sees; None: 0.
+    """
+
+    scale: float
+    bias: Callable[[], Tensor] | None
+    slopes_n: Tensor | None = None
+    places_s: Tensor | None = None
+    starts_bs: Tensor | None = None
+
+    def __call__(self, scores_bnst: Tensor) -> Tensor:
+        """Probabilities of the scores' dtype."""
+        if self.bias is None:
+            return masked_softmax(scores_bnst, self.scale, self.slopes_n, self.places_s, self.starts_bs, fused=True)
+        biased_bnst = scores_bnst.float().mul(self.scale).add(self.bias())
+        return torch.softmax(biased_bnst, dim=-1).to(scores_bnst.dtype)
 
 
 def explicit_attention(
-    q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, soften: Callable[[Tensor], Tensor], drop: Callable[[Tensor], Tensor]
+    q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, soften: Softening, mask: DropoutMask | None = None
 ) -> Tensor:
-    """drop(soften(q k^T)) v, [b, n, s, d]; n / m heads of queries next to each other share keys and values.
+    """dropout(soften(q k^T)) v, [b, n, s, d]; n / m heads of queries next to each other share keys and values.
+
+    With dropout backward keeps the probabilities, in the dtype of the queries, and nothing else of their size.
 
     Args:
         q_bnsd: queries.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
-        soften: scores [b, n, s, t] to probabilities of their dtype, scale and mask included.
-        drop: dropout of probabilities.
+        soften: scores [b, n, s, t] to probabilities.
+        mask: of the probabilities: its rows are the places of queries, its elements keys; None: nothing is dropped.
     """
     (batch, heads, queries, dim), (shared, keys) = q_bnsd.shape, k_bmtd.shape[1:3]
     # The queries of all heads that share keys are rows of one product.
     rows = heads // shared * queries
-    # Nothing but probabilities has a name here: scores are freed as soon as they are softened.
-    dropped_bnst = drop(
-        soften((q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)).view(batch, heads, queries, keys))
-    )
-    return (dropped_bnst.view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
+
+    def scores_bnst() -> Tensor:
+        # Without a name for the scores, they are freed as soon as they are softened.
+        scores = q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)
+        return scores.view(batch, heads, queries, keys)
+
+    if mask is None:
+        return (soften(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
+    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, soften, mask)  # type: ignore[no-untyped-call]
+    return out.view(q_bnsd.shape)
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """dropout(soften(scores)) v of scores [b, n, s, t] and values [b, m, t, d]; backward draws the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_bnst: Tensor, v_bmtd: Tensor, soften: Softening, mask: DropoutMask) -> Tensor:
+        if soften.bias is None:
+            weights_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_forward(
+                scores_bnst, soften.scale, soften.slopes_n, soften.places_s, soften.starts_bs, *mask.arguments
+            )
+        else:
+            weights_bnst = soften(scores_bnst)
+            dropped_bnst = (weights_bnst * _keep(weights_bnst, soften, mask)).mul_(mask.scale)
+        ctx.soften, ctx.mask = soften, mask
+        ctx.save_for_backward(weights_bnst, v_bmtd)
+        return _grouped(dropped_bnst, v_bmtd) @ v_bmtd
+
+    @staticmethod
+    def backward(ctx: Any, grad_bmrd: Tensor) -> tuple[Tensor | None, ...]:
+        (weights_bnst, v_bmtd), soften, mask = ctx.saved_tensors, ctx.soften, ctx.mask
+        grad_weights_bnst = (grad_bmrd @ v_bmtd.transpose(-1, -2)).view(weights_bnst.shape)
+        if soften.bias is None:
+            grad_scores_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_backward(
+                grad_weights_bnst, weights_bnst, soften.scale, soften.places_s, soften.starts_bs, *mask.arguments
+            )
+        else:
+            keep_bnst = _keep(weights_bnst, soften, mask)
+            grad_scores_bnst = _softmax_gradient(grad_weights_bnst.mul_(keep_bnst).mul_(mask.scale), weights_bnst)
+            grad_scores_bnst = grad_scores_bnst.mul_(soften.scale).to(weights_bnst.dtype)
+            dropped_bnst = (weights_bnst * keep_bnst).mul_(mask.scale)
+        return grad_scores_bnst, _grouped(dropped_bnst, v_bmtd).transpose(-1, -2) @ grad_bmrd, None, None
+
+
+def _grouped(weights_bnst: Tensor, v_bmtd: Tensor) -> Tensor:
+    """Rows of all heads that share keys beside each other, [b, m, n / m s, t]."""
+    batch, shared, keys, _ = v_bmtd.shape
+    return weights_bnst.view(batch, shared, -1, keys)
+
+
+def _keep(weights_bnst: Tensor, soften: Softening, mask: DropoutMask) -> Tensor:
+    _, heads, queries, keys = weights_bnst.shape
+    assert len(mask.samples_b) == len(weights_bnst), f"{len(mask.samples_b)} numbers of samples"
+    places_s = soften.places_s
+    if places_s is None:
+        places_s = torch.arange(queries, device=weights_bnst.device)
+    return mask.keep(heads, places_s, keys)
+
+
+def _softmax_gradient(grad_bnst: Tensor, weights_bnst: Tensor) -> Tensor:
+    """weights * (grad - sum of weights * grad over keys), in fp32 at least."""
+    wide = torch.promote_types(grad_bnst.dtype, torch.float32)
+    return torch._softmax_backward_data(grad_bnst.to(wide), weights_bnst.to(wide), -1, wide)

@@ -6,7 +6,7 @@ The loss head is cut with the vocabulary: `megads.model.loss.token_losses` on on
 
 from __future__ import annotations
 
-from megads.parallel.table import Cut, ShardingTable, Stream
+from megads.parallel.table import Cut, ShardingTable
 
 SHARDING = ShardingTable(
     parameters={
@@ -21,11 +21,6 @@ SHARDING = ShardingTable(
         "blocks.*.summed_output": Cut.rows,
         "head": Cut.vocab_head,
     },
-    dropouts={
-        "blocks.*.attention.core.dropout": Stream.per_rank,
-        "*.dropout": Stream.shared,
-        "*.attention_dropout": Stream.shared,
-        "*.mlp_dropout": Stream.shared,
-    },
+    dropouts=("embedding.dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout", "blocks.*.summed_dropout"),
     attention_cores=("blocks.*.attention.core",),
 )

@@ -203,7 +203,7 @@ class ParallelBlock(nn.Module):
         self.input_norm = Norm(config)
         self.attention = Attention(config, seed, f"{site}.attention")
         self.mlp = _mlp(config)
-        self.dropout = Dropout(config.hidden_dropout, seed, f"{site}.dropout")
+        self.summed_dropout = Dropout(config.hidden_dropout, seed, f"{site}.summed_dropout")
         self.shared_input: nn.Module = SharedInput()
         self.summed_output: nn.Module = SummedOutput()
 
@@ -211,7 +211,7 @@ class ParallelBlock(nn.Module):
         """Returns [b, s, h]."""
         inputs = self._inner(self.input_norm(hidden_bsh), info)
         summed_bsh = self.summed_output(inputs, (self.attention.dense, self.mlp.down))
-        return self.dropout.add(summed_bsh, hidden_bsh, info)
+        return self.summed_dropout.add(summed_bsh, hidden_bsh, info)
 
     def _inner(self, normed_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
         """What the last projections read."""

@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megads.ops.philox import DropoutMask
+
+NOTHING_DROPPED = (None, 0, 0, 0)
+"""In the place of a mask's arguments."""
+
 
 def attention(
     q_bnsd: Tensor,
@@ -20,6 +25,7 @@ def attention(
     slopes_n: Tensor | None = None,
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
+    mask: DropoutMask | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + slope * (t - place)) v over the keys from a query's start to its place, [b, n, s, d].
 
@@ -35,11 +41,14 @@ def attention(
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys; None: 0..s-1.
         starts_bs: int64 first key that a query sees; None: 0.
+        mask: of the probabilities: its rows are the places of queries, its elements keys; backward draws it again.
+            None: nothing is dropped.
     """
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_bnsd, k_bmtd, v_bmtd)]
     starts_bs = None if starts_bs is None else starts_bs.contiguous()
     out: Tensor
-    out, _ = torch.ops.megads.attention_forward(*rows, slopes_n, places_s, starts_bs, q_bnsd.shape[-1] ** -0.5)
+    drawn = NOTHING_DROPPED if mask is None else mask.arguments
+    out, _ = torch.ops.megads.attention_forward(*rows, slopes_n, places_s, starts_bs, q_bnsd.shape[-1] ** -0.5, *drawn)
     return out
 
 
@@ -50,6 +59,7 @@ def attention_reference(
     slopes_n: Tensor | None = None,
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
+    mask: DropoutMask | None = None,
 ) -> Tensor:
     """The same by the formula, in the dtype of the queries; see `attention`."""
     queries, keys, group = q_bnsd.shape[2], k_bmtd.shape[2], q_bnsd.shape[1] // k_bmtd.shape[1]
@@ -64,6 +74,8 @@ def attention_reference(
         scores_bnst = scores_bnst + (slopes_n[:, None, None] * distance_st).to(q_bnsd.dtype)
     scores_bnst = scores_bnst.masked_fill(hidden_bst[:, None], float("-inf"))
     weights_bnst = scores_bnst.softmax(-1).masked_fill(hidden_bst[:, None], 0.0)
+    if mask is not None:
+        weights_bnst = weights_bnst * mask.keep(q_bnsd.shape[1], places_s, keys) * mask.scale
     return weights_bnst @ v_bntd
 
 
@@ -82,6 +94,10 @@ def register() -> None:
         places: Tensor | None,
         starts: Tensor | None,
         scale: float,
+        samples: Tensor | None,
+        key: int,
+        threshold: int,
+        first_head: int,
     ) -> tuple[Tensor, Tensor]:
         return like(q), q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
 
@@ -97,19 +113,24 @@ def register() -> None:
         places: Tensor | None,
         starts: Tensor | None,
         scale: float,
+        samples: Tensor | None,
+        key: int,
+        threshold: int,
+        first_head: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return like(q), like(k), like(v)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, slopes, places, starts, ctx.scale = inputs
-        ctx.save_for_backward(q, k, v, *output, slopes, places, starts)
+        q, k, v, slopes, places, starts, ctx.scale, samples, *ctx.mask = inputs
+        ctx.save_for_backward(samples, q, k, v, *output, slopes, places, starts)
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, grad: Tensor | None, _grad_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return (None,) * 7
+            return (None,) * 11
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        grads = torch.ops.megads.attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-        return (*grads, None, None, None, None)
+        samples, *saved = ctx.saved_tensors
+        grads = torch.ops.megads.attention_backward(grad, *saved, ctx.scale, samples, *ctx.mask)
+        return (*grads, *(None,) * 8)
 
     torch.library.register_autograd("megads::attention_forward", backward, setup_context=keep)

@@ -9,6 +9,8 @@ from megads.errors import ConfigError
 
 AUGMENTED_FEATURES = 8
 """What augmented attention adds to a head: four features are used, and kernels want a multiple of eight."""
+TORCH_FLASH_WIDEST = 256
+"""Features of a head that torch's FlashAttention takes on GPUs."""
 AUGMENTED_LONGEST = 256 * 256
 """Keys whose places augmented attention can say in bf16."""
 
@@ -84,3 +86,15 @@ class OpsConfig:
             raise ConfigError(
                 f"ops.loss_chunk = {self.loss_chunk}: must be at least 1 token, or null for as many as fit"
             )
+
+
+def shares_keys(*, low: bool, head_dim: int) -> bool:
+    """Whether one of CUDA's kernels that have no scores in memory takes heads that share keys: without a mask only.
+
+    It is torch's FlashAttention. Where it cannot be taken, keys and values are repeated.
+
+    Args:
+        low: queries are bf16 or fp16.
+        head_dim: features of a head.
+    """
+    return low and head_dim <= TORCH_FLASH_WIDEST

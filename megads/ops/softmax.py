@@ -59,6 +59,34 @@ def register() -> None:
     def _(scores: Tensor, scale: float, slopes: Tensor | None, places: Tensor | None, starts: Tensor | None) -> Tensor:
         return torch.empty_like(scores)
 
+    @torch.library.register_fake("megads::softmax_dropout_forward")
+    def _(
+        scores: Tensor,
+        scale: float,
+        slopes: Tensor | None,
+        places: Tensor | None,
+        starts: Tensor | None,
+        samples: Tensor,
+        key: int,
+        threshold: int,
+        first_head: int,
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(scores), torch.empty_like(scores)
+
+    @torch.library.register_fake("megads::softmax_dropout_backward")
+    def _(
+        grad: Tensor,
+        out: Tensor,
+        scale: float,
+        places: Tensor | None,
+        starts: Tensor | None,
+        samples: Tensor,
+        key: int,
+        threshold: int,
+        first_head: int,
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(out), torch.empty_like(out)
+
     @torch.library.register_fake("megads::softmax_backward")
     def _(grad: Tensor, out: Tensor, scale: float, places: Tensor | None, starts: Tensor | None) -> Tensor:
         return torch.empty_like(out)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megads.errors import ConfigError
 from megads.parallel.grid import Axis
 from megads.parallel.region_linear import Region
-from megads.parallel.table import Cut, ShardingTable, Stream
+from megads.parallel.table import Cut, ShardingTable
 from megads.parallel.tensor import (
     ColumnParallelBranches,
     ColumnParallelLinear,
@@ -156,10 +156,8 @@ def shard_stage(
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
     for path, module in list(stage.named_modules()):
         full_path = f"{name}.{path}".rstrip(".")
-        stream = _lookup(table.dropouts, full_path)
-        if stream is not None:
-            module.stream = axis.rank if stream is Stream.per_rank else 0
-            module.shard = (axis.rank, axis.size) if sequence_parallel and stream is Stream.shared else (0, 1)
+        if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
+            module.shard = (axis.rank, axis.size)
         cut = _lookup(table.parameters, full_path)
         if cut is None:
             continue

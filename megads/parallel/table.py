@@ -33,18 +33,6 @@ class Cut(StrEnum):
     sequence = "sequence"
 
 
-class Stream(StrEnum):
-    """Random stream of a dropout over tensor-parallel ranks.
-
-    shared: the same on all of them, as the activations outside of the regions are; with sequence parallelism each rank
-        applies its share of dim 1 of the same mask.
-    per_rank: one for each, inside of a region.
-    """
-
-    shared = "shared"
-    per_rank = "per_rank"
-
-
 @dataclass(frozen=True)
 class ShardingTable:
     """What tensor parallelism must know of a model; keys are patterns of full module paths, first match wins.
@@ -53,11 +41,12 @@ class ShardingTable:
         parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
             region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
             Modules of columns and rows do both for several branches together.
-        dropouts: pattern -> random stream.
+        dropouts: patterns of modules outside of the regions whose masks follow from the tokens' places. With sequence
+            parallelism a rank's tokens are a share of dim 1, which `shard`, (rank, size), tells them.
         attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
             take queries of some tokens with keys and values of all.
     """
 
     parameters: Mapping[str, Cut]
-    dropouts: Mapping[str, Stream]
+    dropouts: tuple[str, ...] = ()
     attention_cores: tuple[str, ...] = ()

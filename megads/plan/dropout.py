@@ -1,49 +1,46 @@
-"""What dropout holds in memory: a byte an element is kept, and drawing and applying the mask have their temporaries."""
+"""What dropout holds in memory: our own kernels nothing, plain torch what it needs to draw and apply a mask."""
 
 from __future__ import annotations
 
-from megads.plan.micro_batch import FP32, Pass
+from megads.plan.micro_batch import FP32, INT64, Pass
 
-INT32 = 4
+DRAWN_AT_ONCE = 2**22
+"""As `megads.ops.philox`, which a launcher must not import, for it imports torch."""
 
 
-def drawing(p: Pass, elements: int, whole_sample: int) -> int:
-    """Bytes beside the mask while that of one sample is drawn.
-
-    A CPU draws whole numbers of four bytes first. A part of a sample takes its rows of the draw for the whole.
+def drawing(elements: int, width: int) -> int:
+    """Bytes beside the mask while plain torch draws it: a byte of four tensors for a bit that is drawn, and counters.
 
     Args:
-        p: the micro-batch.
         elements: of the mask.
-        whole_sample: elements of the mask of a whole sample, where the rank holds a part; else 0.
+        width: of a row of it.
     """
-    of_sample = whole_sample or elements // p.micro_batch_size
-    return whole_sample + (0 if p.cuda else INT32 * of_sample)
+    return INT64 * min(elements, max(DRAWN_AT_ONCE, width)) + 3 * INT64 * (elements // width)
 
 
 def hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): the mask; while it is drawn, or applied, by torch with a product on the way."""
+    """(kept, forward): torch's mask, a byte an element; while it is drawn, or applied with a product on the way."""
     if not p.model.hidden_dropout:
         return 0, 0
+    if p.fused:
+        return 0, p.hidden
     elements = p.tokens * p.model.hidden_size // p.shards
-    whole = p.seq_len * p.model.hidden_size if p.cp * p.shards > 1 else 0
-    return elements, max(drawing(p, elements, whole), (1 if p.fused else 2) * p.hidden + whole)
+    return elements, max(drawing(elements, p.model.hidden_size), 2 * p.hidden)
 
 
 def explicit_attention(p: Pass) -> tuple[int, int, int]:
     """(kept, forward, backward) of scores in memory, beside queries, keys and values.
 
-    Kept are probabilities, in fp32 where torch makes them from bf16, and with dropout the mask and what it leaves.
-    Forward and backward are what is alive beyond that.
+    Kept are probabilities. Forward and backward are what is alive beyond that: scores and what dropout leaves; the
+    gradients of both, and what dropout leaves, made again. Plain torch softens in fp32, and holds a mask meanwhile.
     """
-    w = p.weight_bytes
-    made = w if p.masked_by_kernel else FP32  # bytes of a probability
-    whole = p.heads * p.seq_len**2 if p.cp > 1 else 0
+    w, scores = p.weight_bytes, p.scores
     if not p.model.attention_dropout:  # raw scores; gradients of probabilities and scores
-        return w * p.scores, w * p.scores, 2 * w * p.scores
-    kept = (made + 1 + w) * p.scores
-    rounded = w if made != w else 0  # probabilities in bf16 beside those in fp32
-    applying = (rounded + (0 if p.fused else w)) * p.scores + whole
-    softening = 0 if p.masked_by_kernel else 3 * p.scores
-    forward = max(applying, softening, drawing(p, p.scores, whole) + (rounded - w) * p.scores)
-    return kept, forward, max(w, 2 * made - w - 1) * p.scores
+        return w * scores, w * scores, 2 * w * scores
+    if p.masked_by_kernel:
+        return w * scores, 2 * w * scores, 3 * w * scores
+    mask = scores + drawing(scores, p.seq_len)
+    forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
+    wide = (3 if w < FP32 else 1) * FP32 * scores  # gradient and probabilities cast, and the gradient of the scores
+    backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
+    return w * scores, forward, backward

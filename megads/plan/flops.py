@@ -75,9 +75,8 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
     """Operations a token with what is recomputed.
 
     Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
-    product is therefore made again only where a dropout follows; of attention by an explicit product (with attention
-    dropout or fused_softmax) it is the probabilities, which are not multiplied by the values again; the fused kernel
-    needs its output.
+    product is therefore made again only where a dropout follows; of attention by fused_softmax without
+    dropout it is the probabilities, which are not multiplied by the values again; all others need their output.
 
     Args:
         config: the model.
@@ -92,7 +91,7 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     """Operations a token that a block's backward pass does again, by what is recomputed of it."""
     attention, into, out_of = _matrices(config)
     product = _product(config, seq_len)
-    explicit = config.attention_dropout or config.attention is AttentionKind.fused_softmax
+    explicit = config.attention is AttentionKind.fused_softmax and not config.attention_dropout
     core = product if explicit else 2 * product
     full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}

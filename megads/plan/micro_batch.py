@@ -13,6 +13,7 @@ from math import prod
 
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, NormKind, Position
+from megads.ops.config import shares_keys
 from megads.parallel.head_loss import chunk_tokens
 from megads.parallel.vocabulary import padded_rows
 
@@ -202,7 +203,7 @@ class Pass:
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """What computes attention without dropout, as `AttentionCore.taken` says; auto on GPUs is taken for sdpa.
+        """What computes attention, as `AttentionCore.taken` says; auto on GPUs is taken for sdpa.
 
         What auto measures there keeps little more at most (`megads.model.attention_choice`).
         """
@@ -222,15 +223,18 @@ class Pass:
     @property
     def explicit_attention(self) -> bool:
         """Attention scores are in memory."""
-        return self.attention_kind is AttentionKind.fused_softmax or self.model.attention_dropout > 0
+        kind = self.attention_kind
+        return kind is AttentionKind.fused_softmax or (
+            self.model.attention_dropout > 0 and kind is not AttentionKind.fused
+        )
 
     @property
     def masked_by_kernel(self) -> bool:
         """Kernels hide keys and add biases themselves, so that no mask is in memory."""
         if self.explicit_attention:
             return self.fused and self.model.attention is not AttentionKind.sdpa
-        if self.attention_kind is not AttentionKind.cudnn:
-            return self.attention_kind is not AttentionKind.sdpa
+        if self.attention_kind not in (AttentionKind.cudnn, AttentionKind.sdpa):
+            return True
         apart = self.model.window is not None or self.document_mask or self.cp > 1
         return self.model.position is not Position.alibi and not apart
 
@@ -248,6 +252,8 @@ class Pass:
     def repeated_keys(self) -> int:
         """Bytes of keys and values repeated for every head of queries: CUDA's kernels with a mask do not share."""
         with_mask = self.attention_kind in (AttentionKind.sdpa, AttentionKind.cudnn) and not self.explicit_attention
+        if self.attention_kind is AttentionKind.sdpa and self.masked_by_kernel:
+            with_mask = not shares_keys(low=self.weight_bytes < FP32, head_dim=self.model.head_dim)
         return 2 * self.cp * self.attention if self.cuda and with_mask and self.model.queries_per_kv > 1 else 0
 
     @property

@@ -26,9 +26,10 @@ from megads.ops.apex import ApexState, find_apex
 from megads.ops.bias_gelu import bias_gelu
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
-from megads.ops.dropout import apply_mask
+from megads.ops.dropout import dropout
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
 from megads.ops.softmax import masked_softmax
 from megads.ops.swiglu import swiglu
@@ -104,11 +105,10 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
         wide = x.dtype == torch.float64
         return rotate(x, *(table.double() if wide else table for table in tables), fused)
 
-    keep = torch.empty(x.shape, dtype=torch.uint8, device=device).bernoulli_(0.9, generator=generator)
-    masked = count // dtype.itemsize  # as many bytes as elements
+    mask = DropoutMask(site_key(0, "dropout"), threshold_of(0.1), torch.zeros(1, dtype=torch.int64, device=device))
 
     def dropped(fused: bool, x: Tensor, residual: Tensor) -> Tensor:
-        return apply_mask(x, keep, 1 / 0.9, residual, fused)
+        return dropout(x[None], mask, None, residual[None], fused)[0]
 
     def loss(fused: bool, x: Tensor) -> Tensor:
         if fused:
@@ -128,7 +128,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
         Case("GELU", lambda fused, x: gelu(x, fused), [x], (2 * count, 3 * count)),
         Case("bias GELU", lambda fused, x, b: bias_gelu(x, b, fused), [x, bias], (2 * count, 3 * count)),
         Case("SwiGLU", lambda fused, x: swiglu(x, fused), [x], (3 * count // 2, 5 * count // 2)),
-        Case("dropout + residual", dropped, [x, draw(rows, width)], (3 * count + masked, 2 * count + masked)),
+        Case("dropout + residual", dropped, [x, draw(rows, width)], (3 * count, 2 * count)),
         Case("rotary", turned, [query], (2 * query.numel(), 2 * query.numel())),
         Case("cross entropy, no gradient", loss, [logits], (logits.numel(), 0)),
     ]  # fmt: skip

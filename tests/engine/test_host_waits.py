@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megads.engine.optimizer
-from megads.batch import BatchInfo
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
@@ -43,8 +42,8 @@ METHODS = {"tolist", "numpy", "cpu"}
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 THE_WAIT = ("engine/training.py", "step")
-HOST = {("engine/token_mean.py", "<genexpr>"), ("model/dropout.py", "_mask")}
-"""Read masks of the loss and numbers of samples, which are on the host."""
+HOST = {("engine/token_mean.py", "<genexpr>")}
+"""Reads masks of the loss, which are on the host."""
 CPU = {("parallel/cross_entropy.py", "is_root"), ("optim/adamw.py", "_step_by_torch")}
 """Ask a CPU for what saves a pass over memory there, and no other device."""
 
@@ -141,6 +140,7 @@ def test_a_wait_is_seen() -> None:
 VARIANTS = {
     "alibi": scenario_with(precision="bfloat16"),
     "alibi, documents": scenario_with(documents=True),
+    "alibi, dropout": scenario_with(model=DROPOUT, precision="bfloat16"),
     "alibi, loss in chunks": scenario_with(precision="bfloat16", ops=OpsConfig(Implementation.torch, loss_chunk=9)),
     "rope, RMSNorm, window, documents": scenario_with(
         model=replace(MODEL, position=Position.rope, norm=NormKind.rmsnorm, window=7), documents=True
@@ -172,11 +172,3 @@ def test_nothing_is_read_on_another_device(variant: str) -> None:
     assert shared.device == optimizer.norm.device == device
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         optimizer.norm.item()
-
-
-def test_numbers_of_samples_stay_on_the_host() -> None:
-    """Catches a copy to the device that every dropout would have to read back."""
-    info = BatchInfo(torch.tensor([3, 4]), document_starts=torch.zeros(2, 5, dtype=torch.int64))
-    moved = info.to(torch.device("meta"))
-    assert moved.sample_ids is info.sample_ids
-    assert moved.document_starts is not None and moved.document_starts.device.type == "meta"

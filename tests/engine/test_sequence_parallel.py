@@ -15,12 +15,11 @@ from megads.model.config import Position
 from megads.parallel.config import ParallelConfig
 from tests import parity
 from tests.distributed import run_ranks
-from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches, train_layout
+from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches, train_layout, train_reference
 
 pytestmark = pytest.mark.distributed
 
-# Three ranks share 12 tokens. Attention dropout has a stream for every rank, so that only a run with as many of them
-# draws the same masks.
+# Three ranks share 12 tokens.
 EVERYTHING = scenario_with(
     model=replace(
         parity.MODEL, position=Position.learned, tie_embeddings=False, hidden_dropout=0.2, attention_dropout=0.2
@@ -31,10 +30,10 @@ EVERYTHING = scenario_with(
 )
 
 
-def test_equals_tensor_parallelism_alone_with_dropout_and_positions() -> None:
+def test_equals_the_unsharded_model_with_dropout_and_positions() -> None:
     """Catches other dropout masks than those of the unsharded sequence, positions that count from 0 on every shard,
     learned positions or norms whose gradient is one shard's, and validation on shards."""
-    whole = train_layout(EVERYTHING, ParallelConfig(tp=3))
+    whole = train_reference(EVERYTHING)
     sharded = train_layout(EVERYTHING, ParallelConfig(tp=3, sequence_parallel=True))
     checks = (parity.check_initial_weights, parity.check_first_step, parity.check_curve, parity.check_validation)
     assert [fault for check in checks for fault in check(sharded, whole)] == []

@@ -25,7 +25,12 @@ CASES: dict[str, tuple[dict[str, object], set[AttentionKind]]] = {
     "window": ({"window": 100}, EVERY - NEEDS_KERNELS - {AttentionKind.augmented}),
     "documents": ({"documents": True}, EVERY - NEEDS_KERNELS - {AttentionKind.augmented}),
     "context": ({"context": 2}, {AttentionKind.auto, AttentionKind.sdpa, AttentionKind.flex, AttentionKind.cudnn}),
+    "deterministic": ({"deterministic": True}, EVERY - NEEDS_KERNELS - {AttentionKind.cudnn}),
     "dropout": ({"dropout": 0.1}, {AttentionKind.auto, AttentionKind.sdpa}),
+    "dropout with kernels": (
+        {"dropout": 0.1, "impl": Implementation.fused, "cuda": False},
+        {AttentionKind.auto, AttentionKind.sdpa, *NEEDS_KERNELS},
+    ),
     "narrow heads": ({"head_dim": 12}, EVERY - NEEDS_KERNELS - {AttentionKind.flex, AttentionKind.cudnn}),
     "wide heads": (
         {"head_dim": 320},
@@ -50,6 +55,8 @@ def test_who_can_do_it(name: str) -> None:
         reasons[AttentionKind.flash] = ""
     assert {kind for kind, reason in reasons.items() if not reason} == able
     assert all(": " in reason for reason in reasons.values() if reason)
+    if work.deterministic:
+        assert "train.deterministic=false" in reasons[AttentionKind.cudnn]
 
 
 @pytest.mark.parametrize("kind", [AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn])

@@ -14,7 +14,7 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.model.sharding import SHARDING
 from megads.model.stages import stage_specs
-from megads.parallel.table import Cut, Stream
+from megads.parallel.table import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.
 EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2)
@@ -57,12 +57,13 @@ def test_cuts_pair_up_in_every_branch() -> None:
     assert cuts["embedding.position"] is Cut.sequence
 
 
-def test_every_dropout_has_a_stream() -> None:
-    """Catches attention dropout that is equal on all ranks, and a dropout on replicated activations that is not."""
+def test_every_dropout_follows_its_tokens() -> None:
+    """Catches a dropout outside of the regions that would take a shard's tokens for the first, and one inside that cuts
+    what is whole."""
     for path, module in modules().items():
         if isinstance(module, Dropout):
-            wanted = Stream.per_rank if path.endswith("attention.core.dropout") else Stream.shared
-            assert first_match(SHARDING.dropouts, path) is wanted, path
+            sharded = any(fnmatchcase(path, pattern) for pattern in SHARDING.dropouts)
+            assert sharded is not path.endswith("attention.core.dropout"), path
 
 
 def test_every_attention_core_is_narrowed() -> None:

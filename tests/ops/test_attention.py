@@ -13,7 +13,8 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.ops.attention import attention, attention_reference
+from megads.ops.attention import NOTHING_DROPPED, attention, attention_reference
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -36,7 +37,7 @@ def inputs(
     return [(scale * x).to(dtype)[..., :dim].transpose(1, 2) for x in found]
 
 
-def both(compute: Any, tensors: list[Tensor], *rest: Tensor | None) -> list[Tensor]:
+def both(compute: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:
     """The output and the gradients of queries, keys and values."""
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     out = compute(*leaves, *rest)
@@ -103,6 +104,30 @@ def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
         attention(q[:, :5], torch.cat([k, k], 1), torch.cat([v, v], 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["odd sizes", "context rank", "documents"])
+def test_dropout(name: str, dtype: torch.dtype) -> None:
+    """Catches bits of another row, block or head, a scale that is lost, probabilities that are normed after they are
+    dropped, gradients without the mask, and a mask that depends on the order of the work: of heads or of blocks."""
+    queries, keys, dim, slopes, places, starts = CASES[name]
+    mask = DropoutMask(site_key(1, "core"), threshold_of(0.3), torch.tensor([2**40 + 3, 5]), first_head=4)
+    tensors = inputs(queries, keys, dim, dtype, heads=6, key_heads=2)
+    slopes = None if slopes is None else slopes.repeat_interleave(2)
+    rest = (None if slopes is None else slopes.double(), places, starts, mask)
+    exact = both(attention_reference, [x.double() for x in tensors], *rest)
+    found = both(attention, tensors, slopes, places, starts, mask)
+    eager_found = both(attention_reference, tensors, slopes, places, starts, mask)
+    for ours, theirs, right in zip(found, eager_found, exact, strict=True):
+        check_error(ours, theirs, right)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 7):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, both(attention, tensors, slopes, places, starts, mask), found))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_rows_that_see_nothing() -> None:
     """Catches NaN from an empty softmax: such a row, like padding, is zero and changes no gradient."""
     tensors = inputs(70, 70, 16, torch.float32)
@@ -147,11 +172,12 @@ def test_what_torch_must_know() -> None:
     """Catches schema, fake and gradient registrations under which torch.compile or autograd goes wrong."""
     q, k, v, grad = inputs(20, 20, 8, torch.float32)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    starts, drawn = STARTS[:, :20].contiguous(), (torch.tensor([3, 4]), 7, 9000, 2)
     torch.library.opcheck(
-        torch.ops.megads.attention_forward.default, (*leaves, SLOPES, None, STARTS[:, :20].contiguous(), 0.3)
+        torch.ops.megads.attention_forward.default, (*leaves, SLOPES, None, starts, 0.3, *NOTHING_DROPPED)
     )
-    out, statistics = torch.ops.megads.attention_forward(q, k, v, SLOPES, None, None, 0.3)
-    backward = (grad, q, k, v, out, statistics, SLOPES, None, None, 0.3)
+    out, statistics = torch.ops.megads.attention_forward(q, k, v, SLOPES, None, None, 0.3, *drawn)
+    backward = (grad, q, k, v, out, statistics, SLOPES, None, None, 0.3, *drawn)
     torch.library.opcheck(torch.ops.megads.attention_backward.default, backward)
     compiled = both(torch.compile(lambda *tensors: attention(*tensors, SLOPES)), [q, k, v, grad])
     for ours, right in zip(compiled, both(attention, [q, k, v, grad], SLOPES), strict=True):

@@ -1,4 +1,4 @@
-"""The kernel that applies a dropout's mask against fp64."""
+"""Dropout of hidden states by the kernel, against plain torch in fp64."""
 
 from __future__ import annotations
 
@@ -6,53 +6,61 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.dropout import apply_mask
+from megads.ops.dropout import dropout
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
+PLACES = torch.tensor([5, 2, 9])
+
+
+def mask(batch: int) -> DropoutMask:
+    return DropoutMask(site_key(1, "mlp_dropout"), threshold_of(0.3), torch.arange(batch) + 7)
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Input, residual and the gradient of the result; the mask is the last one."""
-    generator = torch.Generator().manual_seed(len(shape))
-    found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
-    return [*found, torch.empty(shape, dtype=torch.uint8).bernoulli_(0.7, generator=generator)]
+    """Input, residual and the gradient of the result."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
 
 
-def both(x: Tensor, residual: Tensor | None, grad: Tensor, keep: Tensor, fused: bool) -> list[Tensor]:
+def both(x: Tensor, residual: Tensor | None, grad: Tensor, fused: bool) -> list[Tensor]:
     """The result and the gradients."""
     leaves = [None if y is None else y.detach().requires_grad_() for y in (x, residual)]
     assert leaves[0] is not None
-    out = apply_mask(leaves[0], keep, 1 / 0.7, leaves[1], fused)
+    out = dropout(leaves[0], mask(len(x)), PLACES[: x.shape[1]], leaves[1], fused)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5,), (3, 7, 11), (40, 1000)])
+@pytest.mark.parametrize("shape", [(1, 1, 5), (3, 2, 11), (40, 3, 1000)])
 @pytest.mark.parametrize("residual", [True, False])
 def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Catches a wrong tail, a scale in bf16, and a residual's gradient that is masked."""
-    x, other, grad, keep = inputs(shape, dtype)
+    """Catches a wrong tail, a scale in bf16, a residual's gradient that is masked, and another mask backward."""
+    x, other, grad = inputs(shape, dtype)
     added = other if residual else None
-    exact = both(x.double(), None if added is None else added.double(), grad.double(), keep, False)
-    found, eager = both(x, added, grad, keep, True), both(x, added, grad, keep, False)
+    exact = both(x.double(), None if added is None else added.double(), grad.double(), False)
+    found, eager = both(x, added, grad, True), both(x, added, grad, False)
     assert len(found) == len(exact) == 2 + residual
     for ours, theirs, right in zip(found, eager, exact, strict=True):
         check_error(ours, theirs, right)
-    assert (found[1][keep == 0] == 0).all()
+    keep = mask(len(x)).keep(1, PLACES[: x.shape[1]], x.shape[2])[:, 0]
+    assert torch.equal(found[1] != 0, keep & (grad != 0))
 
 
-def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
-    x, residual, grad, keep = (y.T for y in inputs((6, 10), torch.float32))
-    for ours, right in zip(both(x, residual, grad, keep, True), both(x, residual, grad, keep, False), strict=True):
+def test_layouts_of_memory_and_what_is_not_finite() -> None:
+    """Catches a kernel that reads a view as if it were contiguous, falls over nothing, or hides a NaN."""
+    x, residual, grad = (y.transpose(1, 2) for y in inputs((6, 10, 3), torch.float32))
+    for ours, right in zip(both(x, residual, grad, True), both(x, residual, grad, False), strict=True):
         torch.testing.assert_close(ours, right)
-    assert both(x[:0], residual[:0], grad[:0], keep[:0], True)[1].shape == (0, 6)
+    assert both(x[:0], residual[:0], grad[:0], True)[1].shape == (0, 3, 10)
+    assert dropout(torch.full((1, 3, 50), float("nan")), mask(1), fused=True).isnan().all()
 
 
 def test_what_torch_must_know() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
-    x, residual, _, keep = inputs((5, 20), torch.float32)
+    x, residual, _ = inputs((2, 3, 20), torch.float32)
+    samples, key, threshold, _ = mask(2).arguments
     leaves = x.detach().requires_grad_(), residual.detach().requires_grad_()
-    torch.library.opcheck(torch.ops.megads.dropout.default, (leaves[0], keep, 1.5, leaves[1]))
+    torch.library.opcheck(torch.ops.megads.dropout.default, (*leaves, PLACES, samples, key, threshold))

@@ -12,16 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.alibi import alibi_slopes
+from megads.model.alibi import alibi_slopes, causal_bias_at, hide_other_documents
+from megads.model.explicit_attention import Softening, explicit_attention
 from megads.model.rotary import rotary_tables
 from megads.ops.adamw import AdamWStep, adamw, adamw_reference
 from megads.ops.bias_gelu import bias_gelu
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
-from megads.ops.dropout import apply_mask
+from megads.ops.dropout import dropout
 from megads.ops.eligible import kernel_takes
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
 from megads.ops.softmax import masked_softmax
 from megads.ops.square_sums import Pieces, square_sums
@@ -91,7 +93,7 @@ def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     x, residual, weight, bias = draw(rows, width), draw(rows, width), draw(width), draw(width)
-    keep = torch.empty(x.shape, dtype=torch.uint8, device=device).bernoulli_(0.9, generator=generator)
+    mask = DropoutMask(site_key(0, "site"), threshold_of(0.1), torch.tensor([9], device=device))
     check(lambda fused, x, w, b: layer_norm(x, w, b, EPS, fused), [x, weight, bias])
     check(lambda fused, x, w: rms_norm(x, w, EPS, fused), [x, weight])
     check(lambda fused, x, r, w, b: add_layer_norm(x, r, w, b, EPS, fused), [x, residual, weight, bias])
@@ -99,8 +101,8 @@ def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
     check(lambda fused, x: gelu(x, fused), [x])
     check(lambda fused, x, b: bias_gelu(x, b, fused), [x, bias])
     check(lambda fused, x: swiglu(x, fused), [draw(rows, 2 * width)])
-    check(lambda fused, x: apply_mask(x, keep, 1 / 0.9, None, fused), [x])
-    check(lambda fused, x, r: apply_mask(x, keep, 1 / 0.9, r, fused), [x, residual])
+    check(lambda fused, x: dropout(x[None], mask, None, None, fused), [x])
+    check(lambda fused, x, r: dropout(x[None], mask, None, r[None], fused), [x, residual])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -115,6 +117,17 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     check(lambda fused, x: masked_softmax(x, 0.3, slopes, fused=fused), [scores])
     check(lambda fused, x: masked_softmax(x, 0.3, slopes, places, fused=fused), [scores])
     check(lambda fused, x: masked_softmax(x, 0.3, None, None, starts, fused=fused), [scores])
+    mask = DropoutMask(site_key(0, "core"), threshold_of(0.1), torch.tensor([9, 2**40], device=device), first_head=4)
+    bias = hide_other_documents(causal_bias_at(3, 0, 3, places[None], places.flip(0), True, torch.float32), starts)
+    value = torch.randn(2, 3, length, 8, generator=generator, device=device).to(dtype)
+
+    def attended(fused: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        soften = (
+            Softening(0.3, None, slopes, places, starts) if fused else Softening(0.3, lambda: bias, places_s=places)
+        )
+        return explicit_attention(q, k, v, soften, mask)
+
+    check(attended, [value, value.flip(1), value.flip(2)])
     tables = rotary_tables(torch.arange(length, device=device), 16, 1e4, torch.float32)
 
     def turned(fused: bool, x: Tensor) -> Tensor:

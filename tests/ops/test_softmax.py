@@ -136,6 +136,12 @@ def test_what_torch_must_know() -> None:
     torch.library.opcheck(torch.ops.megads.softmax_forward.default, (leaf, 0.7, SLOPES, None, starts))
     out = torch.ops.megads.softmax_forward(scores, 0.7, SLOPES, None, starts)
     torch.library.opcheck(torch.ops.megads.softmax_backward.default, (grad, out, 0.7, None, starts))
+    drawn = (torch.arange(len(scores)), 7, 9000, 2)
+    for operator, tensors in (
+        (torch.ops.megads.softmax_dropout_forward.default, (scores, 0.7, SLOPES)),
+        (torch.ops.megads.softmax_dropout_backward.default, (grad, out, 0.7)),
+    ):
+        torch.library.opcheck(operator, (*tensors, None, starts, *drawn))
     compiled = torch.compile(lambda x: masked_softmax(x, 0.7, SLOPES, None, starts, fused=True))(leaf)
     compiled.backward(grad)
     assert leaf.grad is not None

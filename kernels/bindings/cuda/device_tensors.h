@@ -61,6 +61,12 @@ inline void require_together(std::initializer_list<const Tensor*> tensors) {
             "tensors must be contiguous and on one device");
 }
 
+// What a dropout mask follows from; `require_together` says where it lies.
+inline void require_mask(const Tensor& samples, int64_t batch, int64_t threshold) {
+  require(samples.scalar_type() == ScalarType::Long && samples.numel() == batch, "samples must be int64 [batch]");
+  require(threshold >= 0 && threshold < 65536, "the threshold of dropout must be in 0..65535");
+}
+
 inline void* data(const Tensor& x) { return x.mutable_data_ptr(); }
 inline void* data(const std::optional<Tensor>& x) { return x ? x->mutable_data_ptr() : nullptr; }
 

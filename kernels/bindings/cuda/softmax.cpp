@@ -24,7 +24,7 @@ Tensor softmax_forward(const Tensor& scores, double scale, const std::optional<T
   const Launch launch(scores);
   launch(megads_cuda_softmax_forward, number_of_type(scores), scores.size(0), scores.size(1), scores.size(2),
          scores.size(3), scale, optional_data<float>(slopes), optional_data<int64_t>(places),
-         optional_data<int64_t>(starts), nullptr, data(scores), data(out));
+         optional_data<int64_t>(starts), nullptr, data(scores), data(out), nullptr, 0, 0, 0, nullptr);
   return out;
 }
 
@@ -36,8 +36,42 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& out, double scale, con
   Tensor grad_scores = torch::stable::empty_like(out);
   const Launch launch(out);
   launch(megads_cuda_softmax_backward, number_of_type(out), out.size(0), out.size(1), out.size(2), out.size(3), scale,
-         optional_data<int64_t>(places), optional_data<int64_t>(starts), data(grad), data(out), data(grad_scores));
+         optional_data<int64_t>(places), optional_data<int64_t>(starts), data(grad), data(out), data(grad_scores),
+         nullptr, 0, 0, 0, nullptr);
   return grad_scores;
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout_forward(const Tensor& scores, double scale,
+                                                   const std::optional<Tensor>& slopes,
+                                                   const std::optional<Tensor>& places,
+                                                   const std::optional<Tensor>& starts, const Tensor& samples,
+                                                   int64_t key, int64_t threshold, int64_t first_head) {
+  require_masks(scores, slopes, places, starts);
+  require_mask(samples, scores.size(0), threshold);
+  require_together({&scores, &samples});
+  Tensor out = torch::stable::empty_like(scores), dropped = torch::stable::empty_like(scores);
+  const Launch launch(scores);
+  launch(megads_cuda_softmax_forward, number_of_type(scores), scores.size(0), scores.size(1), scores.size(2),
+         scores.size(3), scale, optional_data<float>(slopes), optional_data<int64_t>(places),
+         optional_data<int64_t>(starts), nullptr, data(scores), data(out), data_of<int64_t>(samples), key, threshold,
+         first_head, data(dropped));
+  return {out, dropped};
+}
+
+std::tuple<Tensor, Tensor> softmax_dropout_backward(const Tensor& grad, const Tensor& out, double scale,
+                                                    const std::optional<Tensor>& places,
+                                                    const std::optional<Tensor>& starts, const Tensor& samples,
+                                                    int64_t key, int64_t threshold, int64_t first_head) {
+  require_masks(out, std::nullopt, places, starts);
+  require_like(grad, out, "grad must have shape and dtype of the probabilities");
+  require_mask(samples, out.size(0), threshold);
+  require_together({&out, &grad, &samples});
+  Tensor grad_scores = torch::stable::empty_like(out), dropped = torch::stable::empty_like(out);
+  const Launch launch(out);
+  launch(megads_cuda_softmax_backward, number_of_type(out), out.size(0), out.size(1), out.size(2), out.size(3), scale,
+         optional_data<int64_t>(places), optional_data<int64_t>(starts), data(grad), data(out), data(grad_scores),
+         data_of<int64_t>(samples), key, threshold, first_head, data(dropped));
+  return {grad_scores, dropped};
 }
 
 }  // namespace
@@ -46,4 +80,6 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& out, double scale, con
 STABLE_TORCH_LIBRARY_IMPL(megads, CUDA, library) {
   library.impl("softmax_forward", TORCH_BOX(&megads::bindings::softmax_forward));
   library.impl("softmax_backward", TORCH_BOX(&megads::bindings::softmax_backward));
+  library.impl("softmax_dropout_forward", TORCH_BOX(&megads::bindings::softmax_dropout_forward));
+  library.impl("softmax_dropout_backward", TORCH_BOX(&megads::bindings::softmax_dropout_backward));
 }

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 MOST_REGISTERS = {
     "softmax_forward": 120,
     "softmax_backward": 72,
+    "softmax_dropout_forward": 128,
+    "softmax_dropout_backward": 128,
     "norm_forward": 88,
     "norm_backward": 72,
     "sum_columns": 32,
@@ -36,7 +38,7 @@ MOST_REGISTERS = {
     "bias_gelu": 64,
     "swiglu_forward": 32,
     "swiglu_backward": 40,
-    "dropout": 32,
+    "dropout": 64,
     "rotary": 48,
     "square_sums": 40,
     "sum_partials": 48,
@@ -52,7 +54,7 @@ NULL_BY_DESIGN = ("_ITM_", "__gmon_start__")
 def calls() -> dict[str, tuple[Any, ...]]:
     """Every operator of the CUDA library, with arguments of the right shapes and dtypes, on the CPU."""
     x, row, rows, flag = torch.ones(2, 4), torch.ones(4), torch.ones(2), torch.ones(2, dtype=torch.int64)
-    scores, statistics, mask = torch.ones(1, 1, 2, 4), torch.ones(2, 2), torch.ones(2, 4, dtype=torch.uint8)
+    scores, statistics, drawn = torch.ones(1, 1, 2, 4), torch.ones(2, 2), (flag[:1], 7, 9000, 0)
     turned, table = torch.ones(1, 2, 1, 4), torch.ones(1, 2, 2)
     bounds, flat = torch.tensor([[0, 3]]), torch.ones(3)
     return {
@@ -67,7 +69,9 @@ def calls() -> dict[str, tuple[Any, ...]]:
         "bias_gelu_backward": (x, x, row),
         "swiglu_forward": (x,),
         "swiglu_backward": (torch.ones(2, 2), x),
-        "dropout": (x, mask, 1.0, None),
+        "softmax_dropout_forward": (scores, 1.0, None, None, None, *drawn),
+        "softmax_dropout_backward": (scores, scores, 1.0, None, None, *drawn),
+        "dropout": (scores[0], None, None, *drawn[:3]),
         "rotary": (turned, table, table, False),
         "cross_entropy_forward": (x, flag, 4, 0),
         "cross_entropy_gradient_": (x, flag, rows, rows, rows, 4, 0),

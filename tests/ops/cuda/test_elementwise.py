@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.model.rotary import rotary_tables
-from megads.ops.dropout import apply_mask
+from megads.ops.dropout import dropout
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
 from tests.ops.cuda.lanes import Lanes
@@ -85,29 +86,35 @@ def test_swiglu(count: int, dtype: torch.dtype) -> None:
             check_error(mine, eager, exact)
 
 
+def dropped(x: Tensor, mask: DropoutMask, places: Tensor | None, residual: Tensor | None, **how: int) -> Tensor:
+    """By the kernel, of x [batch, tokens, width]."""
+    samples, key, threshold, _ = mask.arguments
+    with Lanes("dropout", **how) as lanes:
+        out = lanes.empty(x.shape, x.dtype)
+        lanes.call("dropout", x.dtype, *x.shape, x, residual, places, samples, key, threshold, out)
+        return out.clone()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [61, 1030, 8211])
+@pytest.mark.parametrize("shape", [(2, 3, 1), (3, 2, 61), (2, 3, 8), (3, 1, 2736)])
 @pytest.mark.parametrize("added", [False, True])
-def test_dropout(added: bool, count: int, dtype: torch.dtype) -> None:
-    """Catches wrong tails, another element's mask, a scale or a sum in the dtype, and a kept byte read as a number."""
-    x, residual = draw(count, dtype=dtype), draw(count, 1, dtype=dtype).flatten() if added else None
-    keep = torch.empty(count, dtype=torch.uint8).bernoulli_(0.7, generator=torch.Generator().manual_seed(count))
-    with Lanes("dropout", order=count, residue=count % 8, at_end=count % 2) as lanes:
-        out = lanes.empty((count,), dtype)
-        lanes.call("dropout", dtype, count, x, keep, 1 / 0.7, residual, out)
-        exact = apply_mask(x.double(), keep, 1 / 0.7, None if residual is None else residual.double(), False)
-        check_error(out, apply_mask(x, keep, 1 / 0.7, residual, False), exact)
-        wanted = torch.zeros(count, dtype=dtype) if residual is None else residual
-        assert torch.equal(out[keep == 0], wanted[keep == 0])
+def test_dropout(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Catches wrong tails, other bits than plain torch draws, packs across the ends of rows, a scale in the dtype."""
+    count = torch.Size(shape).numel()
+    x, residual = draw(*shape, dtype=dtype), draw(count, 1, dtype=dtype).view(shape) if added else None
+    mask = DropoutMask(site_key(3, "site"), threshold_of(0.3), torch.tensor([5, 2**40 + 1, 2**32 - 1])[: shape[0]])
+    places = torch.tensor([9, 2**31, 70_000])[: shape[1]] if added else None
+    out = dropped(x, mask, places, residual, order=count, residue=count % 8, at_end=count % 2)
+    exact = dropout(x.double(), mask, places, None if residual is None else residual.double())
+    check_error(out, dropout(x, mask, places, residual), exact)
+    assert torch.equal(dropped(torch.ones_like(x), mask, places, None) != 0, dropout(x * 0 + 1, mask, places) != 0)
 
 
 def test_dropout_of_what_is_not_finite() -> None:
     """Catches a mask that hides a NaN, and with it the step's culprit."""
-    x, keep = torch.tensor([float("nan"), float("inf"), 1.0]), torch.tensor([0, 0, 1], dtype=torch.uint8)
-    with Lanes("dropout") as lanes:
-        out = lanes.empty((3,), torch.float32)
-        lanes.call("dropout", torch.float32, 3, x, keep, 2.0, None, out)
-        assert out.isnan().tolist() == [True, True, False] and out[2] == 2.0
+    x = torch.tensor([float("nan"), float("inf")]).repeat(1, 1, 50)
+    out = dropped(x, DropoutMask(7, threshold_of(0.5), torch.tensor([0])), None, None)[0, 0]
+    assert out[::2].isnan().all() and (out[1::2].isnan() | out[1::2].isinf()).all() and out[1::2].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,8 +145,7 @@ def test_nothing_to_do() -> None:
     assert not gelu(empty, torch.ones(7), empty)[2].any()
     with Lanes("swiglu") as lanes:
         lanes.call("swiglu_forward", torch.float32, 0, torch.empty(0), lanes.empty((0,), torch.float32))
-    with Lanes("dropout") as lanes:
-        lanes.call("dropout", torch.float32, 0, empty, empty, 1.0, None, lanes.empty((0,), torch.float32))
+    assert dropped(torch.empty(0, 2, 3), DropoutMask(1, 1, torch.empty(0, dtype=torch.int64)), None, None).numel() == 0
     with Lanes("rotary") as lanes:
         row = torch.ones(1, 4)
         lanes.call("rotary", torch.float32, 0, 5, 3, 8, 120, 24, 8, 1, 0, empty, row, row, empty)

@@ -117,7 +117,7 @@ def test_rows() -> None:
     with Lanes("softmax", last_blocks=1) as lanes:
         large, out = filled(lanes, x, ROWS), lanes.sparse((ROWS, WIDTH), BF16)
         places = torch.full((ROWS,), WIDTH - 1)
-        lanes.call("softmax_forward", BF16, 1, 1, ROWS, WIDTH, 1.0, None, places, None, None, large, out)
+        lanes.call("softmax_forward", BF16, 1, 1, ROWS, WIDTH, 1.0, None, places, None, None, large, out, *[None] * 5)
         close(WIDTH * out[-1].double(), WIDTH * x[0].double().softmax(-1))
     with Lanes("gelu", last_blocks=1) as lanes:
         large, out = filled(lanes, x, ROWS), lanes.sparse((ROWS, WIDTH), BF16)
@@ -153,8 +153,8 @@ def test_logits_and_positions() -> None:
 @pytest.mark.parametrize(
     ("kernel", "launcher", "shape", "pointers"),
     [
-        pytest.param("softmax", "softmax_forward", (2**10, 2**10, 2**11, 8, 1.0), 6, id="rows of scores"),
-        pytest.param("softmax", "softmax_backward", (1, 1, 1, 2**31, 1.0), 5, id="keys"),
+        pytest.param("softmax", "softmax_forward", (2**10, 2**10, 2**11, 8, 1.0), 11, id="rows of scores"),
+        pytest.param("softmax", "softmax_backward", (1, 1, 1, 2**31, 1.0), 10, id="keys"),
         pytest.param("norm", "norm_forward", (2**31 - 1, 8, 1e-5, 1, None, None, None, 1.0), 5, id="rows to norm"),
         pytest.param("norm", "norm_backward", (8, 2**31, 1, *[None] * 6, 1.0), 5, id="columns to norm"),
         pytest.param("cross_entropy", "cross_entropy_forward", (2**31, 8, 8, 0), 3, id="rows of logits"),

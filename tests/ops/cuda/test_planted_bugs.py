@@ -32,7 +32,8 @@ def softmax(change: Callable[[str], str] | None, keys: int, **how: int) -> bool:
     places = torch.full((ROWS,), keys - 1)
     with Lanes("softmax", change=change, **how) as lanes:
         out = lanes.empty(scores.shape, torch.float32)
-        lanes.call("softmax_forward", torch.float32, *scores.shape, 1.0, None, places, None, None, scores, out)
+        lanes.call("softmax_forward", torch.float32, *scores.shape, 1.0, None, places, None, None, scores, out,
+                   None, 0, 0, 0, None)  # fmt: skip
         return torch.allclose(out, scores.softmax(-1), rtol=1e-5, atol=1e-7)
 
 

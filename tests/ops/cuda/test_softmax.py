@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 from tests.ops.cuda.lanes import Lanes
 
@@ -44,28 +45,35 @@ def ours(
     places: Tensor | None = None,
     starts: Tensor | None = None,
     padding: Tensor | None = None,
+    mask: DropoutMask | None = None,
     **how: int,
-) -> tuple[Tensor, Tensor]:
-    """Output and gradient of the scores."""
+) -> tuple[Tensor, ...]:
+    """Output and gradient of the scores; with dropout also what forward and backward leave of the output."""
     with Lanes("softmax", **how) as lanes:
         out, grad_scores = (lanes.empty(scores.shape, scores.dtype) for _ in range(2))
-        shape = (scores.dtype, *scores.shape, SCALE)
-        lanes.call("softmax_forward", *shape, slopes, places, starts, padding, scores, out)
-        lanes.call("softmax_backward", *shape, places, starts, grad, out, grad_scores)
-        return out.clone(), grad_scores.clone()
+        left = [None if mask is None else lanes.empty(scores.shape, scores.dtype) for _ in range(2)]
+        shape, drawn = (scores.dtype, *scores.shape, SCALE), (None, 0, 0, 0) if mask is None else mask.arguments
+        lanes.call("softmax_forward", *shape, slopes, places, starts, padding, scores, out, *drawn, left[0])
+        lanes.call("softmax_backward", *shape, places, starts, grad, out, grad_scores, *drawn, left[1])
+        return out.clone(), grad_scores.clone(), *(x.clone() for x in left if x is not None)
 
 
 def check(scores: Tensor, grad: Tensor, **arguments: Tensor | int) -> None:
     """Against the formula in fp64, with the error of the formula in the dtype as measure."""
     masks = {name: arguments.get(name) for name in ("places", "starts", "padding")}
+    mask: DropoutMask | None = arguments.get("mask")
     hidden = hidden_of(scores.shape, *masks.values())
     found = ours(scores, grad, **arguments)
     results = []
     for dtype in (scores.dtype, torch.float64):
         leaf = scores.detach().to(dtype, copy=True).requires_grad_()
         out = reference(leaf, arguments.get("slopes"), masks["places"], hidden)
-        (out * grad.to(dtype)).masked_fill(hidden, 0.0).sum().backward()
-        results.append((out.detach(), leaf.grad.nan_to_num()))
+        left = out
+        if mask is not None:
+            rows = torch.arange(scores.shape[2]) if masks["places"] is None else masks["places"]
+            left = out * mask.keep(scores.shape[1], rows, scores.shape[3]) * mask.scale
+        (left * grad.to(dtype)).masked_fill(hidden, 0.0).sum().backward()
+        results.append((out.detach(), leaf.grad.nan_to_num(), *[left.detach()] * (0 if mask is None else 2)))
     for mine, eager, exact in zip(found, *results, strict=True):
         if exact.any():
             check_error(mine, eager.nan_to_num(), exact.nan_to_num())
@@ -96,6 +104,21 @@ def test_long_rows(keys: int, dtype: torch.dtype) -> None:
     """Catches what only blocks of many warps, or rows read in chunks, can do wrong."""
     scores, grad = inputs(1, 1, 2, keys, dtype=dtype)
     check(scores, grad, places=torch.tensor([keys - 1, keys - 77]), order=7, residue=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((2, 3, 3, 9), torch.float32), ((2, 3, 2, 515), torch.bfloat16), ((1, 2, 2, 8200), torch.bfloat16)],
+)
+def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Catches other bits than plain torch draws, packs that do not start at a counter's border, bits of another chunk
+    of a long row, a gradient or a product without the mask, and slopes of hidden keys that are left as they were."""
+    scores, grad = inputs(*shape, dtype=dtype)
+    mask = DropoutMask(site_key(1, "core"), threshold_of(0.3), torch.tensor([2**33 + 4, 7])[: shape[0]], first_head=5)
+    places = torch.arange(shape[2]) * (shape[3] // shape[2]) + shape[3] // shape[2] - 1
+    starts = (places // 3).expand(shape[0], -1).contiguous()
+    for number, more in enumerate(({}, {"starts": starts})):
+        check(scores, grad, places=places, mask=mask, **more, order=number, residue=number * 3, at_end=number)
 
 
 def test_padding_and_rows_that_see_nothing() -> None:
