@@ -82,11 +82,10 @@ class ModelConfig:
     attention: AttentionKind = AttentionKind.auto
     """How attention is computed, not what. On CPUs: fused, megads' own kernel. On GPUs: flash, the package flash-attn;
     flex, torch's FlexAttention; cudnn, cuDNN's kernel. On both: fused_softmax, megads' own softmax of scores that are
-    in memory, between two matrix products (like fused with ops.impl=fused); sdpa, torch's, with a mask in memory;
-    augmented, torch's causal flash kernel without a mask, ALiBi being eight more features of a head, in bf16.
-    auto: on a CPU fused where ops.impl has it (fused_softmax with model.attention_dropout), else sdpa; on GPUs the
-    quickest of those that can do the run's work, as measured at the first start and kept in the user's cache
-    (docs/kernels.md)."""
+    in memory, between two matrix products (like fused with ops.impl=fused); sdpa, torch's, with a mask in memory unless
+    causality is all; augmented, torch's causal flash kernel without a mask, ALiBi being eight more features of a head,
+    in bf16. auto: on a CPU fused where ops.impl has it, else sdpa; on GPUs the quickest of those that can do the run's
+    work, as measured at the first start and kept in the user's cache (docs/kernels.md)."""
     norm_eps: float = 1e-5
     """Added to the variance (the mean square with rmsnorm) in every norm."""
     init_std: float | None = None

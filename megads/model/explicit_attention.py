@@ -67,7 +67,8 @@ def explicit_attention(
 
     if mask is None:
         return (soften(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
-    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, soften, mask)  # type: ignore[no-untyped-call]
+    # A view would keep the whole projection for backward.
+    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd.contiguous(), soften, mask)  # type: ignore[no-untyped-call]
     return out.view(q_bnsd.shape)
 
 

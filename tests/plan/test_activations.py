@@ -22,7 +22,7 @@ from megads.parallel.recompute import recompute_module
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
-from megads.plan.micro_batch import FP32, Pass
+from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.tape import Op, kept_bytes, moments, recomputed
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
@@ -106,10 +106,12 @@ def test_attention_kinds_of_gpus(position: Position) -> None:
         Pass(replace(model, attention=kind), 1, BATCH, SEQ_LEN, 2, cuda=True)
         for kind in (AttentionKind.sdpa, AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn)
     )
-    assert sdpa.bias_table and not flash.bias_table and not flex.bias_table
-    assert bool(cudnn.bias_table) is (position is Position.alibi)
+    alibi = position is Position.alibi
+    assert not flash.bias_table and not flex.bias_table
+    assert bool(cudnn.bias_table) is bool(sdpa.bias_table) is bool(sdpa.repeated_keys) is alibi
     kept = [kept_bytes(block_ops(p)) for p in (flash, flex, sdpa, cudnn)]
-    assert kept[0] == kept[1] == kept[2] - sdpa.repeated_keys and kept[2] == kept[3] and sdpa.repeated_keys
+    assert kept[0] == kept[1] == kept[2] - sdpa.repeated_keys == kept[3] - cudnn.repeated_keys and cudnn.repeated_keys
+    assert Pass(replace(model, attention=AttentionKind.sdpa), 1, BATCH, SEQ_LEN, 4, cuda=True).repeated_keys
     packed = replace(cudnn, document_mask=True)
     assert packed.bias_table
     for kind in (AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn):
@@ -136,6 +138,8 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
     mask = one_pass.rotary_tables + (0 if model.attention_dropout else one_pass.bias_table * 4)
     if one_pass.fused_attention and model.position is Position.alibi:
         mask += 4 * model.num_heads // tp
+    if fused and (model.hidden_dropout or model.attention_dropout):
+        mask += BATCH * INT64  # the numbers of the micro-batch's samples
     assert saved_bytes(block.to(dtype), inputs) - mask == kept_bytes(block_ops(one_pass))
 
 
@@ -161,6 +165,7 @@ def test_block_of_kernels(dtype: torch.dtype, dropout: float, position: Position
     shared = one_pass.rotary_tables + one_pass.heads * FP32 * (
         position is Position.alibi and not one_pass.explicit_attention
     )
+    shared += BATCH * INT64 if dropout else 0  # the numbers of the micro-batch's samples
     assert saved_bytes(block, inputs) - shared == kept_bytes(block_ops(one_pass))
 
 
