@@ -22,7 +22,7 @@ class Softening:
 
     Attributes:
         scale: factor of the scores.
-        bias: additive mask [b or 1, n or 1, s, t], fp32, of plain torch; None: megads' kernel, with what follows.
+        bias: makes the additive mask [b or 1, n or 1, s, t], fp32, of plain torch; None: megads' kernel, with what follows.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys; None: 0..s-1.
         starts_bs: int64 first key that a query sees; None: 0.
@@ -38,8 +38,8 @@ class Softening:
         """Probabilities of the scores' dtype."""
         if self.bias is None:
             return masked_softmax(scores_bnst, self.scale, self.slopes_n, self.places_s, self.starts_bs, fused=True)
-        biased_bnst = scores_bnst.float().mul(self.scale).add(self.bias())
-        return torch.softmax(biased_bnst, dim=-1).to(scores_bnst.dtype)
+        wide = torch.promote_types(scores_bnst.dtype, torch.float32)
+        return torch.softmax(scores_bnst.to(wide).mul(self.scale).add(self.bias()), dim=-1).to(scores_bnst.dtype)
 
 
 def explicit_attention(

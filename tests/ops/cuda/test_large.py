@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.model.rotary import rotary_tables
+from megads.ops.philox import DropoutMask, threshold_of
 from megads.ops.rotary import rotate
 from tests.ops.cuda.lanes import KernelFault, Lanes
 
@@ -60,10 +61,12 @@ def test_flat_kernels() -> None:
         lanes.call("swiglu_backward", BF16, COUNT, filled(lanes, grad), gate_up, grad_gate_up)
         close(grad_gate_up[-2 * TAIL :], torch.autograd.grad(right, leaf, grad.double())[0])
     with Lanes("dropout", last_blocks=3) as lanes:
-        keep = torch.arange(TAIL).remainder(2).to(torch.uint8)
+        mask, tokens = DropoutMask(7, threshold_of(0.5), torch.tensor([3])), COUNT // 8
         out = lanes.sparse((COUNT,), BF16)
-        lanes.call("dropout", BF16, COUNT, filled(lanes, x), filled(lanes, keep), 2.0, None, out)
-        close(out[-TAIL:], 2 * x.double() * keep)
+        drawn = (mask.samples_b, mask.key, mask.threshold)
+        lanes.call("dropout", BF16, 1, tokens, 8, filled(lanes, x), None, None, *drawn, out)
+        keep = mask.keep(1, torch.arange(tokens - TAIL // 8, tokens), 8).flatten()
+        close(out[-TAIL // 8 * 8 :], 2 * x.double()[-TAIL // 8 * 8 :] * keep)
 
 
 def test_the_optimizer() -> None:
