@@ -67,8 +67,9 @@ def explicit_attention(
 
     if mask is None:
         return (soften(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
-    # A view would keep the whole projection for backward.
-    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd.contiguous(), soften, mask)  # type: ignore[no-untyped-call]
+    # As products do: copies of several heads, where a view would keep the whole projection for backward.
+    v_bmtd = v_bmtd if shared == 1 else v_bmtd.contiguous()
+    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, soften, mask)  # type: ignore[no-untyped-call]
     return out.view(q_bnsd.shape)
 
 
