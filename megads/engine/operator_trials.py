@@ -22,9 +22,10 @@ from megads.ops.adamw import AdamWStep, adamw_reference
 from megads.ops.autotune import Step, error_ratio
 from megads.ops.choice import Kernels
 from megads.ops.config import OPTIMIZER_OPS, Implementation, Op
-from megads.ops.dropout import apply_mask
+from megads.ops.dropout import dropout
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
 from megads.ops.square_sums import Pieces, square_sums
 from megads.ops.swiglu import swiglu
@@ -290,9 +291,9 @@ def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
 
 def _dropout(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     x, residual = draw(*shape), draw(*shape)
-    kept = 1.0 - work.model.hidden_dropout
-    mask = (torch.rand(shape, generator=torch.Generator(x.device).manual_seed(1), device=x.device) < kept).byte()
-    return (lambda fused, x, residual: (apply_mask(x, mask, 1.0 / kept, residual, fused),)), (x, residual), True
+    samples_b = torch.arange(shape[0], device=x.device)
+    mask = DropoutMask(site_key(0, "trial"), threshold_of(work.model.hidden_dropout), samples_b)
+    return (lambda fused, x, residual: (dropout(x, mask, None, residual, fused),)), (x, residual), True
 
 
 def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:

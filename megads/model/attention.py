@@ -153,7 +153,8 @@ class AttentionCore(nn.Module):
         """The same with scores in memory, [b, n, s, d]."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         if self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd, gpu=True):
-            sight = (self.slopes(device), info.sequence_index, self.starts(info, queries, device))
+            starts_bs = self.starts(info, queries, device)
+            sight = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
             return explicit_attention(q_bnsd, k_bmtd, v_bmtd, Softening(dim**-0.5, None, *sight), mask)
         bias = functools.partial(self.bias, info, num_keys, device, torch.float32)
         soften = Softening(dim**-0.5, bias, places_s=info.sequence_index)

@@ -25,7 +25,7 @@ class Softening:
         bias: makes plain torch's additive mask, fp32 [b or 1, n or 1, s, t]; None: megads' kernel, with what follows.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys; None: 0..s-1.
-        starts_bs: int64 first key that a query sees; None: 0.
+        starts_bs: int64 first key that a query sees, contiguous; None: 0.
     """
 
     scale: float

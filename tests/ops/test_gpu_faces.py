@@ -113,7 +113,7 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     scores = torch.randn(2, 3, length, length, generator=generator, device=device).to(dtype)
     slopes = alibi_slopes(3).to(device)
     places = torch.arange(length, device=device).flip(0)
-    starts = (torch.arange(length, device=device) // 2).expand(2, -1)
+    starts = (torch.arange(length, device=device) // 2).repeat(2, 1)
     check(lambda fused, x: masked_softmax(x, 0.3, slopes, fused=fused), [scores])
     check(lambda fused, x: masked_softmax(x, 0.3, slopes, places, fused=fused), [scores])
     check(lambda fused, x: masked_softmax(x, 0.3, None, None, starts, fused=fused), [scores])
