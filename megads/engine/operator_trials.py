@@ -291,9 +291,11 @@ def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
 
 def _dropout(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     x, residual = draw(*shape), draw(*shape)
-    samples_b = torch.arange(shape[0], device=x.device)
+    samples_b, places_s = (torch.arange(size, device=x.device) for size in shape[:2])
+    whole = work.parallel.cp == 1 and not (work.parallel.sequence_parallel and work.parallel.tp > 1)
+    given = None if whole else places_s  # where a rank has a part of a sample
     mask = DropoutMask(site_key(0, "trial"), threshold_of(work.model.hidden_dropout), samples_b)
-    return (lambda fused, x, residual: (dropout(x, mask, None, residual, fused),)), (x, residual), True
+    return (lambda fused, x, residual: (dropout(x, mask, given, residual, fused),)), (x, residual), True
 
 
 def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
