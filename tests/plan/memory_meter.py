@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.model.alibi import causal_bias
-from megads.ops.choice import choose
+from megads.ops.choice import plans_fused
 from megads.ops.linear import torch_loops_over_bf16
 from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
@@ -193,7 +193,7 @@ def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
             micro_batches=scenario.global_batch_size // scenario.micro_batch_size // parallel.dp,
             weight_bytes=scenario.dtype.itemsize,
             document_mask=scenario.documents,
-            fused=choose(scenario.ops, cuda=False).fused,
+            fused=plans_fused(scenario.ops, cuda=False),
             loss_chunk=scenario.ops.loss_chunk,
         ),
     )
