@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +77,8 @@ def correlation(x: Tensor, y: Tensor) -> float:
     return float((x * y).mean() / (x.std() * y.std()) * math.sqrt(x.numel()))
 
 
-def test_every_index_matters_and_neighbours_are_independent() -> None:
-    """Catches masks that repeat or lean on each other along any index: seed, site, sample, its high word, head, query,
-    key, and elements that share a counter. The bound is 4 standard deviations; nothing here is drawn anew."""
+def dependent() -> dict[str, float]:
+    """Indices along which masks repeat or lean on each other, by more than 4 standard deviations."""
     shape = (4, torch.arange(128), 256)
     base = mask([11, 12]).keep(*shape)
     others = {
@@ -92,7 +93,41 @@ def test_every_index_matters_and_neighbours_are_independent() -> None:
     for step in (1, 2, 3, 4, 5, 6, 7, 8, 16):
         found[f"keys {step} apart"] = correlation(base[..., step:], base[..., :-step])
     found["samples of a batch"] = correlation(base[0], base[1])
-    assert {name: value for name, value in found.items() if abs(value) > 4} == {}
+    return {name: value for name, value in found.items() if abs(value) > 4}
+
+
+def test_every_index_matters_and_neighbours_are_independent() -> None:
+    """Catches masks that repeat or lean on each other along any index: seed, site, sample, its high word, head, query,
+    key, and elements that share a counter. Nothing here is drawn anew."""
+    assert dependent() == {}
+
+
+SITE_KEY, KEEP = site_key, DropoutMask.keep
+LEFT_OUT: dict[str, tuple[str, Callable[..., Any]]] = {
+    "seed": ("site_key", lambda _, site: SITE_KEY(0, site)),
+    "site": ("site_key", lambda seed, _: SITE_KEY(seed, "")),
+    "sample": ("keep", lambda drawn, *shape: KEEP(replace(drawn, samples_b=drawn.samples_b * 0), *shape)),
+    "high word of the sample": (
+        "keep", lambda drawn, *shape: KEEP(replace(drawn, samples_b=drawn.samples_b & WORD), *shape),
+    ),
+    "head": ("keep", lambda drawn, *shape: KEEP(replace(drawn, first_head=0), *shape)),
+    "query": ("keep", lambda drawn, heads, places_s, keys: KEEP(drawn, heads, places_s * 0, keys)),
+    "keys 8 apart": (
+        "keep", lambda drawn, heads, places_s, keys: KEEP(drawn, heads, places_s, 8).repeat(1, 1, 1, keys // 8),
+    ),
+}  # fmt: skip
+"""Defects of the generator, by the index that they leave out: what is replaced, and by what."""
+
+
+@pytest.mark.parametrize("index", LEFT_OUT)
+def test_an_index_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, index: str) -> None:
+    """Catches statistics that pass whatever the mask follows from."""
+    name, defect = LEFT_OUT[index]
+    if name == "site_key":
+        monkeypatch.setitem(globals(), "site_key", defect)
+    else:
+        monkeypatch.setattr(DropoutMask, name, defect)
+    assert index in dependent()
 
 
 def test_counts_of_rows_and_columns_are_binomial() -> None:
