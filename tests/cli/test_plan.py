@@ -45,7 +45,7 @@ def test_a_loss_in_chunks_is_planned(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a choice that does not fit or recomputes too much, and one that asks the wrong machine."""
-    bloom = ["plan", "experiment=bloom_176b", "device=cuda", "json=true"]
+    bloom = ["plan", "experiment=bloom_176b", "device=cuda", "cluster.gpu_memory_gib=60", "json=true"]
     assert run([*bloom, "parallel.recompute=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)
     blocks = [stage["recomputation"].count("full") for stage in plan["stages"]]
