@@ -67,7 +67,7 @@ def check_curve(name: str, losses: list[float]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2", "tp2pp2", "pp2dp3", "cp2"])
+@pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp3", "cp2"])
 def test_curve_stays_within_the_references_own_spread(layout: str) -> None:
     """Catches drift within 200 steps: masters in bf16 come to 13 times the bound."""
     check_curve(layout, train_layout(curve_scenario(2), LAYOUTS[layout]).losses)

@@ -48,7 +48,7 @@ MODEL_FEATURES: dict[str, Any] = {
 }  # fmt: skip
 OF_SCENARIO = ("documents", "model")
 # 24 tokens divide by 2 * cp and by cp * tp, 12 samples by every dp.
-SCENARIO = scenario_with(steps=5, masked=True, seq_len=24, micro_batch_size=1)
+SCENARIO = scenario_with(steps=3, masked=True, seq_len=24, micro_batch_size=1)
 SCENARIO = replace(SCENARIO, model=replace(SCENARIO.model, num_layers=4))
 
 
