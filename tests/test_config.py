@@ -73,7 +73,7 @@ def test_good_config_passes() -> None:
         ([change("model.attention", AttentionKind.augmented), change("model.window", 9)], "window = 9"),
         ([change("model.attention", AttentionKind.fused_softmax)], "model.attention = fused_softmax needs"),
         (
-            [change("model.attention", AttentionKind.fused), change("model.attention_dropout", 0.1)],
+            [change("model.attention", AttentionKind.augmented), change("model.attention_dropout", 0.1)],
             "model.attention_dropout = 0.1",
         ),
         (

@@ -148,14 +148,15 @@ def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) ->
     """Builds the engine and trains: two steps, as the first starts without what earlier ones left in the pipeline."""
     causal_bias.cache_clear()
     engine = build_engine(scenario, parallel)
-    for step in range(steps):
-        engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
+    with ZeroProducts() if torch_loops_over_bf16() else nullcontext():
+        for step in range(steps):
+            engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
     causal_bias.cache_clear()
 
 
 def measured_peaks(cases: list[tuple[Scenario, ParallelConfig]]) -> list[int]:
     """This rank's peak in each case, one after the other."""
-    with patient_collectives(), ZeroProducts() if torch_loops_over_bf16() else nullcontext():
+    with patient_collectives():
         return [allocator_ledger(lambda s=scenario, p=parallel: train_steps(s, p)).peak for scenario, parallel in cases]
 
 
