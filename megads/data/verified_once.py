@@ -13,8 +13,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megads.data.content_digest import SETTLED_NS, file_state
@@ -45,13 +45,20 @@ def verify_once(files: Sequence[Path], claim: str, verify: Callable[[], None]) -
     memory = folder / hashlib.sha256(json.dumps(content).encode()).hexdigest()
     if memory.exists():
         return
-    with memory.with_suffix(".lock").open("ab") as lock:
-        with suppress(OSError):  # where there are no locks several verify
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with _lock(memory.with_suffix(".lock")):
         if not memory.exists():
             verify()
             with suppress(OSError):  # a full disk costs only the next start's time
                 memory.touch()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Waits for other processes of this node; does not where there are no locks, or no room for one."""
+    with ExitStack() as opened:
+        with suppress(OSError):
+            fcntl.flock(opened.enter_context(path.open("ab")), fcntl.LOCK_EX)
+        yield
 
 
 def _memory() -> Path | None:

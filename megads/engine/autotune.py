@@ -227,7 +227,8 @@ def tune(
         operator = _read(file)
         if operator is None:
             operator, measured = _measure(case, device, file, rounds), True
-            write_cached(file, asdict(operator))
+            if operator.torch.time_ms is not None:  # else there was nothing to compare with, such as for want of memory
+                write_cached(file, asdict(operator))
         found.append(operator)
     source = f"{'measured' if measured else 'measured before'} on {device_name(device)}"
     return TunedOperators(frozenset(each.op for each in found if not each.why_torch), source, key, tuple(found))

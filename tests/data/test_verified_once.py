@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +77,21 @@ def test_fresh_files_and_foreign_folders_are_not_trusted(
     next(tmp_path.glob("megads-verified-*")).chmod(0o777)
     verify_once([file], "sum", verify)
     assert len(calls) == 4
+
+
+def test_a_full_disk_costs_a_verification_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches whole files taken for damaged because there is no room for a lock beside them."""
+    calls, verify = counter()
+    whole = Path.open
+
+    def open_(path: Path, *args: Any, **options: Any) -> Any:
+        if path.suffix == ".lock":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_)
+    verify_once([file], "sum", verify)
+    assert len(calls) == 1
 
 
 def test_ranks_wait_for_the_one_that_reads(file: Path) -> None:

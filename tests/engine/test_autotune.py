@@ -185,6 +185,21 @@ def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
     assert tune(other, WORK_OF_OPERATORS, CPU, rounds=1).key != tuned.key and set(CALLED) == {Op.norm}
 
 
+def test_a_trial_without_memory_is_made_again(own_cache: Path) -> None:
+    """Catches a kernel left out for ever because another program had the GPU's memory at its only trial."""
+    full = [True]
+
+    def make(device: torch.device) -> OperatorTrial:
+        if full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return CASES[0].make(device)
+
+    case = replace(CASES[0], make=make)
+    assert "out of memory" in tune([case], WORK_OF_OPERATORS, CPU, rounds=3).operators[0].why_torch
+    full.clear()
+    assert tune([case], WORK_OF_OPERATORS, CPU, rounds=3).taken == {Op.norm}
+
+
 def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> None:
     """Catches a resume that takes other kernels than the run had, because the cache was removed or measured anew."""
     tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1)
