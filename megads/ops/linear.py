@@ -5,7 +5,7 @@ torch multiplies fp32 matrices with MKL, which on AMD's processors uses half of 
 rounds what it sums up: our kernel adds weight gradients to their fp32 sums, and on a Zen 5 is faster besides. Elsewhere
 oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one. On x86
 processors without AVX-512 oneDNN has no bf16 product, and torch falls back to plain loops: our kernel widens the
-operands to fp32 as it packs them, and is 4 to 80 times as fast.
+operands to fp32 as it packs them, and is 4 to 100 times as fast.
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """
