@@ -21,7 +21,7 @@ from megads.model.config import ModelConfig
 from megads.ops.autotune import (
     ROUNDS,
     DeviceBroken,
-    Outcome,
+    TuningResult,
     cache_file,
     cache_key,
     compare,
@@ -31,7 +31,7 @@ from megads.ops.autotune import (
     write_cached,
 )
 from megads.ops.choice import Kernels
-from megads.ops.config import Implementation, Op
+from megads.ops.config import Implementation, KernelOp
 from megads.parallel.context import held_places
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -55,10 +55,10 @@ class TunedOperator:
         torch: outcome of torch's operator.
     """
 
-    op: Op
+    op: KernelOp
     shape: str
-    ours: Outcome
-    torch: Outcome
+    ours: TuningResult
+    torch: TuningResult
 
     @property
     def why_torch(self) -> str:
@@ -86,8 +86,8 @@ class TunedOperator:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> TunedOperator:
         """Reads what `asdict` returned; raises ValueError, KeyError or TypeError on anything else."""
-        outcomes = (Outcome(**content[side]) for side in ("ours", "torch"))
-        return cls(Op(content["op"]), str(content["shape"]), *outcomes)
+        outcomes = (TuningResult(**content[side]) for side in ("ours", "torch"))
+        return cls(KernelOp(content["op"]), str(content["shape"]), *outcomes)
 
 
 HEADER = ("operator", "shape", "megads us", "torch us", "error", "taken")
@@ -104,7 +104,7 @@ class TunedOperators:
         operators: what was measured of each.
     """
 
-    taken: frozenset[Op]
+    taken: frozenset[KernelOp]
     source: str
     key: str
     operators: tuple[TunedOperator, ...]
@@ -127,7 +127,7 @@ class TunedOperators:
     def from_dict(cls, content: Mapping[str, Any]) -> TunedOperators:
         """Reads what `to_dict` returned; raises ValueError, KeyError or TypeError on anything else."""
         operators = tuple(map(TunedOperator.from_dict, content["operators"]))
-        return cls(frozenset(map(Op, content["taken"])), str(content["source"]), str(content["key"]), operators)
+        return cls(frozenset(map(KernelOp, content["taken"])), str(content["source"]), str(content["key"]), operators)
 
 
 def settle_attention(
@@ -188,7 +188,7 @@ def settle_operators(
         lambda: tune(cases, work, device, earlier=lambda key: earlier_operators(run_dir, key))
     )
     # It was measured with attention, as a whole.
-    own = {Op.attention} if attention is AttentionKind.fused_softmax else set[Op]()
+    own = {KernelOp.attention} if attention is AttentionKind.fused_softmax else set[KernelOp]()
     return replace(kernels, tuned=tuned.taken | own), tuned
 
 
@@ -239,13 +239,13 @@ def _measure(case: OperatorCase, device: torch.device, file: Path, rounds: int) 
         outcomes = compare(CANDIDATES, case.make(device), rounds)
     except DeviceBroken as broken:
         if broken.candidate == OURS:
-            left_out = Outcome(f"it left the device unusable when it was tried; remove {file} to try it again")
-            write_cached(file, asdict(TunedOperator(case.op, case.shape, left_out, Outcome())))
+            left_out = TuningResult(f"it left the device unusable when it was tried; remove {file} to try it again")
+            write_cached(file, asdict(TunedOperator(case.op, case.shape, left_out, TuningResult())))
             raise DeviceBroken(f"{broken}; or start again, which leaves this operator to torch", OURS) from None
         raise
     except (RuntimeError, NotImplementedError) as failure:  # such as no memory for the inputs
         reason = f"cannot be tried: {type(failure).__name__}: {first_line(failure)}"
-        return TunedOperator(case.op, case.shape, Outcome(reason), Outcome(reason))
+        return TunedOperator(case.op, case.shape, TuningResult(reason), TuningResult(reason))
     return TunedOperator(case.op, case.shape, outcomes[OURS], outcomes[TORCH])
 
 

@@ -21,7 +21,7 @@ from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
 from megads.ops.adamw import AdamWStep, adamw_reference
 from megads.ops.autotune import Step, error_ratio
 from megads.ops.choice import Kernels
-from megads.ops.config import OPTIMIZER_OPS, Implementation, Op
+from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp
 from megads.ops.dropout import dropout
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -74,7 +74,7 @@ class OperatorWork:
 
 
 class OperatorTrial:
-    """One operator on random inputs, see `megads.ops.autotune.Trial`; a candidate is the value of `fused`.
+    """One operator on random inputs, see `megads.ops.autotune.TuningTask`; a candidate is the value of `fused`.
 
     Args:
         op: the operator.
@@ -86,18 +86,18 @@ class OperatorTrial:
     remedy = "use ops.impl=torch"
 
     def __init__(
-        self, op: Op, function: Function, inputs: Sequence[Tensor], arriving: Sequence[Tensor] | None = None
+        self, op: KernelOp, function: Function, inputs: Sequence[Tensor], arriving: Sequence[Tensor] | None = None
     ) -> None:
         self.name = f"ops.impl = auto, {op},"
         self.device = inputs[0].device
         self._function, self._inputs, self._arriving = function, inputs, arriving
 
     def step(self, candidate: bool) -> Step:
-        """See `Trial.step`."""
+        """See `TuningTask.step`."""
         return self._step(candidate, self._inputs)
 
     def error(self, candidate: bool) -> float:
-        """See `Trial.error`."""
+        """See `TuningTask.error`."""
         return error_ratio(
             self._run(candidate, self._inputs),
             self._run(False, self._inputs),
@@ -132,7 +132,7 @@ class OperatorCase:
         make: draws the inputs on a device.
     """
 
-    op: Op
+    op: KernelOp
     shape: str
     make: Callable[[torch.device], OperatorTrial]
 
@@ -156,18 +156,18 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     batch, tokens = work.micro_batch_size, work.seq_len // parallel.cp
     outside = tokens // (parallel.tp if parallel.sequence_parallel else 1)
     hidden, ffn = (batch, outside, model.hidden_size), (batch, tokens, model.ffn_width // parallel.tp)
-    yield _case(work, Op.norm, _norm, hidden, model.norm.value)
+    yield _case(work, KernelOp.norm, _norm, hidden, model.norm.value)
     if not model.parallel_block:
-        yield _case(work, Op.add_norm, _add_norm, hidden, model.norm.value)
+        yield _case(work, KernelOp.add_norm, _add_norm, hidden, model.norm.value)
     if model.mlp is MLPKind.swiglu:
-        yield _case(work, Op.swiglu, _swiglu, (*ffn[:2], 2 * ffn[2]))
+        yield _case(work, KernelOp.swiglu, _swiglu, (*ffn[:2], 2 * ffn[2]))
     else:
-        yield _case(work, Op.gelu, _gelu, ffn)
+        yield _case(work, KernelOp.gelu, _gelu, ffn)
     if model.position is Position.rope:
         heads = (batch, tokens, model.num_heads // parallel.tp, model.kv_heads // parallel.tp, model.head_dim)
-        yield _case(work, Op.rotary, _rotary, heads)
+        yield _case(work, KernelOp.rotary, _rotary, heads)
     if model.hidden_dropout:
-        yield _case(work, Op.dropout, _dropout, hidden)
+        yield _case(work, KernelOp.dropout, _dropout, hidden)
 
 
 def _cross_entropy(work: OperatorWork) -> OperatorCase:
@@ -175,7 +175,7 @@ def _cross_entropy(work: OperatorWork) -> OperatorCase:
     tokens = work.micro_batch_size * work.seq_len // work.parallel.cp
     rows = padded_rows(work.model.vocabulary, work.parallel.tp)
     chunk = chunk_tokens(tokens, rows * work.dtype.itemsize, "cuda", work.loss_chunk)
-    return _case(work, Op.cross_entropy, _loss, (chunk, rows))
+    return _case(work, KernelOp.cross_entropy, _loss, (chunk, rows))
 
 
 def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
@@ -186,8 +186,8 @@ def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     sums = replace(work, dtype=torch.float32)
     digest = hashlib.sha256(str(slots).encode()).hexdigest()[:8]
     note = f"in {len(slots)} pieces ({digest})"
-    yield _case(sums, Op.square_sums, partial(_square_sums, slots=slots), (bucket.numel,), note)
-    yield _case(work, Op.adamw, _adamw, (size,))
+    yield _case(sums, KernelOp.square_sums, partial(_square_sums, slots=slots), (bucket.numel,), note)
+    yield _case(work, KernelOp.adamw, _adamw, (size,))
 
 
 def _sharing(parallel: ParallelConfig) -> int:
@@ -217,7 +217,7 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
 
 def _case(
     work: OperatorWork,
-    op: Op,
+    op: KernelOp,
     make: Callable[[OperatorWork, Draw, tuple[int, ...]], tuple[Function, Sequence[Tensor], bool]],
     shape: tuple[int, ...],
     note: str = "",

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
 from megads.ops.choice import TORCH, Kernels
-from megads.ops.config import Implementation, Op
+from megads.ops.config import Implementation, KernelOp
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
@@ -101,7 +101,7 @@ class BucketAdamW:
         kernels: Kernels = TORCH,
     ) -> None:
         self._grid, self._clip = grid, optim.clip_grad
-        self._fused_norm = kernels.fused(Op.square_sums)
+        self._fused_norm = kernels.fused(KernelOp.square_sums)
         self._apex = kernels.optimizer is Implementation.apex
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
@@ -118,7 +118,7 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        fused = kernels.fused(Op.adamw)
+        fused = kernels.fused(KernelOp.adamw)
         self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, fused, apex=self._apex)
         self.watch: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)

@@ -29,7 +29,7 @@ from megads.model.stages import (
     use_kernels,
 )
 from megads.ops.choice import TORCH, Kernels
-from megads.ops.config import Compile, Op
+from megads.ops.config import Compile, KernelOp
 from megads.parallel.compile import compile_blocks
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
@@ -72,7 +72,7 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
             self.grid.tp,
             sequence_parallel=self.parallel.sequence_parallel,
             chunks=self.parallel.tp_chunks,
-            fused=self.ops.fused(Op.linear),
+            fused=self.ops.fused(KernelOp.linear),
         )
         gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
@@ -186,7 +186,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         self.tied, self.hidden_size = tied, model.hidden_size
         self.grid, self.parallel, self.ops = grid, parallel, ops
-        self.gradients_in_place = ops.fused(Op.linear) and device.type == "cpu"
+        self.gradients_in_place = ops.fused(KernelOp.linear) and device.type == "cpu"
         super().__init__(
             [StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops) for spec in specs],
             topology=GridTopology(parallel),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.ops.choice import TORCH, Kernels
-from megads.ops.config import Op
+from megads.ops.config import KernelOp
 from megads.ops.eligible import kernel_takes
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import ParallelGrid
@@ -38,7 +38,7 @@ class TokenMeanLoss:
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
-        if self.ops.fused(Op.cross_entropy) and kernel_takes(logits_bsr, gpu=True):
+        if self.ops.fused(KernelOp.cross_entropy) and kernel_takes(logits_bsr, gpu=True):
             return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
         losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
         return (losses_bs * mask_bs).sum() * self.scale
@@ -53,7 +53,7 @@ class TokenMeanLoss:
             targets: labels and mask, [b, s].
         """
         labels_bs, mask_bs = targets
-        fused = self.ops.fused(Op.cross_entropy)
+        fused = self.ops.fused(KernelOp.cross_entropy)
         tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
         chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.ops.loss_chunk)
         if chunk >= tokens:

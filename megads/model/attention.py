@@ -18,7 +18,7 @@ from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.model.explicit_attention import Softening, explicit_attention
+from megads.model.explicit_attention import MaskedSoftmax, explicit_attention
 from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
@@ -154,11 +154,11 @@ class AttentionCore(nn.Module):
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         if self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd, gpu=True):
             starts_bs = self.starts(info, queries, device)
-            sight = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
-            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, Softening(dim**-0.5, None, *sight), mask)
+            visible = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
+            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, MaskedSoftmax(dim**-0.5, None, *visible), mask)
         bias = functools.partial(self.bias, info, num_keys, device, torch.float32)
-        soften = Softening(dim**-0.5, bias, places_s=info.sequence_index)
-        return explicit_attention(q_bnsd, k_bmtd, v_bmtd, soften, mask)
+        softmax = MaskedSoftmax(dim**-0.5, bias, places_s=info.sequence_index)
+        return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)
 
 
 class Attention(nn.Module):

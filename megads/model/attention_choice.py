@@ -24,7 +24,7 @@ from megads.model.attention_kinds import FLASH_PACKAGE, AttentionKind, Attention
 from megads.model.config import ModelConfig
 from megads.ops.attention_trial import Attend, AttentionTrial, Problem
 from megads.ops.autotune import (
-    Outcome,
+    TuningResult,
     cache_file,
     cache_key,
     compare,
@@ -62,7 +62,7 @@ class AttentionChoice:
     kind: AttentionKind
     source: str
     key: str = ""
-    outcomes: Mapping[str, Outcome] | None = None
+    outcomes: Mapping[str, TuningResult] | None = None
 
     @property
     def text(self) -> str:
@@ -83,11 +83,11 @@ class AttentionChoice:
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> AttentionChoice:
         """Reads what `to_dict` returned; raises ValueError, KeyError or TypeError on anything else."""
-        outcomes = {str(name): Outcome(**found) for name, found in content["outcomes"].items()}
+        outcomes = {str(name): TuningResult(**found) for name, found in content["outcomes"].items()}
         return cls(AttentionKind(content["kind"]), str(content["source"]), str(content["key"]), outcomes)
 
 
-def _unsteady(found: Outcome) -> bool:
+def _unsteady(found: TuningResult) -> bool:
     return found.time_ms is not None and not found.repeats
 
 
@@ -153,7 +153,7 @@ def measure(
     ways = {kind.value: _way(model, work, kind, info) for kind, reason in reasons.items() if not reason}
     tried = compare(ways, AttentionTrial(problem), rounds)
     inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
-    outcomes = {kind.value: tried.get(kind.value, Outcome(reasons[kind])) for kind in kinds}
+    outcomes = {kind.value: tried.get(kind.value, TuningResult(reasons[kind])) for kind in kinds}
     outcomes = within_plan(outcomes, inputs)
     best = fastest(outcomes)
     if best is None:
@@ -162,16 +162,16 @@ def measure(
     return AttentionChoice(AttentionKind(best), "measured", outcomes=outcomes)
 
 
-def within_plan(outcomes: Mapping[str, Outcome], inputs: int) -> dict[str, Outcome]:
+def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, TuningResult]:
     """Leaves out what keeps much more memory than sdpa, by which a run with model.attention=auto is planned.
 
     Args:
         outcomes: by kind.
         inputs: bytes of queries, keys and values, which sdpa keeps, too.
     """
-    planned = outcomes.get(AttentionKind.sdpa.value, Outcome()).kept_bytes
+    planned = outcomes.get(AttentionKind.sdpa.value, TuningResult()).kept_bytes
 
-    def judged(found: Outcome) -> Outcome:
+    def judged(found: TuningResult) -> TuningResult:
         if planned is None or found.kept_bytes is None or found.kept_bytes <= MOST_KEPT * (planned + inputs):
             return found
         kept, of_sdpa = (f"{size / 2**20:,.0f} MiB" for size in (found.kept_bytes, planned))

@@ -17,7 +17,7 @@ from megads.ops.softmax import masked_softmax
 
 
 @dataclass(frozen=True, eq=False)
-class Softening:
+class MaskedSoftmax:
     """How scores become probabilities.
 
     Attributes:
@@ -43,9 +43,9 @@ class Softening:
 
 
 def explicit_attention(
-    q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, soften: Softening, mask: DropoutMask | None = None
+    q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, softmax: MaskedSoftmax, mask: DropoutMask | None = None
 ) -> Tensor:
-    """dropout(soften(q k^T)) v, [b, n, s, d]; n / m heads of queries next to each other share keys and values.
+    """dropout(softmax(q k^T)) v, [b, n, s, d]; n / m heads of queries next to each other share keys and values.
 
     With dropout backward keeps the probabilities, in the dtype of the queries, and nothing else of their size.
 
@@ -53,7 +53,7 @@ def explicit_attention(
         q_bnsd: queries.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
-        soften: scores [b, n, s, t] to probabilities.
+        softmax: scores [b, n, s, t] to probabilities.
         mask: of the probabilities: its rows are the places of queries, its elements keys; None: nothing is dropped.
     """
     (batch, heads, queries, dim), (shared, keys) = q_bnsd.shape, k_bmtd.shape[1:3]
@@ -61,46 +61,46 @@ def explicit_attention(
     rows = heads // shared * queries
 
     def scores_bnst() -> Tensor:
-        # Without a name for the scores, they are freed as soon as they are softened.
+        # Without a name for the scores, they are freed as soon as they are normalised.
         scores = q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)
         return scores.view(batch, heads, queries, keys)
 
     if mask is None:
-        return (soften(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
+        return (softmax(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
     # As products do: copies of several heads, where a view would keep the whole projection for backward.
     v_bmtd = v_bmtd if shared == 1 else v_bmtd.contiguous()
-    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, soften, mask)  # type: ignore[no-untyped-call]
+    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, softmax, mask)  # type: ignore[no-untyped-call]
     return out.view(q_bnsd.shape)
 
 
 class _DroppedAttention(torch.autograd.Function):
-    """dropout(soften(scores)) v of scores [b, n, s, t] and values [b, m, t, d]; backward draws the mask again."""
+    """dropout(softmax(scores)) v of scores [b, n, s, t] and values [b, m, t, d]; backward draws the mask again."""
 
     @staticmethod
-    def forward(ctx: Any, scores_bnst: Tensor, v_bmtd: Tensor, soften: Softening, mask: DropoutMask) -> Tensor:
-        if soften.bias is None:
+    def forward(ctx: Any, scores_bnst: Tensor, v_bmtd: Tensor, softmax: MaskedSoftmax, mask: DropoutMask) -> Tensor:
+        if softmax.bias is None:
             weights_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_forward(
-                scores_bnst, soften.scale, soften.slopes_n, soften.places_s, soften.starts_bs, *mask.arguments
+                scores_bnst, softmax.scale, softmax.slopes_n, softmax.places_s, softmax.starts_bs, *mask.arguments
             )
         else:
-            weights_bnst = soften(scores_bnst)
-            dropped_bnst = (weights_bnst * _keep(weights_bnst, soften, mask)).mul_(mask.scale)
-        ctx.soften, ctx.mask = soften, mask
+            weights_bnst = softmax(scores_bnst)
+            dropped_bnst = (weights_bnst * _keep(weights_bnst, softmax, mask)).mul_(mask.scale)
+        ctx.softmax, ctx.mask = softmax, mask
         ctx.save_for_backward(weights_bnst, v_bmtd)
         return _grouped(dropped_bnst, v_bmtd) @ v_bmtd
 
     @staticmethod
     def backward(ctx: Any, grad_bmrd: Tensor) -> tuple[Tensor | None, ...]:
-        (weights_bnst, v_bmtd), soften, mask = ctx.saved_tensors, ctx.soften, ctx.mask
+        (weights_bnst, v_bmtd), softmax, mask = ctx.saved_tensors, ctx.softmax, ctx.mask
         grad_weights_bnst = (grad_bmrd @ v_bmtd.transpose(-1, -2)).view(weights_bnst.shape)
-        if soften.bias is None:
+        if softmax.bias is None:
             grad_scores_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_backward(
-                grad_weights_bnst, weights_bnst, soften.scale, soften.places_s, soften.starts_bs, *mask.arguments
+                grad_weights_bnst, weights_bnst, softmax.scale, softmax.places_s, softmax.starts_bs, *mask.arguments
             )
         else:
-            keep_bnst = _keep(weights_bnst, soften, mask)
+            keep_bnst = _keep(weights_bnst, softmax, mask)
             grad_scores_bnst = _softmax_gradient(grad_weights_bnst.mul_(keep_bnst).mul_(mask.scale), weights_bnst)
-            grad_scores_bnst = grad_scores_bnst.mul_(soften.scale).to(weights_bnst.dtype)
+            grad_scores_bnst = grad_scores_bnst.mul_(softmax.scale).to(weights_bnst.dtype)
             dropped_bnst = (weights_bnst * keep_bnst).mul_(mask.scale)
         return grad_scores_bnst, _grouped(dropped_bnst, v_bmtd).transpose(-1, -2) @ grad_bmrd, None, None
 
@@ -111,10 +111,10 @@ def _grouped(weights_bnst: Tensor, v_bmtd: Tensor) -> Tensor:
     return weights_bnst.view(batch, shared, -1, keys)
 
 
-def _keep(weights_bnst: Tensor, soften: Softening, mask: DropoutMask) -> Tensor:
+def _keep(weights_bnst: Tensor, softmax: MaskedSoftmax, mask: DropoutMask) -> Tensor:
     _, heads, queries, keys = weights_bnst.shape
     assert len(mask.samples_b) == len(weights_bnst), f"{len(mask.samples_b)} numbers of samples"
-    places_s = soften.places_s
+    places_s = softmax.places_s
     if places_s is None:
         places_s = torch.arange(queries, device=weights_bnst.device)
     return mask.keep(heads, places_s, keys)

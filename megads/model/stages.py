@@ -18,7 +18,7 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.ops.choice import FUSED, Kernels
-from megads.ops.config import Implementation, Op
+from megads.ops.config import Implementation, KernelOp
 from megads.ops.gelu import gelu
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.swiglu import swiglu
@@ -272,13 +272,13 @@ class StageSpec:
     build: Callable[[], nn.Module]
 
 
-_OPS: Mapping[type[nn.Module], Op] = {
-    Attention: Op.rotary,
-    AttentionCore: Op.attention,
-    Dropout: Op.dropout,
-    MLP: Op.gelu,
-    GatedMLP: Op.swiglu,
-    Norm: Op.norm,
+_OPS: Mapping[type[nn.Module], KernelOp] = {
+    Attention: KernelOp.rotary,
+    AttentionCore: KernelOp.attention,
+    Dropout: KernelOp.dropout,
+    MLP: KernelOp.gelu,
+    GatedMLP: KernelOp.swiglu,
+    Norm: KernelOp.norm,
 }
 """The operator that a module's `fused` is about."""
 EMBEDDING, HEAD = "embedding", "head"
@@ -297,7 +297,7 @@ def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
             if isinstance(module, kind):
                 module.fused = kernels.fused(op)  # type: ignore[assignment]
         if isinstance(module, Norm):
-            module.fused_sum = kernels.fused(Op.add_norm)
+            module.fused_sum = kernels.fused(KernelOp.add_norm)
             module.apex = kernels.model is Implementation.apex
 
 

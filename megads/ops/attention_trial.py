@@ -48,7 +48,7 @@ class Problem:
 
 
 class AttentionTrial:
-    """Ways to compute attention on one problem, see `megads.ops.autotune.Trial`.
+    """Ways to compute attention on one problem, see `megads.ops.autotune.TuningTask`.
 
     Args:
         problem: what all compute.
@@ -66,7 +66,7 @@ class AttentionTrial:
         return _step(candidate, self.problem)
 
     def error(self, candidate: Attend) -> float:
-        """See `Trial.error`; the exact result is computed for `tried_queries`, beside all keys."""
+        """See `TuningTask.error`; the exact result is computed for `tried_queries`, beside all keys."""
         problem, tried_r = self.problem, tried_queries(self.problem)
         # Without a gradient of their own, the other queries have no share in those of keys and values.
         some = torch.zeros_like(problem.grad_bnsd)

@@ -42,7 +42,7 @@ _AHEAD_CYCLES = 4_000_000
 so that device time is measured and not Python's."""
 
 
-class Trial(Protocol[T_contra]):
+class TuningTask(Protocol[T_contra]):
     """One thing to compute, forward and backward, for which there are several candidates.
 
     Attributes:
@@ -63,7 +63,7 @@ class Trial(Protocol[T_contra]):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TuningResult:
     """What the trial of one candidate showed.
 
     Attributes:
@@ -99,7 +99,7 @@ class DeviceBroken(ConfigError):
         return type(self), (str(self), self.candidate)  # rank 0 sends it to the others
 
 
-def compare(candidates: Mapping[str, T], trial: Trial[T], rounds: int = ROUNDS) -> dict[str, Outcome]:
+def compare(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int = ROUNDS) -> dict[str, TuningResult]:
     """Checks each candidate, then times those that are exact, in turns.
 
     Args:
@@ -121,7 +121,7 @@ def compare(candidates: Mapping[str, T], trial: Trial[T], rounds: int = ROUNDS) 
     return outcomes
 
 
-def fastest(outcomes: Mapping[str, Outcome]) -> str | None:
+def fastest(outcomes: Mapping[str, TuningResult]) -> str | None:
     """The name of the fastest candidate whose bits are the same on every run, else of the fastest; None: none runs.
 
     A resume continues bit for bit only with gradients that repeat.
@@ -131,24 +131,24 @@ def fastest(outcomes: Mapping[str, Outcome]) -> str | None:
     return min(repeating, key=lambda name: repeating[name].time_ms or 0.0, default=None)
 
 
-def examine(name: str, candidate: T, trial: Trial[T]) -> Outcome:
+def examine(name: str, candidate: T, trial: TuningTask[T]) -> TuningResult:
     """Runs a candidate twice and compares it with fp64; whatever it raises is the reason not to take it.
 
     Raises:
         DeviceBroken: it left the device in a state in which nothing else can run.
     """
-    failure, found = "", Outcome()
+    failure, found = "", TuningResult()
     try:
         first, second = (_run(candidate, trial) for _ in range(2))
         repeats = all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
         del first, second
         error = trial.error(candidate)
-        found = Outcome("", error, repeats)
+        found = TuningResult("", error, repeats)
         if not error <= MAX_ERROR_RATIO:
             found = replace(found, reason=f"its error is {error:.3g} times that of plain torch")
     except Exception as raised:
         failure = first_line(raised)
-        found = Outcome(reason=f"{type(raised).__name__}: {failure}")
+        found = TuningResult(reason=f"{type(raised).__name__}: {failure}")
     try:
         _free(trial.device)
     except RuntimeError as raised:
@@ -185,12 +185,12 @@ def _eps(dtype: torch.dtype) -> float:
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
-def _run(candidate: T, trial: Trial[T]) -> list[Tensor]:
+def _run(candidate: T, trial: TuningTask[T]) -> list[Tensor]:
     forward, backward = trial.step(candidate)
     return backward(forward())
 
 
-def _times_ms(candidates: Mapping[str, T], trial: Trial[T], rounds: int) -> dict[str, list[float]]:
+def _times_ms(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of forward and backward in interleaved rounds; the first ones are not counted."""
     times = {name: list[float]() for name in candidates}
     for round_ in range(WARM_UP_ROUNDS + rounds):
@@ -218,7 +218,7 @@ def _time_on_cpu(forward: Callable[[], Any], backward: Callable[[Any], list[Tens
     return 1e3 * (time.perf_counter() - begin)
 
 
-def _bytes(candidate: T, trial: Trial[T]) -> tuple[int, int] | tuple[None, None]:
+def _bytes(candidate: T, trial: TuningTask[T]) -> tuple[int, int] | tuple[None, None]:
     """(kept, peak) of the memory that a step takes beside its inputs; a CPU does not count it."""
     device = trial.device
     if device.type != "cuda":

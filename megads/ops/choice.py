@@ -10,7 +10,7 @@ from megads.ops import build_cuda
 from megads.ops.apex import load_apex, require_apex
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.compiler import require_compiler
-from megads.ops.config import OPTIMIZER_OPS, Compile, Implementation, Op, OpsConfig
+from megads.ops.config import OPTIMIZER_OPS, Compile, Implementation, KernelOp, OpsConfig
 
 Prepare = Callable[[], object]
 
@@ -34,9 +34,9 @@ class Kernels:
     reason: str = ""
     compiled: Compile = Compile.none
     loss_chunk: int | None = None
-    tuned: frozenset[Op] | None = None
+    tuned: frozenset[KernelOp] | None = None
 
-    def fused(self, op: Op) -> bool:
+    def fused(self, op: KernelOp) -> bool:
         """Whether megads' kernel computes this operator."""
         impl = self.optimizer if op in OPTIMIZER_OPS else self.model
         return impl is Implementation.fused or (impl is Implementation.auto and op in (self.tuned or ()))
@@ -57,7 +57,7 @@ class Kernels:
 
     @property
     def _tuned_text(self) -> str:
-        names = ", ".join(op for op in Op if self.fused(op))
+        names = ", ".join(op for op in KernelOp if self.fused(op))
         return f"megads' kernels: {names}; torch's: the others" if names else "torch's operators"
 
 

@@ -24,7 +24,7 @@ class Implementation(StrEnum):
     apex = "apex"
 
 
-class Op(StrEnum):
+class KernelOp(StrEnum):
     """An operator, or a family of operators, of which megads has kernels."""
 
     attention = "attention"
@@ -42,7 +42,7 @@ class Op(StrEnum):
     adamw = "adamw"
 
 
-OPTIMIZER_OPS = frozenset({Op.square_sums, Op.adamw})
+OPTIMIZER_OPS = frozenset({KernelOp.square_sums, KernelOp.adamw})
 """Those that optim.impl decides; ops.impl decides the others."""
 
 

@@ -32,7 +32,8 @@ def explicit_attention(p: Pass) -> tuple[int, int, int]:
     """(kept, forward, backward) of scores in memory, beside queries, keys and values.
 
     Kept are probabilities. Forward and backward are what is alive beyond that: scores and what dropout leaves; the
-    gradients of both, and what dropout leaves, made again. Plain torch softens in fp32, and holds a mask meanwhile.
+    gradients of both, and what dropout leaves, made again. Plain torch computes the softmax in fp32, and holds a mask
+    meanwhile.
     """
     w, scores = p.weight_bytes, p.scores
     if not p.model.attention_dropout:  # raw scores; gradients of probabilities and scores

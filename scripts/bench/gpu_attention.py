@@ -21,7 +21,7 @@ from megads.model.attention_choice import TRIED, measure, trial_problem
 from megads.model.attention_kinds import AttentionKind, AttentionWork
 from megads.model.config import ModelConfig
 from megads.ops.attention_trial import AttentionTrial, plain_attention
-from megads.ops.autotune import Outcome, compare
+from megads.ops.autotune import TuningResult, compare
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
 from megads.runtime.deterministic import make_deterministic
@@ -67,17 +67,17 @@ class Shape:
 SMALL = Shape(1, 2, 48, 8)
 
 
-def outcome_of(kind: AttentionKind, shape: Shape, device: torch.device, rounds: int) -> Outcome:
+def outcome_of(kind: AttentionKind, shape: Shape, device: torch.device, rounds: int) -> TuningResult:
     """What the trial of one kind showed, or why there was none."""
     work = shape.work(device.type == "cuda")
     try:
         found = measure(shape.model, work, device, (kind,), rounds=rounds).outcomes or {}
     except ConfigError as reason:
-        return Outcome(str(reason).split(f"here: {kind}: ")[-1])
+        return TuningResult(str(reason).split(f"here: {kind}: ")[-1])
     return found[kind.value]
 
 
-def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> Outcome:
+def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> TuningResult:
     """The same of plain torch."""
     problem, _ = trial_problem(shape.model, shape.work(device.type == "cuda"), device, None)
 
@@ -87,7 +87,7 @@ def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> Outcome:
     return compare({FORMULA: attend}, AttentionTrial(problem), rounds)[FORMULA]
 
 
-def line_of(name: str, shape: Shape, found: Outcome) -> Line:
+def line_of(name: str, shape: Shape, found: TuningResult) -> Line:
     """What is kept of an outcome."""
     line: Line = {"kind": name, "shape": shape.text, "flops": shape.flops, "reason": found.reason}
     if found.time_ms is None:

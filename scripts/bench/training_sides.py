@@ -21,7 +21,7 @@ from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.initialise import InitialValue, initial_value, parameter_generator
-from megads.ops.config import Compile, Implementation, Op, OpsConfig
+from megads.ops.config import Compile, Implementation, KernelOp, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.plan.flops import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state
@@ -274,7 +274,7 @@ def machine_side(work: TrainingWork) -> Turn:
     from megads.ops.choice import load
     from megads.ops.linear import linear_into
 
-    kernels = load(OpsConfig(), print, cuda=False).fused(Op.linear)
+    kernels = load(OpsConfig(), print, cuda=False).fused(KernelOp.linear)
     triples = [[torch.randn(size, size).to(work.dtype) for _ in range(3)] for size in GEMM_SIZES]
     source = torch.zeros(2**26, dtype=torch.uint8)
     target = torch.ones_like(source)

@@ -354,7 +354,8 @@ def own_operators() -> frozenset[str]:
 
 def runtime_library() -> Path:
     """`fake_cuda.cpp`, compiled once into the user's cache."""
-    parts = (find_compiler(), torch.__version__, SOURCE.read_text())
+    # It finds torch's libraries where they lay when it was linked, and a home may serve several environments.
+    parts = (find_compiler(), torch.__version__, torch_dir(), SOURCE.read_text())
     library = user_cache_dir() / "fake_cuda" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from megads.engine.operator_trials import CANDIDATES, OURS, OperatorWork, operat
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.ops.autotune import compare
 from megads.ops.choice import Kernels, load
-from megads.ops.config import OPTIMIZER_OPS, Implementation, Op, OpsConfig
+from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.verify.layout import build_engine
@@ -32,8 +32,8 @@ LLAMA = replace(
     BLOOM, num_kv_heads=2, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, position=Position.rope, hidden_dropout=0.1,
     tie_embeddings=False, bias=False,
 )  # fmt: skip
-ALWAYS = {Op.norm, Op.add_norm, Op.cross_entropy}
-OPS = {"bloom": ALWAYS | {Op.gelu}, "llama": ALWAYS | {Op.swiglu, Op.rotary, Op.dropout}}
+ALWAYS = {KernelOp.norm, KernelOp.add_norm, KernelOp.cross_entropy}
+OPS = {"bloom": ALWAYS | {KernelOp.gelu}, "llama": ALWAYS | {KernelOp.swiglu, KernelOp.rotary, KernelOp.dropout}}
 NOT_TRIED = {"linear", "gemm", "attention"}
 """What only CPUs have, and attention, which is tuned by itself."""
 
@@ -101,7 +101,7 @@ def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str,
     assert names == {call[0] for call in tried}
 
 
-def calls_with(model: ModelConfig, taken: frozenset[Op]) -> set[str]:
+def calls_with(model: ModelConfig, taken: frozenset[KernelOp]) -> set[str]:
     """Names of megads' operators that a step calls where auto has taken these."""
     scenario = Scenario(model, precision="bfloat16")
     parallel = ParallelConfig()
@@ -114,10 +114,10 @@ def calls_with(model: ModelConfig, taken: frozenset[Op]) -> set[str]:
     return {call[0] for call in calls.found}
 
 
-def calls_of_each(model: ModelConfig) -> dict[Op, set[str]]:
+def calls_of_each(model: ModelConfig) -> dict[KernelOp, set[str]]:
     load(OpsConfig(Implementation.fused), print, cuda=False)
     return {op: calls_with(model, frozenset({op})) for op in OPS["llama"] | OPTIMIZER_OPS} | {
-        Op.linear: calls_with(model, frozenset())
+        KernelOp.linear: calls_with(model, frozenset())
     }
 
 
@@ -125,8 +125,15 @@ def calls_of_each(model: ModelConfig) -> dict[Op, set[str]]:
 @pytest.mark.usefixtures("kernels")
 def test_what_was_taken_is_called_and_nothing_else() -> None:
     """Catches an operator that was taken and goes on with torch's, and one that comes along with another."""
-    backward = {Op.norm: {"norm_forward", "norm_backward"}, Op.add_norm: {"add_norm_forward", "norm_backward"}}
-    backward |= {Op.swiglu: {"swiglu_forward", "swiglu_backward"}, Op.adamw: {"adamw_step"}, Op.linear: set()}
+    backward = {
+        KernelOp.norm: {"norm_forward", "norm_backward"},
+        KernelOp.add_norm: {"add_norm_forward", "norm_backward"},
+    }
+    backward |= {
+        KernelOp.swiglu: {"swiglu_forward", "swiglu_backward"},
+        KernelOp.adamw: {"adamw_step"},
+        KernelOp.linear: set(),
+    }
     for op, called in run_ranks(calls_of_each, 1, LLAMA)[0].items():
         assert called == backward.get(op, {op.value}), op
 
@@ -158,7 +165,7 @@ def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device:
         (Kernels(Implementation.fused, Implementation.fused), 1, set()),
     ],
 )
-def test_what_was_asked_for_is_not_tried(kernels: Kernels, stage: int, tried: set[Op]) -> None:
+def test_what_was_asked_for_is_not_tried(kernels: Kernels, stage: int, tried: set[KernelOp]) -> None:
     """Catches a trial that overrules optim.impl, or is of an optimizer that DeepSpeed brings."""
     work = OperatorWork(BLOOM, ParallelConfig(zero_stage=stage), 32, 2, torch.bfloat16)
     assert {case.op for case in operator_cases(work, kernels)} == tried

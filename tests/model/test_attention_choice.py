@@ -25,7 +25,7 @@ from megads.model.attention_choice import (
 from megads.model.attention_kinds import AttentionKind, AttentionWork
 from megads.model.config import ModelConfig, Position
 from megads.ops.attention_trial import plain_attention
-from megads.ops.autotune import Outcome, cache_file, fastest
+from megads.ops.autotune import TuningResult, cache_file, fastest
 from megads.ops.config import Implementation
 from megads.parallel.context import held_places
 
@@ -129,10 +129,10 @@ def test_what_was_asked_for_must_run() -> None:
 def test_memory_beyond_the_plan() -> None:
     """Catches auto taking what is quickest and does not fit: the memory of a run with auto is planned by sdpa's."""
     found = {
-        "sdpa": Outcome(repeats=True, time_ms=3.0, kept_bytes=100),
-        "augmented": Outcome(repeats=True, time_ms=2.0, kept_bytes=450),
-        "fused_softmax": Outcome(repeats=True, time_ms=1.0, kept_bytes=2000),
-        "flex": Outcome(reason="too old"),
+        "sdpa": TuningResult(repeats=True, time_ms=3.0, kept_bytes=100),
+        "augmented": TuningResult(repeats=True, time_ms=2.0, kept_bytes=450),
+        "fused_softmax": TuningResult(repeats=True, time_ms=1.0, kept_bytes=2000),
+        "flex": TuningResult(reason="too old"),
     }
     judged = within_plan(found, inputs=300)
     assert "by which the run is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"

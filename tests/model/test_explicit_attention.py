@@ -11,7 +11,7 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.model.explicit_attention import Softening, explicit_attention
+from megads.model.explicit_attention import MaskedSoftmax, explicit_attention
 from megads.model.stages import Block, use_kernels
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 
@@ -61,7 +61,7 @@ def test_dropout_by_plain_torch() -> None:
     grad = torch.randn(2, 6, 6, 4, dtype=torch.float64)
     expected = weights * keep @ v.repeat_interleave(2, 1)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
-    out = explicit_attention(q, k, v, Softening(0.5, lambda: bias), mask)
+    out = explicit_attention(q, k, v, MaskedSoftmax(0.5, lambda: bias), mask)
     torch.testing.assert_close(out, expected)
     for found, right in zip(torch.autograd.grad(out, (q, k, v), grad), wanted, strict=True):
         torch.testing.assert_close(found, right)
@@ -73,7 +73,7 @@ def test_backward_keeps_probabilities_and_nothing_else_of_their_size() -> None:
     mask, kept = DropoutMask(1, threshold_of(0.4), torch.tensor([4])), []
     bias = torch.zeros(1, 1, 64, 64)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
-        explicit_attention(q, k, v, Softening(0.5, lambda: bias), mask)
+        explicit_attention(q, k, v, MaskedSoftmax(0.5, lambda: bias), mask)
     assert sorted(kept)[-1] == 2 * 64 * 64 * 2 and sum(kept) == 2 * 64 * 64 * 2 + 3 * q.nbytes
 
 
@@ -81,7 +81,7 @@ def test_heads_that_share_keys() -> None:
     """Catches queries that meet the keys of another group of heads."""
     q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
     expected = (q @ k.repeat_interleave(2, 1).mT).softmax(-1) @ v.repeat_interleave(2, 1)
-    torch.testing.assert_close(explicit_attention(q, k, v, Softening(1.0, lambda: torch.zeros(()))), expected)
+    torch.testing.assert_close(explicit_attention(q, k, v, MaskedSoftmax(1.0, lambda: torch.zeros(()))), expected)
 
 
 @pytest.mark.usefixtures("kernels")

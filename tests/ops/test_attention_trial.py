@@ -12,7 +12,7 @@ from torch import Tensor
 from megads.ops import attention_trial
 from megads.ops.attention import attention
 from megads.ops.attention_trial import AttentionTrial, Problem, plain_attention, tried_queries
-from megads.ops.autotune import Outcome, compare, examine, fastest
+from megads.ops.autotune import TuningResult, compare, examine, fastest
 from megads.ops.flex_attention import flex_attention, visible_blocks
 from tests.ops.test_attention import inputs
 
@@ -80,10 +80,10 @@ def test_gradients_that_differ_from_run_to_run() -> None:
 
     found = examine("tried", attend, AttentionTrial(problem))
     assert not found.reason and not found.repeats
-    steady = Outcome(error=1.0, repeats=True, time_ms=2.0)
+    steady = TuningResult(error=1.0, repeats=True, time_ms=2.0)
     assert fastest({"a": replace(found, time_ms=1.0), "b": steady}) == "b"
     assert fastest({"a": replace(found, time_ms=1.0)}) == "a"
-    assert fastest({"a": Outcome(reason="too old")}) is None
+    assert fastest({"a": TuningResult(reason="too old")}) is None
 
 
 @pytest.mark.parametrize("name", ["early", "late"])

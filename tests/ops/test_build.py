@@ -16,7 +16,7 @@ from megads.ops import build as building
 from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
 from megads.ops.choice import Kernels, choose, load, plans_fused, prepare
-from megads.ops.config import Implementation, Op, OpsConfig
+from megads.ops.config import Implementation, KernelOp, OpsConfig
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
 TORCH = Implementation.torch
@@ -87,12 +87,12 @@ def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest
     and one that is passed over in silence."""
     if shutil.which("nvcc"):
         untried = choose(AUTO, cuda=True)
-        assert untried == Kernels(AUTO.impl, AUTO.impl) and not any(untried.fused(op) for op in Op)
+        assert untried == Kernels(AUTO.impl, AUTO.impl) and not any(untried.fused(op) for op in KernelOp)
         assert untried.text == "ops.impl: auto (each operator is measured on the GPU)" and not plans_fused(
             AUTO, cuda=True
         )
-        mixed = replace(choose(AUTO, cuda=True, optimizer=TORCH), tuned=frozenset({Op.norm, Op.adamw}))
-        assert [op for op in Op if mixed.fused(op)] == [Op.norm]
+        mixed = replace(choose(AUTO, cuda=True, optimizer=TORCH), tuned=frozenset({KernelOp.norm, KernelOp.adamw}))
+        assert [op for op in KernelOp if mixed.fused(op)] == [KernelOp.norm]
         assert mixed.text.startswith("ops.impl: auto (megads' kernels: norm; torch's: the others), optim.impl: t")
         for cached in (build_cuda.library_path, build_cuda.report_path):
             cached.cache_clear()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megads.model.alibi import alibi_slopes, causal_bias_at, hide_other_documents
-from megads.model.explicit_attention import Softening, explicit_attention
+from megads.model.explicit_attention import MaskedSoftmax, explicit_attention
 from megads.model.rotary import rotary_tables
 from megads.ops.adamw import AdamWStep, adamw, adamw_reference
 from megads.ops.bias_gelu import bias_gelu
@@ -123,10 +123,12 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     value = torch.randn(2, 3, length, 8, generator=generator, device=device).to(dtype)
 
     def attended(fused: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        soften = (
-            Softening(0.3, None, slopes, places, starts) if fused else Softening(0.3, lambda: bias, places_s=places)
+        softmax = (
+            MaskedSoftmax(0.3, None, slopes, places, starts)
+            if fused
+            else MaskedSoftmax(0.3, lambda: bias, places_s=places)
         )
-        return explicit_attention(q, k, v, soften, mask)
+        return explicit_attention(q, k, v, softmax, mask)
 
     check(attended, [value, value.flip(1), value.flip(2)])
     tables = rotary_tables(torch.arange(length, device=device), 16, 1e4, torch.float32)
