@@ -102,8 +102,8 @@ def choose_attention(
 ) -> AttentionChoice:
     """The kind of attention of a run: what the user asked for, or the quickest that is exact.
 
-    A CPU's choice is not measured: `AttentionKind.auto` is the fused kernel there, or sdpa. Nor is that of attention
-    with dropout, which has its scores in memory. A kind that the user asked for on a GPU is tried once.
+    A CPU's choice is not measured: `AttentionKind.auto` is the fused kernel there, or sdpa. A kind that the user asked
+    for on a GPU is tried once.
 
     Args:
         model: the model.
@@ -117,7 +117,7 @@ def choose_attention(
     Raises:
         ConfigError: what was asked for does not run here, or nothing does.
     """
-    if not (work.cuda and not work.dropout):
+    if not work.cuda:
         return AttentionChoice(model.attention, "nothing is measured")
     if model.attention is not AttentionKind.auto:
         return _asked_for(model, work, device, places_s)
@@ -212,7 +212,7 @@ def trial_problem(
     if places_s is not None:
         q_bsnd = drawn(queries, work.heads)  # a copy of the rank's own, beside gathered keys
         starts_bs = None if starts_bs is None else starts_bs[:, places_s]
-    info = BatchInfo(torch.arange(batch), None, starts_bs, places_s, keys)
+    info = BatchInfo(torch.arange(batch, device=device), None, starts_bs, places_s, keys)
     core = _core(model, work, AttentionKind.sdpa)
     problem = Problem(
         q_bsnd.transpose(1, 2),
@@ -222,6 +222,7 @@ def trial_problem(
         core.slopes(device),
         places_s,
         core.starts(info, queries, device),
+        core.dropout.mask(info, device, core.heads.start) if core.dropout.active else None,
     )
     return problem, info
 

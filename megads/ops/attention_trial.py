@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megads.ops.autotune import Step
+from megads.ops.philox import DropoutMask
 from megads.ops.softmax import masked_softmax
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,6 +37,7 @@ class Problem:
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys; None: 0..s-1.
         starts_bs: int64 first key that a query sees; None: 0.
+        mask: of the probabilities; None: nothing is dropped.
     """
 
     q_bnsd: Tensor
@@ -45,6 +47,7 @@ class Problem:
     slopes_n: Tensor | None = None
     places_s: Tensor | None = None
     starts_bs: Tensor | None = None
+    mask: DropoutMask | None = None
 
 
 class AttentionTrial:
@@ -90,15 +93,19 @@ def plain_attention(
     slopes_n: Tensor | None = None,
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
+    mask: DropoutMask | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) v with scores in memory, by torch's operators, [b, n, s, d].
+    """dropout(softmax(q k^T / sqrt(d) + bias)) v with scores in memory, by torch's operators, [b, n, s, d].
 
     In fp64 it is what others are held to, in a lower dtype it is the yardstick of their errors.
     """
-    group = q_bnsd.shape[1] // k_bmtd.shape[1]
-    k_bntd, v_bntd = k_bmtd.repeat_interleave(group, 1), v_bmtd.repeat_interleave(group, 1)
-    scores_bnst = q_bnsd @ k_bntd.transpose(-1, -2)
-    return masked_softmax(scores_bnst, q_bnsd.shape[-1] ** -0.5, slopes_n, places_s, starts_bs) @ v_bntd
+    (_, heads, queries, dim), (_, shared, keys, _) = q_bnsd.shape, k_bmtd.shape
+    k_bntd, v_bntd = (x.repeat_interleave(heads // shared, 1) for x in (k_bmtd, v_bmtd))
+    weights_bnst = masked_softmax(q_bnsd @ k_bntd.transpose(-1, -2), dim**-0.5, slopes_n, places_s, starts_bs)
+    if mask is not None:
+        places_s = torch.arange(queries, device=q_bnsd.device) if places_s is None else places_s
+        weights_bnst = weights_bnst * mask.keep(heads, places_s, keys) * mask.scale
+    return weights_bnst @ v_bntd
 
 
 def _step(way: Attend, problem: Problem) -> Step:
@@ -139,7 +146,9 @@ def _error(found: Sequence[Tensor], problem: Problem, tried_r: Tensor) -> float:
 
 def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor) -> Problem:
     """One sample's queries that share one head of keys, of those that are tried."""
-    one, heads = slice(sample, sample + 1), slice(first * group, (first + 1) * group)
+    one, heads, mask = slice(sample, sample + 1), slice(first * group, (first + 1) * group), problem.mask
+    if mask is not None:
+        mask = replace(mask, samples_b=mask.samples_b[one], first_head=mask.first_head + heads.start)
     places_s = torch.arange(problem.q_bnsd.shape[2], device=tried_r.device)
     return Problem(
         problem.q_bnsd[one, heads, tried_r],
@@ -149,6 +158,7 @@ def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor
         None if problem.slopes_n is None else problem.slopes_n[heads],
         (places_s if problem.places_s is None else problem.places_s)[tried_r],
         None if problem.starts_bs is None else problem.starts_bs[one, tried_r],
+        mask,
     )
 
 
@@ -157,6 +167,6 @@ def _plain(part: Problem, dtype: torch.dtype) -> list[Tensor]:
     q, k, v, grad = (x.to(dtype) for x in (part.q_bnsd, part.k_bmtd, part.v_bmtd, part.grad_bnsd))
 
     def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
-        return plain_attention(q_bnsd, k_bmtd, v_bmtd, part.slopes_n, part.places_s, part.starts_bs)
+        return plain_attention(q_bnsd, k_bmtd, v_bmtd, part.slopes_n, part.places_s, part.starts_bs, part.mask)
 
     return _attended(attend, replace(part, q_bnsd=q, k_bmtd=k, v_bmtd=v, grad_bnsd=grad))

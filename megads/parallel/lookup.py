@@ -41,10 +41,14 @@ class RowGradient:
             sums_rh.zero_()
         grad_mh = self._grad_mh.to(sums_rh.dtype)
         if sums_rh.device.type == "cuda":
-            # It sorts the rows, where index_add_ has atomics, which add in another order on every run.
-            sums_rh.index_put_((self._rows_m,), grad_mh, accumulate=True)
+            add_sorted(sums_rh, self._rows_m, grad_mh)
         else:
             sums_rh.index_add_(0, self._rows_m, grad_mh)
+
+
+def add_sorted(sums_rh: Tensor, rows_m: Tensor, grad_mh: Tensor) -> None:
+    """Adds to rows of the sums in one order on a GPU, too: it sorts them, where index_add_ has atomics."""
+    sums_rh.index_put_((rows_m,), grad_mh, accumulate=True)
 
 
 class _Lookup(torch.autograd.Function):

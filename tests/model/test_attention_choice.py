@@ -67,6 +67,19 @@ def test_measured_once_then_remembered() -> None:
     assert choose_attention(MODEL, work, CPU, rounds=1).source == "measured"
 
 
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("context", [1, 2])
+def test_dropout_is_measured(context: int) -> None:
+    """Catches attention dropout that stays with plain torch unmeasured, and kinds that cannot drop that are tried."""
+    model = replace(MODEL, attention_dropout=0.1)
+    places = None if context == 1 else held_places(96, 1, 2, CPU)
+    choice = choose_attention(model, work_of(model, context=context), CPU, places_s=places, rounds=1)
+    assert choice.outcomes is not None and choice.source == "measured"
+    timed = {name for name, found in choice.outcomes.items() if found.time_ms is not None}
+    assert timed == {"sdpa", "fused_softmax"} and choice.kind.value in timed
+    assert "attention_dropout = 0.1" in choice.outcomes["flex"].reason
+
+
 def test_a_run_goes_on_with_its_own_choice() -> None:
     """Catches a resume that takes another kernel than the run had, because the cache was removed or measured anew: its
     losses would not be those of a run that never stopped."""

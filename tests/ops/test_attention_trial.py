@@ -14,6 +14,7 @@ from megads.ops.attention import attention
 from megads.ops.attention_trial import AttentionTrial, Problem, plain_attention, tried_queries
 from megads.ops.autotune import TuningResult, compare, examine, fastest
 from megads.ops.flex_attention import flex_attention, visible_blocks
+from megads.ops.philox import DropoutMask
 from tests.ops.test_attention import inputs
 
 SLOPES = torch.linspace(0.5, 0.01, 6)
@@ -24,10 +25,10 @@ def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = START
     return Problem(*inputs(150, 150, 16, dtype, heads=6, key_heads=2), SLOPES, None, starts)
 
 
-def plainly(problem: Problem, **changes: Tensor | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Plain torch on this problem, or on one that is a little different."""
     other = replace(problem, **changes)
-    return lambda q, k, v: plain_attention(q, k, v, other.slopes_n, other.places_s, other.starts_bs)
+    return lambda q, k, v: plain_attention(q, k, v, other.slopes_n, other.places_s, other.starts_bs, other.mask)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -67,6 +68,20 @@ def test_every_gradient_counts(wrong: int) -> None:
         return plainly(problem)(*scaled)
 
     assert "times that of plain torch" in examine("tried", attend, AttentionTrial(problem)).reason
+
+
+@pytest.mark.usefixtures("kernels")
+def test_with_dropout() -> None:
+    """Catches a trial that drops others than those of the sample, head and place in hand, or nothing at all."""
+    mask = DropoutMask(key=7, threshold=2**13, samples_b=torch.tensor([4, 9]), first_head=2)
+    problem = replace(problem_of(), mask=mask)
+
+    def of(mask: DropoutMask | None) -> TuningResult:
+        return examine("tried", lambda q, k, v: attention(q, k, v, SLOPES, None, STARTS, mask), AttentionTrial(problem))
+
+    assert not of(mask).reason
+    wrong = [None, replace(mask, first_head=3), replace(mask, samples_b=torch.tensor([4, 8])), replace(mask, key=8)]
+    assert all("times that of plain torch" in of(other).reason for other in wrong)
 
 
 def test_gradients_that_differ_from_run_to_run() -> None:

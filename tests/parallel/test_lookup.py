@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megads.parallel.lookup import lookup
+from megads.parallel.lookup import add_sorted, lookup
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from tests.parallel.flat_sums import FlatSums
 
@@ -50,6 +50,14 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
     assert table.grad is None and sums.finished == 2
     expected = 2 * exact(rows, grad)
     assert ((sums.sums - expected).norm(dim=1) <= 5e-6 * expected.norm(dim=1)).all()
+
+
+def test_what_gpus_add() -> None:
+    """Catches another sum than that of CPUs: a row read twice that counts once, or sums that are written over."""
+    rows, _, grad = drawn(torch.float32)
+    sums = torch.ones(ROWS, HIDDEN)
+    add_sorted(sums, rows.flatten(), grad.flatten(0, 1))
+    assert torch.allclose(sums.double(), 1 + exact(rows, grad), rtol=1e-5, atol=1e-5)
 
 
 def test_a_tied_weights_gradients_are_added_before_they_are_rounded() -> None:

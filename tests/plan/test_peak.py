@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megads.ops.linear import linear_into
+from megads.plan import peak
 from megads.plan.peak import data_sheet_tflops, device_peak_tflops
 
 CPU = torch.device("cpu")
@@ -33,6 +35,19 @@ def test_measured_once_and_cached(tmp_path: Path) -> None:
     path.write_text('{"tflops": 1')
     assert device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path) > 0
     assert path.read_text().endswith("}"), "the damaged entry was not replaced"
+
+
+def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a peak that is low, and remembered, because other programs had the processor when it was measured: the
+    model's share of it (MFU) would be more than 1."""
+    quiet = device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path / "quiet")
+
+    def waits(*arguments: object) -> None:
+        linear_into(*arguments)  # type: ignore[arg-type]
+        time.sleep(0.2)
+
+    monkeypatch.setattr(peak, "linear_into", waits)
+    assert device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path / "busy") > 0.4 * quiet
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
