@@ -19,8 +19,14 @@ def step_folder(run_dir: Path, step: int) -> Path:
     return checkpoints_folder(run_dir) / f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name says; None where it has another name, as a copy may."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     """Folders with a checkpoint's name by step, ascending; whether they are usable is for read.py to say."""
     folder = checkpoints_folder(run_dir)
-    matches = ((_STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+    found = ((step_of(path), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
+    return dict(sorted((step, path) for step, path in found if step is not None))

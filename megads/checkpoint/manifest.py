@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import xxhash
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from megads.checkpoint.folders import step_of
 from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
+_FILE_NAME = re.compile(r"rank_\d{5,}\.safetensors")
+_COUNTERS = {"step", "samples", "tokens"}
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Extents = tuple[Count, ...]
+_STRICT = ConfigDict(strict=True, extra="forbid")
+"""What is read is of the types that are written, with nothing missing and nothing more."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +45,12 @@ class StoredTensor:
         checksum: xxh3_128 of its bytes, hex.
     """
 
+    __pydantic_config__: ClassVar = _STRICT
+
     key: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    global_shape: Extents
+    offset: Extents
+    shape: Extents
     dtype: str
     file: str
     name: str
@@ -59,11 +73,13 @@ class RunRecord:
         layout: tp, cp, pp and dp, for information: any layout can be loaded in any other.
     """
 
-    state: dict[str, int]
-    optimizer_steps: int
+    __pydantic_config__: ClassVar = _STRICT
+
+    state: dict[str, Count]
+    optimizer_steps: Count
     config_digest: str
     model: dict[str, Any]
-    layout: dict[str, int]
+    layout: dict[str, Count]
 
 
 @dataclass(frozen=True)
@@ -79,10 +95,12 @@ class Manifest:
         tensors: every stored rectangle.
     """
 
+    __pydantic_config__: ClassVar = _STRICT
+
     run: RunRecord
     software: dict[str, str]
-    sequence: int
-    files: dict[str, int]
+    sequence: Count
+    files: dict[str, Count]
     tensors: tuple[StoredTensor, ...]
 
     def by_key(self) -> dict[str, list[StoredTensor]]:
@@ -90,6 +108,31 @@ class Manifest:
 
     def by_file(self) -> dict[str, list[StoredTensor]]:
         return _group(self.tensors, "file")
+
+    def check(self, step: int | None) -> None:
+        """Holds the contents to each other, whatever their checksum says.
+
+        Args:
+            step: that the folder's name says; None: it says none.
+
+        Raises:
+            CheckpointError: counters, files or shapes cannot be those of a checkpoint.
+        """
+        state, outside = self.run.state, sorted(name for name in self.files if not _FILE_NAME.fullmatch(name))
+        stored = {tensor.file for tensor in self.tensors}
+        for wrong, why in (
+            (state.keys() != _COUNTERS, f"the run's counters are {', '.join(sorted(state))}"),
+            (step is not None and state.get("step") != step, f"it is of step {state.get('step')}, its folder is not"),
+            (self.run.optimizer_steps > state.get("step", 0), f"it counts {self.run.optimizer_steps} optimizer steps"),
+            (bool(outside), f"{', '.join(map(repr, outside[:3]))} cannot be a file of a checkpoint"),
+            (stored != self.files.keys(), "the files are not those that the tensors are in"),
+            (not self.tensors, "it holds no tensor"),
+        ):
+            if wrong:
+                raise CheckpointError(f"it cannot be used: {why}")
+        for tensor in self.tensors:
+            if not len(tensor.global_shape) == len(tensor.offset) == len(tensor.shape):
+                raise CheckpointError(f"it cannot be used: offset and shape of {tensor.key} differ in length")
 
     def check_coverage(self) -> None:
         """Raises CheckpointError unless the rectangles cover every element of every key exactly once."""
@@ -124,23 +167,26 @@ class Manifest:
         """
         try:
             body = json.loads(text)
-            found = body.pop("checksum")
-            if body["format_version"] > FORMAT_VERSION:
+            found, version = body.pop("checksum"), body["format_version"]
+            if type(version) is int and version > FORMAT_VERSION:
                 raise CheckpointError(
-                    f"format version {body['format_version']} is newer than this megads reads ({FORMAT_VERSION}): "
-                    "load it with the version that wrote it"
+                    f"format version {version} is newer than this megads reads ({FORMAT_VERSION}): load it with the "
+                    "version that wrote it"
                 )
             if found != _digest(body):
                 raise CheckpointError("its checksum does not match its contents")
-            return cls(
-                run=RunRecord(**body["run"]),
-                software=body["software"],
-                sequence=body["sequence"],
-                files=body["files"],
-                tensors=tuple(_stored_tensor(entry) for entry in body["tensors"]),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if type(version) is not int or version < 1:
+                raise CheckpointError(f"format version {version!r} never was one")
+            del body["format_version"]
+            return _SCHEMA.validate_json(json.dumps(body))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CheckpointError(f"it is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+_SCHEMA = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -151,7 +197,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        manifest = Manifest.decode(path.read_bytes())
+        manifest = Manifest.decode(_read(path))
+        manifest.check(step_of(folder))
         manifest.check_coverage()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
@@ -162,13 +209,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _read(path: Path) -> bytes:
+    """The file's bytes; raises CheckpointError for a pipe or a device, of which a reader might wait forever."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise CheckpointError("it is no regular file: remove it, or put the folder's own in its place")
+        return file.read()
+
+
 def _digest(body: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _stored_tensor(entry: dict[str, Any]) -> StoredTensor:
-    lists = {name: tuple(entry[name]) for name in ("global_shape", "offset", "shape")}
-    return StoredTensor(**{**entry, **lists})
 
 
 def _group(tensors: Iterable[StoredTensor], attribute: str) -> dict[str, list[StoredTensor]]:

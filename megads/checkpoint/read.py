@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megads.checkpoint.agreement import agreed, on_first
-from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints
+from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from megads.checkpoint.rectangle import Rectangle
 from megads.checkpoint.software import software, software_differences
@@ -213,7 +213,10 @@ def _given_folder(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the one that a run's `latest` names."""
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST_FILE).is_file() and not (folder / MANIFEST_FILE).exists():
-            return (folder / (folder / LATEST_FILE).read_text().strip()).absolute()
+            name = (folder / LATEST_FILE).read_text().strip()
+            if step_of(Path(name)) is None or Path(name).name != name:
+                raise CheckpointError(f"{folder / LATEST_FILE} names no checkpoint, but {name[:80]!r}")
+            return (folder / name).absolute()
     if not path.is_dir():
         raise CheckpointError(f"checkpoint.load = {path}: there is no such folder")
     return path.absolute()

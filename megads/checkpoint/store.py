@@ -9,8 +9,11 @@ checkpoints/latest                    names the last committed one, for people a
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megads.checkpoint.agreement import agreed, on_first
@@ -94,7 +97,7 @@ def recover(run_dir: Path) -> None:
     """Puts back a checkpoint whose replacement was cut off; called by one rank."""
     for replaced in checkpoints_folder(run_dir).glob(".step_*.replaced"):
         final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
-        if not final.exists():
+        if not final.exists() and replaced.is_dir():
             replaced.rename(final)
 
 
@@ -109,10 +112,18 @@ def _prepare(partial: Path) -> None:
     recover(folder.parent)
     for suffix in ("partial", "replaced", "removed"):
         for leftover in folder.glob(f".step_*.{suffix}"):
-            shutil.rmtree(leftover)
+            _remove(leftover)
     for leftover in folder.glob(f".{LATEST_FILE}.*"):
         leftover.unlink()
     partial.mkdir()
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or whatever else has the name of one."""
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
@@ -160,11 +171,13 @@ def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[S
     with atomic_writer(partial / MANIFEST_FILE) as file:
         file.write(manifest.encode())
     replaced = _hidden(final, "replaced")
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(replaced)
     partial.rename(final)
     sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(replaced):
+        with suppress(OSError):
+            _remove(replaced)
     with atomic_writer(final.parent / LATEST_FILE) as file:
         file.write(f"{final.name}\n".encode())
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megads.checkpoint.manifest import Manifest, StoredTensor
+from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, _digest, read_manifest
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import run_record
 
@@ -45,6 +50,75 @@ def test_newer_format_is_refused() -> None:
     body["format_version"] = 99
     with pytest.raises(CheckpointError, match="format version 99 is newer"):
         Manifest.decode(json.dumps(body).encode())
+
+
+def resigned(body: dict[str, Any]) -> bytes:
+    """The text of a manifest with a checksum that holds, as whoever can write it can make it."""
+    body.pop("checksum")
+    return json.dumps({"checksum": _digest(body), **body}).encode()
+
+
+Change = Callable[[dict[str, Any]], object]
+HOSTILE: dict[str, Change] = {
+    "files elsewhere": lambda body: (
+        body.update(files={"../../x.safetensors": 99}),
+        [tensor.update(file="../../x.safetensors") for tensor in body["tensors"]],
+    ),
+    "no files": lambda body: body.update(files={}),
+    "no tensors": lambda body: body.update(files={}, tensors=[]),
+    "version 0": lambda body: body.update(format_version=0),
+    "version NaN": lambda body: body.update(format_version=float("nan")),
+    "version true": lambda body: body.update(format_version=True),
+    "step -5": lambda body: body["run"]["state"].update(step=-5),
+    "step of another folder": lambda body: body["run"]["state"].update(step=8),
+    "step 1e400": lambda body: body["run"]["state"].update(step=10**400),
+    "step 7.0": lambda body: body["run"]["state"].update(step=7.0),
+    "no samples": lambda body: body["run"]["state"].pop("samples"),
+    "another counter": lambda body: body["run"]["state"].update(other=1),
+    "more optimizer steps than steps": lambda body: body["run"].update(optimizer_steps=8),
+    "a run that is a list": lambda body: body.update(run=[]),
+    "a model that is text": lambda body: body["run"].update(model="gpt"),
+    "a sequence that is text": lambda body: body.update(sequence="3"),
+    "a size below 0": lambda body: body["files"].update({"rank_00000.safetensors": -1}),
+    "a tensor of another kind": lambda body: body["tensors"].append(7),
+    "a tensor with more": lambda body: body["tensors"][0].update(code="x"),
+    "an offset that is short": lambda body: body["tensors"][0].update(offset=[0]),
+    "an offset below 0": lambda body: body["tensors"][0].update(offset=[-1, 0]),
+    "a shape of text": lambda body: body["tensors"][0].update(shape="23"),
+    "something more": lambda body: body.update(more=1),
+    "nothing at all": lambda body: [body.pop(key) for key in list(body) if key != "checksum"],
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_contents_that_no_checkpoint_has(change: Change, tmp_path: Path) -> None:
+    """Catches a manifest that is believed because its own checksum holds: files read from elsewhere, a step that the
+    run never did, a type that ends the run in a traceback."""
+    folder = tmp_path / "step_00000007"
+    folder.mkdir()
+    body = json.loads(manifest().encode())
+    change(body)
+    (folder / MANIFEST_FILE).write_bytes(resigned(body))
+    with pytest.raises(CheckpointError, match=r"step_00000007/manifest\.json: "):
+        read_manifest(folder)
+
+
+def test_nesting_without_end(tmp_path: Path) -> None:
+    """Catches a parser that runs out of stack."""
+    (tmp_path / MANIFEST_FILE).write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(CheckpointError, match="it is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_a_pipe_in_its_place(tmp_path: Path) -> None:
+    """Catches a reader that waits for a writer that never comes."""
+    os.mkfifo(tmp_path / MANIFEST_FILE)
+    signal.alarm(10)
+    try:
+        with pytest.raises(CheckpointError, match="it is no regular file"):
+            read_manifest(tmp_path)
+    finally:
+        signal.alarm(0)
 
 
 def test_coverage() -> None:

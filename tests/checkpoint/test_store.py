@@ -76,6 +76,19 @@ def test_an_orphan_saves_nothing_and_spoils_nothing(tmp_path: Path) -> None:
     assert latest(tmp_path) == "step_00000200"
 
 
+def test_litter(tmp_path: Path) -> None:
+    """Catches files with the names of folders that make every save fail, or that count as checkpoints to keep."""
+    save(tmp_path, 1)
+    folder = tmp_path / "checkpoints"
+    for name in (".step_00000007.partial", ".step_00000007.replaced", ".step_00000007.removed", "step_00000002"):
+        (folder / name).write_text("litter")
+    (folder / "step_00000005").symlink_to(tmp_path / "nowhere")
+    assert list(list_checkpoints(tmp_path)) == [1]
+    for step in (2, 5):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["latest", "step_00000002", "step_00000005"] and holds(tmp_path) == (5, [5])
+
+
 def test_one_process(tmp_path: Path) -> None:
     """Catches leftovers, a wrong name, a wrong `latest`, or a record that does not come back."""
     folder = save(tmp_path, 100)
