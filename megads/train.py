@@ -6,13 +6,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megads.batch import MicroBatch
+from megads.checkpoint.folders import list_checkpoints, newest_before
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, read_into
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    check_model,
+    find_checkpoint,
+    is_sent_elsewhere,
+    read_into,
+    record_starting_point,
+)
 from megads.config import (
     Precision,
     RootConfig,
@@ -101,7 +110,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         metrics.drop_after(state.step)
         hooks: list[Hook] = [
             step_lines,
-            NonFiniteHook(events, config.train.max_nonfinite_steps),
+            NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             checkpoint_hook(config, run_dir, engine, state, events, fence),
         ]
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
@@ -235,29 +244,36 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
 
 
 def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
-    """Continues from the newest usable checkpoint of this run, else from the one the config names, else afresh.
+    """Continues from the checkpoint that the config names, else from the newest usable one of this run, else afresh.
 
-    The run's own checkpoint goes first: checkpoint.load=<path> says where a run starts, and the same command after a
-    crash or a requeue must not throw away what came after.
+    A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
+    came after, see `is_sent_elsewhere`.
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used.
         ConfigError: data.skip changes what it was trained on.
     """
-    load = config.checkpoint.load
-    handle = find_checkpoint(run_dir, "auto" if load != "none" else "none", engine.grid.control)
-    if handle is None and load not in ("auto", "none"):
-        handle = find_checkpoint(run_dir, load, engine.grid.control)
+    load, control, note = config.checkpoint.load, engine.grid.control, ""
+    sent = is_sent_elsewhere(run_dir, load, control)
+    handle = find_checkpoint(run_dir, load if sent or load == "none" else "auto", control)
     if handle is None:
         return
     check_model(handle, asdict(config.model))
     require_skips_ahead(config, handle)
+    if sent:
+        later = [step for step in list_checkpoints(run_dir) if step > handle.state["step"]]
+        if later:
+            note = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
+        record_starting_point(run_dir, load, handle, control)
+    elif load != "auto":
+        note = f"checkpoint.load={load} is where an earlier start went on from: this one takes what came after it"
     engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
     state.load_state_dict(handle.state)
     events.write(
         "resume",
         step=state.step,
         checkpoint=handle.folder.name,
+        note=note,
         passed_by=list(handle.passed_by),
         software_differences=handle.software_differences(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -78,15 +79,22 @@ def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     ended = megads("train", *overrides, fault="poison_weight").end()
     assert ended.code == 7
     assert "3 non-finite steps in a row, up to step 5 (train.max_nonfinite_steps = 2)" in ended.err
-    assert "checkpoint.load=<path>" in ended.err and "Traceback" not in ended.err
+    assert f"checkpoint.load={checkpoint_of(run_dir, 1)}" in ended.err and "Traceback" not in ended.err
     skips = events_of(run_dir, "step_skipped")
     assert [skip["step"] for skip in skips] == [3, 4, 5]
     assert all(skip["culprit"] == "rank 1 in its weights (blocks.0.attention.qkv.weight)" for skip in skips)
     assert [line["skipped"] for line in steps_of(run_dir)] == [False, False, True, True, True]
-    # What was saved meanwhile is sound: the same command goes on with finite weights.
+    # Nothing was saved meanwhile: the same command goes on from before.
     again = megads("train", *overrides, "train.steps=6").end()
     assert again.code == 0, again.err
-    assert [line["skipped"] for line in steps_of(run_dir)] == [False, False, True, True, False, False]
+    assert events_of(run_dir, "resume")[-1]["step"] == 2
+    assert [line["skipped"] for line in steps_of(run_dir)] == [False] * 6
+    # A checkpoint that the user names goes before the run's newest, but only once.
+    older = [*overrides, "train.steps=3", f"checkpoint.load={checkpoint_of(run_dir, 1)}"]
+    for resumed, said in ((1, "what the run has saved itself, up to step 6, is left behind"), (3, "what came after")):
+        assert megads("train", *older).end().code == 0
+        assert events_of(run_dir, "resume")[-1]["step"] == resumed
+        assert said in events_of(run_dir, "resume")[-1]["note"]
 
 
 def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
@@ -104,11 +112,11 @@ def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
     (skip,) = events_of(run_dir, "step_skipped")
     assert skip["step"] == 3
     assert skip["culprit"].startswith("rank 1 in its backward (blocks.1.attention.qkv.bias")
-    weights = [checksums(checkpoint_of(run_dir, step)) for step in range(1, 6)]
-    assert weights[1] == weights[2]
-    assert weights[0] != weights[1] and weights[2] != weights[3]
-    taken = [json.loads((checkpoint_of(run_dir, s) / "manifest.json").read_text())["run"] for s in range(1, 6)]
-    assert [run["optimizer_steps"] for run in taken] == [1, 2, 2, 3, 4]
+    weights = [checksums(checkpoint_of(run_dir, step)) for step in (1, 2, 4, 5)]
+    assert all(before != after for before, after in itertools.pairwise(weights))
+    taken = [json.loads((checkpoint_of(run_dir, s) / "manifest.json").read_text())["run"] for s in (1, 2, 4, 5)]
+    assert [run["optimizer_steps"] for run in taken] == [1, 2, 3, 4]
+    assert not checkpoint_of(run_dir, 3).exists()
 
 
 def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-LATEST_FILE = "latest"
+LATEST_FILE, START_FILE = "latest", "start.json"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -30,3 +30,8 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     folder = checkpoints_folder(run_dir)
     found = ((step_of(path), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
     return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+def newest_before(run_dir: Path, step: int) -> Path | None:
+    """The checkpoint of the latest step before this one; None where there is none."""
+    return next((folder for at, folder in reversed(list_checkpoints(run_dir).items()) if at < step), None)

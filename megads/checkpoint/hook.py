@@ -8,7 +8,7 @@ from typing import Any
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.store import SaveError, save_checkpoint
+from megads.checkpoint.store import SaveError, remove_old, save_checkpoint
 from megads.engine.interface import TrainEngine
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence
@@ -20,6 +20,11 @@ class CheckpointHook:
 
     A save that fails in mid-run, on a full disk for instance, is an event and not the end of the run, as long as an
     earlier checkpoint is there to fall back on. The last save of a run must succeed.
+
+    Steps skipped for non-finite gradients are never saved: what made them so may be in the weights. A checkpoint that
+    is due waits for the next finite step; a run that ends meanwhile saves the state after its last finite one, which
+    skipped steps did not change but for the counters. And the checkpoint before the newest stays until a step after
+    the newest was finite.
 
     Args:
         engine: holds the weights and the optimizer's state.
@@ -54,26 +59,40 @@ class CheckpointHook:
         self._state = state
         self._events = events
         self._fence = fence
-        self._saved_step = state.step
+        self._saved_step, self._finite = state.step, state.state_dict()
+        self._due = self._unproven = False
 
     def on_start(self, state: TrainState) -> None:
         # The state a run starts from is on disk already, or is a fresh one.
-        self._saved_step = state.step
+        self._saved_step, self._finite = state.step, state.state_dict()
 
     def on_step(self, info: StepInfo) -> None:
         assert info.step == self._state.step, "the loop counts before it calls its hooks"
         every = self._config.every_steps
-        if info.last or (every and info.step % every == 0):
+        due = bool(every) and info.step % every == 0
+        if info.skipped:
+            if due and not self._due and not info.last:
+                self._events.write("checkpoint_put_off", step=info.step, reason="the step was not finite")
+            self._due |= due
+            if info.last:
+                self._save(last=True)
+            return
+        self._finite = self._state.state_dict()
+        if self._unproven:
+            self._unproven = False
+            remove_old(self._run_dir, self._saved_step, self._config.keep)
+        if info.last or due or self._due:
             self._save(last=info.last)
 
     def on_end(self, state: TrainState) -> None:
-        if state.step != self._saved_step:
-            self._save(last=True)
+        self._save(last=True)
 
     def _save(self, last: bool) -> None:
-        step = self._state.step
+        self._due, step, keep = False, self._finite["step"], self._config.keep
+        if step == self._saved_step:
+            return
         run = RunRecord(
-            state=self._state.state_dict(),
+            state=self._finite,
             optimizer_steps=self._engine.optimizer_steps,
             config_digest=self._config_digest,
             model=self._model,
@@ -82,12 +101,12 @@ class CheckpointHook:
         start = time.perf_counter()
         try:
             keys = {shard.key for shard in self._engine.named_shards(owned=False)}
-            shards, keep = self._engine.named_shards(), self._config.keep
-            folder = save_checkpoint(self._run_dir, shards, run, keep, keys, self._fence, self._engine.grid.control)
+            shards, kept = self._engine.named_shards(), max(keep, 2) if keep else 0
+            folder = save_checkpoint(self._run_dir, shards, run, kept, keys, self._fence, self._engine.grid.control)
         except SaveError as error:
             self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
             if last or error.previous is None:
                 raise
             return
-        self._saved_step = step
+        self._saved_step, self._unproven = step, keep == 1 and self._engine.grid.rank == 0
         self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=time.perf_counter() - start)

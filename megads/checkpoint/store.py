@@ -5,6 +5,7 @@ checkpoints/step_00000100/            committed: manifest.json is its last file,
 checkpoints/.step_00000100.replaced/  gives way to a new checkpoint of the same step
 checkpoints/.step_00000100.removed/   being deleted
 checkpoints/latest                    names the last committed one, for people and scripts
+checkpoints/start.json                the checkpoint that the user last sent the run to, see `StartingPoint`
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def save_checkpoint(
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         raise SaveError(f"checkpoint of step {run.state['step']} not saved, {state}: {error}", previous) from error
     if control.rank == 0 and keep:
-        _remove_old(run_dir, run.state["step"], keep)
+        remove_old(run_dir, run.state["step"], keep)
     return final
 
 
@@ -166,7 +167,7 @@ def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[S
     if unseen:
         raise CheckpointError(f"{unseen[0]} is not in {partial} as rank 0 sees it: run.dir must be shared by all ranks")
     files = {name: (partial / name).stat().st_size for name in names}
-    manifest = Manifest(run, software(), _next_sequence(final.parent.parent), files, tuple(tensors))
+    manifest = Manifest(run, software(), last_sequence(final.parent.parent) + 1, files, tuple(tensors))
     manifest.check_coverage()
     with atomic_writer(partial / MANIFEST_FILE) as file:
         file.write(manifest.encode())
@@ -182,14 +183,17 @@ def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[S
         file.write(f"{final.name}\n".encode())
 
 
-def _next_sequence(run_dir: Path) -> int:
-    last = 0
-    for folder in list_checkpoints(run_dir).values():
-        try:
-            last = max(last, read_manifest(folder).sequence)
-        except CheckpointError:
-            continue
-    return last + 1
+def _sequence(folder: Path) -> int:
+    """Of a checkpoint; 0 for one that is not usable."""
+    try:
+        return read_manifest(folder).sequence
+    except CheckpointError:
+        return 0
+
+
+def last_sequence(run_dir: Path) -> int:
+    """The highest of a run's checkpoints, usable or left behind; 0 where there is none."""
+    return max(map(_sequence, list_checkpoints(run_dir).values()), default=0)
 
 
 def _give_up(partial: Path) -> str | None:
@@ -201,14 +205,19 @@ def _give_up(partial: Path) -> str | None:
     return committed[-1] if committed else None
 
 
-def _remove_old(run_dir: Path, step: int, keep: int) -> None:
+def remove_old(run_dir: Path, step: int, keep: int) -> None:
     """Deletes the oldest checkpoints up to `step`; later steps belong to a part of the run that was left behind.
 
     Each is renamed first, so that one whose deletion is cut off does not look committed. A folder that cannot be
-    removed costs space, not the run.
+    removed costs space, not the run. Called by one rank.
+
+    Args:
+        run_dir: the run's folder.
+        step: of the newest.
+        keep: how many stay, the newest included; at least 1.
     """
-    old = [path for number, path in list_checkpoints(run_dir).items() if number <= step][:-keep]
-    for folder in old:
+    found = [path for number, path in list_checkpoints(run_dir).items() if number <= step]
+    for folder in sorted(found, key=_sequence)[:-keep]:
         removed = _hidden(folder, "removed")
         try:
             folder.rename(removed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
 from megads.parallel.grid import single_rank_grid
@@ -25,17 +27,25 @@ from tests.distributed import run_ranks
 class OneRankEngine:
     """The part of an engine that saving calls, over fixed tensors."""
 
-    optimizer_steps, grid = 3, single_rank_grid()
+    optimizer_steps, grid = 0, single_rank_grid()
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         return shards_of(random_layout(1, 1)[0], global_tensors(1))
 
 
-def run(run_dir: Path, steps: int, every_steps: int, full_disk_at: int = 0, loaded_step: int = 0) -> None:
+def run(
+    run_dir: Path,
+    steps: int,
+    every_steps: int,
+    full_disk_at: int = 0,
+    loaded_step: int = 0,
+    keep: int = 0,
+    skipped: Collection[int] = (),
+) -> None:
     """A loop of `steps` steps that counts and calls the hook."""
     state = TrainState(loaded_step, 8 * loaded_step, 80 * loaded_step)
     events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
-    config = CheckpointConfig(every_steps=every_steps, keep=0)
+    config = CheckpointConfig(every_steps=every_steps, keep=keep)
     engine: Any = OneRankEngine()
     hook = CheckpointHook(engine, run_dir, config, "digest", dict(MODEL), {"tp": 1, "pp": 1, "dp": 1}, state, events)
     hook.on_start(state)
@@ -45,16 +55,16 @@ def run(run_dir: Path, steps: int, every_steps: int, full_disk_at: int = 0, load
         if step == full_disk_at:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
         try:
-            hook.on_step(info(state, last=step == steps))
+            hook.on_step(info(state, step == steps, step in skipped))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     hook.on_end(state)
 
 
-def info(state: TrainState, last: bool) -> StepInfo:
+def info(state: TrainState, last: bool, skipped: bool) -> StepInfo:
     return StepInfo(
         step=state.step, samples=state.samples, tokens=state.tokens, loss=1.0, grad_norm=1.0, lr=1e-3,
-        global_batch_size=8, seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="",
+        global_batch_size=8, seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=skipped, culprit="", batch_hash="",
         last=last,
     )  # fmt: skip
 
@@ -69,6 +79,36 @@ def test_when(every_steps: int, saved: list[int], tmp_path: Path) -> None:
     run(tmp_path, 5, every_steps)
     assert list(list_checkpoints(tmp_path)) == saved
     assert events_of(tmp_path) == [("checkpoint_saved", step) for step in saved]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "saved", "put_off"),
+    [
+        ([4], [2, 5, 6, 7], 4),
+        ([3, 4, 5, 6], [2, 7], 4),
+        ([1, 2], [3, 4, 6, 7], 2),
+        ([6, 7], [2, 4, 5], 6),
+        (range(1, 8), [], 2),
+    ],
+)
+def test_nothing_is_saved_inside_a_streak(
+    skipped: Collection[int], saved: list[int], put_off: int, tmp_path: Path
+) -> None:
+    """Catches a checkpoint of weights that may have made the step non-finite, one that is due and never made up for,
+    and a stop in mid-streak that loses the steps before it or counts those that were skipped."""
+    run(tmp_path, 7, 2, skipped=skipped)
+    assert list(list_checkpoints(tmp_path)) == saved
+    assert [read_manifest(folder).run.state["step"] for folder in list_checkpoints(tmp_path).values()] == saved
+    assert [step for event, step in events_of(tmp_path) if event == "checkpoint_put_off"] == [put_off]
+
+
+@pytest.mark.parametrize(("steps", "skipped", "left"), [(4, [], [3, 4]), (6, [5], [4, 6]), (3, [3], [1, 2])])
+def test_the_state_before_an_unproven_one_stays(
+    steps: int, skipped: list[int], left: list[int], tmp_path: Path
+) -> None:
+    """Catches the only healthy checkpoint deleted for one after which no step was finite."""
+    run(tmp_path, steps, 1, keep=1, skipped=skipped)
+    assert list(list_checkpoints(tmp_path)) == left
 
 
 def test_finished_run_started_again(tmp_path: Path) -> None:
