@@ -12,16 +12,8 @@ from pathlib import Path
 import torch
 
 from megads.batch import MicroBatch
-from megads.checkpoint.folders import list_checkpoints, newest_before
+from megads.checkpoint.folders import newest_before
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.read import (
-    CheckpointHandle,
-    check_model,
-    find_checkpoint,
-    is_sent_elsewhere,
-    read_into,
-    record_starting_point,
-)
 from megads.config import (
     Precision,
     RootConfig,
@@ -34,7 +26,6 @@ from megads.data.batches import Packing
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
 from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
-from megads.data.skip import require_same_past, skips_of
 from megads.data.unigram import unigram_entropy
 from megads.engine.autotune import record_tuning, settle_attention, settle_operators
 from megads.engine.build import build_train_engine
@@ -43,7 +34,7 @@ from megads.engine.operator_trials import OperatorWork
 from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
-from megads.frozen_config import config_digest, config_of_start
+from megads.frozen_config import config_digest
 from megads.model.attention_kinds import AttentionKind
 from megads.ops.choice import Kernels, load
 from megads.optim.schedule import learning_rate
@@ -52,6 +43,7 @@ from megads.plan.flops import model_flops_per_token
 from megads.plan.metrics_hook import MetricsHook
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
+from megads.resume import resume
 from megads.runtime.control_plane import ControlPlane
 from megads.runtime.core_binding import bind_to_share
 from megads.runtime.deterministic import make_deterministic, sum_in_fp32
@@ -106,12 +98,11 @@ def train(config: RootConfig, run_dir: Path) -> int:
         record_tuning(events, attention, operators)
         engine = build_engine(config, grid, device, ops, attention.kind)
         state = TrainState()
-        resume(config, run_dir, engine, state, events)
-        metrics.drop_after(state.step)
+        resume(config, run_dir, engine, state, events, metrics)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            checkpoint_hook(config, run_dir, engine, state, events, fence),
+            checkpoint_hook(config, run_dir, engine, state, events, fence, metrics),
         ]
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
@@ -243,54 +234,6 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
         require_recorded(run_dir, record_data(config.data))
 
 
-def resume(config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter) -> None:
-    """Continues from the checkpoint that the config names, else from the newest usable one of this run, else afresh.
-
-    A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
-    came after, see `is_sent_elsewhere`.
-
-    Raises:
-        CheckpointError: a checkpoint is there but cannot be used.
-        ConfigError: data.skip changes what it was trained on.
-    """
-    load, control, note = config.checkpoint.load, engine.grid.control, ""
-    sent = is_sent_elsewhere(run_dir, load, control)
-    handle = find_checkpoint(run_dir, load if sent or load == "none" else "auto", control)
-    if handle is None:
-        return
-    check_model(handle, asdict(config.model))
-    require_skips_ahead(config, handle)
-    if sent:
-        later = [step for step in list_checkpoints(run_dir) if step > handle.state["step"]]
-        if later:
-            note = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
-        record_starting_point(run_dir, load, handle, control)
-    elif load != "auto":
-        note = f"checkpoint.load={load} is where an earlier start went on from: this one takes what came after it"
-    engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
-    state.load_state_dict(handle.state)
-    events.write(
-        "resume",
-        step=state.step,
-        checkpoint=handle.folder.name,
-        note=note,
-        passed_by=list(handle.passed_by),
-        software_differences=handle.software_differences(),
-    )
-
-
-def require_skips_ahead(config: RootConfig, handle: CheckpointHandle) -> None:
-    """Refuses a data.skip that changes which samples a checkpoint was trained on.
-
-    Raises:
-        ConfigError: it would shift what comes after.
-    """
-    before = config_of_start(handle.folder.parent.parent, handle.manifest.run.config_digest)
-    if before is not None:
-        past, now = (skips_of(some.data.skip, batch_size_schedule(some)) for some in (before, config))
-        require_same_past(past, now, handle.state["samples"])
-
-
 def rate_schedule(config: RootConfig) -> Callable[[int], float]:
     """Learning rate of a step from the samples consumed at its end."""
     decay = config.schedule.decay_samples or batch_size_schedule(config).samples_after(planned_steps(config))
@@ -344,13 +287,17 @@ def metrics_hook(
 
 
 def checkpoint_hook(
-    config: RootConfig, run_dir: Path, engine: TrainEngine, state: TrainState, events: EventWriter, fence: Fence
+    config: RootConfig,
+    run_dir: Path,
+    engine: TrainEngine,
+    state: TrainState,
+    events: EventWriter,
+    fence: Fence,
+    metrics: MetricsWriter,
 ) -> CheckpointHook:
     """Saves."""
-    model = asdict(config.model)
-    return CheckpointHook(
-        engine, run_dir, config.checkpoint, config_digest(config), model, config.parallel.sizes, state, events, fence
-    )
+    digest, model, sizes = config_digest(config), asdict(config.model), config.parallel.sizes
+    return CheckpointHook(engine, run_dir, config.checkpoint, digest, model, sizes, state, events, fence, metrics)
 
 
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "megads"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("start_events",),
+    ("start_events", "resume"),
     ("frozen_config",),
     ("config",),
     ("sweep",),

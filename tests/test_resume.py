@@ -181,6 +181,8 @@ def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, me
     assert megads("train", *overrides, "checkpoint.load=none", "train.steps=1").end().code == 0
     assert steps_of(run_dir)[0]["loss"] == reference[0]["loss"]
     assert len(events_of(run_dir, "resume")) == 1
+    assert "kept as metrics.1.jsonl" in events_of(run_dir, "ledger")[-1]["message"]
+    assert (run_dir / "metrics.1.jsonl").read_text().count('"batch_hash"') == 6
     # What was there before is left alone, but the newest is the fresh run's.
     assert read_manifest(checkpoint_of(run_dir, 1)).sequence > read_manifest(checkpoint_of(run_dir, 6)).sequence
 

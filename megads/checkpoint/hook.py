@@ -12,7 +12,7 @@ from megads.checkpoint.store import SaveError, remove_old, save_checkpoint
 from megads.engine.interface import TrainEngine
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence
-from megads.runtime.metrics import EventWriter
+from megads.runtime.metrics import EventWriter, MetricsWriter
 
 
 class CheckpointHook:
@@ -36,6 +36,7 @@ class CheckpointHook:
         state: the loop's counters, live.
         events: where saves and failures are recorded.
         fence: of the start that this rank belongs to: an orphan must not save.
+        metrics: the ledger, which every checkpoint knows the state of; None: there is none.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class CheckpointHook:
         state: TrainState,
         events: EventWriter,
         fence: Fence | None = None,
+        metrics: MetricsWriter | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -59,6 +61,7 @@ class CheckpointHook:
         self._state = state
         self._events = events
         self._fence = fence
+        self._ledger = metrics.record if metrics is not None else lambda: None
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
 
@@ -102,7 +105,8 @@ class CheckpointHook:
         try:
             keys = {shard.key for shard in self._engine.named_shards(owned=False)}
             shards, kept = self._engine.named_shards(), max(keep, 2) if keep else 0
-            folder = save_checkpoint(self._run_dir, shards, run, kept, keys, self._fence, self._engine.grid.control)
+            control = self._engine.grid.control
+            folder = save_checkpoint(self._run_dir, shards, run, kept, keys, self._fence, control, self._ledger)
         except SaveError as error:
             self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
             if last or error.previous is None:

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from megads.checkpoint.folders import step_of
 from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.errors import CheckpointError
+from megads.runtime.metrics import LedgerRecord
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -71,6 +72,7 @@ class RunRecord:
         config_digest: sha256 of the run's resolved config.
         model: the model's config as a dict, by which a checkpoint of another model is told.
         layout: tp, cp, pp and dp, for information: any layout can be loaded in any other.
+        ledger: what metrics.jsonl held; None: nobody looked.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -80,6 +82,7 @@ class RunRecord:
     config_digest: str
     model: dict[str, Any]
     layout: dict[str, Count]
+    ledger: LedgerRecord | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megads.checkpoint.agreement import agreed, on_first
@@ -27,6 +28,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.control_plane import ALONE, ControlPlane
 from megads.runtime.lease import Fence
+from megads.runtime.metrics import LedgerRecord
 
 
 class SaveError(CheckpointError):
@@ -49,6 +51,7 @@ def save_checkpoint(
     keys: Collection[str] = (),
     fence: Fence | None = None,
     control: ControlPlane = ALONE,
+    ledger: Callable[[], LedgerRecord | None] = lambda: None,
 ) -> Path:
     """Writes one checkpoint; collective over all ranks, which return once it is committed and on disk.
 
@@ -61,6 +64,7 @@ def save_checkpoint(
             is noticed only through these.
         fence: of the start that writes; None where nobody else can.
         control: of all ranks.
+        ledger: brings the run's metrics.jsonl to disk and says what it holds; rank 0 calls it.
 
     Returns:
         The committed folder.
@@ -77,7 +81,7 @@ def save_checkpoint(
         stored = agreed(control, lambda: _write_shards(partial, control.rank, shards))
         parts = control.gather_to_first((stored, sorted(keys)))
         _require_lease(fence, control)
-        on_first(control, lambda: _commit(partial, final, run, parts or []))
+        on_first(control, lambda: _commit(partial, final, replace(run, ledger=ledger()), parts or []))
     except CheckpointError as error:
         previous = on_first(control, lambda: _give_up(partial))
         state = f"{previous} remains the last one" if previous else "there is no earlier one"

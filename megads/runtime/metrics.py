@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import xxhash
+
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+
+_BLOCK_BYTES = 1 << 20
 
 
 class JsonLinesWriter:
@@ -48,15 +55,45 @@ class JsonLinesWriter:
             self._file = None
 
 
+@dataclass(frozen=True)
+class LedgerRecord:
+    """What metrics.jsonl held when a checkpoint was saved: its beginning at any later time.
+
+    Attributes:
+        bytes: its size.
+        checksum: xxh3_128 of them, hex.
+    """
+
+    bytes: int
+    checksum: str
+
+
 class MetricsWriter(JsonLinesWriter):
     """The truth of the run: one line a step, and one a validation."""
 
     def __init__(self, run_dir: Path, enabled: bool):
         super().__init__(run_dir / METRICS_FILE, enabled)
+        self._digest, self._hashed_bytes = xxhash.xxh3_128(), 0
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one step or one validation; `record` holds its `step`."""
         self.write_line(record)
+
+    def record(self) -> LedgerRecord | None:
+        """Waits until the file is on disk and says what it holds; None where another process writes it.
+
+        Raises:
+            OSError: the disk is full, or broken.
+        """
+        if self._file is None:
+            return None
+        os.fsync(self._file.fileno())
+        with self._path.open("rb") as file:
+            file.seek(self._hashed_bytes)
+            while block := file.read(_BLOCK_BYTES):
+                self._digest.update(block)
+                self._hashed_bytes += len(block)
+        return LedgerRecord(self._hashed_bytes, self._digest.hexdigest())
 
     def lacks(self, step: int, key: str) -> bool:
         """True where this process writes the file and it has no line of that step with that key."""
@@ -64,25 +101,96 @@ class MetricsWriter(JsonLinesWriter):
             return False
         return not any(line.get("step") == step and key in line for line in read_json_lines(self._path))
 
-    def drop_after(self, step: int) -> None:
+    def drop_after(self, step: int, known: LedgerRecord | None = None, keep_copy: bool = False) -> str:
         """Cuts off what an earlier start wrote beyond the checkpoint that the run now continues from.
 
         Lines are in the order of steps, so this is one truncation: a crash leaves the file as it was or as it will be.
+        A damaged file is put aside, and every line of it that can be read goes on.
 
         Args:
             step: last step to keep.
+            known: what the file held when that checkpoint was saved; None: nobody knows.
+            keep_copy: put a copy aside if anything is cut off: the run will not write the same again.
+
+        Returns:
+            What was damaged or put aside, for people; empty where there was nothing.
         """
         if self._file is None:
-            return
-        kept_bytes = 0
-        with self._path.open("rb") as lines:
-            for line in lines:
-                record = _parse(line)
-                if record is None or record.get("step", 0) > step:
-                    break
-                kept_bytes += len(line)
-        self._file.truncate(kept_bytes)
+            return ""
+        found = _survey(self._path, step, known)
+        if not found.damage:
+            note = ""
+            if keep_copy and found.kept_bytes < self._path.stat().st_size:
+                aside = _free_name(self._path)
+                shutil.copyfile(self._path, aside)
+                note = f"{METRICS_FILE} as it was is kept as {aside.name}"
+            self._file.truncate(found.kept_bytes)
+        else:
+            aside = _free_name(self._path)
+            partial = self._path.with_name(f".{METRICS_FILE}.partial")
+            with self._path.open("rb") as lines, partial.open("wb") as good:
+                good.writelines(line for line in lines if (at := _step_of(line)) is not None and at <= step)
+                good.flush()
+                os.fsync(good.fileno())
+            shutil.copyfile(self._path, aside)
+            partial.replace(self._path)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+            note = f"{METRICS_FILE} is damaged: {found.damage}; what can be read goes on, as it was it is {aside.name}"
         os.fsync(self._file.fileno())
+        self._digest, self._hashed_bytes = xxhash.xxh3_128(), 0
+        return note
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What is in the ledger up to a step.
+
+    Attributes:
+        kept_bytes: of the lines up to that step, if nothing is damaged.
+        damage: what is wrong; empty for nothing.
+    """
+
+    kept_bytes: int
+    damage: str
+
+
+def _survey(path: Path, step: int, known: LedgerRecord | None) -> _Survey:
+    steps, unreadable, kept_bytes, cut, lost = list[int](), 0, 0, False, False
+    with path.open("rb") as lines:
+        for line in lines:
+            at = _step_of(line)
+            if at is None or at > step:
+                unreadable, cut = unreadable + (at is None), True
+            else:
+                steps.append(at)
+                lost |= cut
+                kept_bytes += 0 if cut else len(line)
+    # Half a line at the end is all that a killed process leaves.
+    if not lost if known is None else _begins_as(path, known):
+        return _Survey(kept_bytes, "")
+    missing = [f"{a + 1} to {b - 1}" if b - a > 2 else f"{a + 1}" for a, b in pairwise(steps) if b - a > 1]
+    last = steps[-1] if steps else 0
+    wrong = [
+        *([f"{unreadable} of its lines cannot be read"] if unreadable else []),
+        *([f"steps missing: {', '.join(missing)}"] if missing else []),
+        *([f"it ends at step {last} of {step}"] if last < step else []),
+    ]
+    return _Survey(kept_bytes, ", ".join(wrong) or "it is not what it was when the checkpoint was saved")
+
+
+def _begins_as(path: Path, known: LedgerRecord) -> bool:
+    digest, left = xxhash.xxh3_128(), known.bytes
+    with path.open("rb") as file:
+        while left and (block := file.read(min(left, _BLOCK_BYTES))):
+            digest.update(block)
+            left -= len(block)
+    return not left and digest.hexdigest() == known.checksum
+
+
+def _free_name(path: Path) -> Path:
+    """A name beside the file that nothing has: metrics.1.jsonl, metrics.2.jsonl, ..."""
+    return next(name for n in count(1) if not (name := path.with_stem(f"{path.stem}.{n}")).exists())
 
 
 class EventWriter(JsonLinesWriter):
@@ -105,6 +213,12 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
             record = _parse(line)
             if record is not None:
                 yield record
+
+
+def _step_of(line: bytes) -> int | None:
+    """Of a line of the ledger; None where it cannot be read."""
+    step = (_parse(line) or {}).get("step")
+    return step if type(step) is int else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

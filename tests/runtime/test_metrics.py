@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
-from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+import pytest
+
+from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter, read_json_lines
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -44,6 +47,69 @@ def test_resume_drops_later_lines(tmp_path: Path) -> None:
     assert list(read_json_lines(tmp_path / "metrics.jsonl"))[-1]["loss"] == 2.0
     resumed.drop_after(0)
     assert steps(tmp_path) == []
+
+
+def written(run_dir: Path, last: int) -> tuple[MetricsWriter, LedgerRecord]:
+    """A ledger of steps 1 to `last`, and what it held after the one before."""
+    writer = MetricsWriter(run_dir, enabled=True)
+    for step in range(1, last):
+        writer.write({"step": step, "loss": 1.0 / step})
+    known = writer.record()
+    writer.write({"step": last, "loss": 1.0 / last})
+    assert known is not None
+    return writer, known
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "left"),
+    [
+        (lambda text: text, "", [1, 2, 3, 4, 5, 6]),
+        (lambda text: text + b'{"step": 8, "lo', "", [1, 2, 3, 4, 5, 6]),
+        (lambda text: text.replace(b'"step": 3,', b'"step" 3,'), "1 of its lines cannot be read", [1, 2, 4, 5, 6]),
+        (lambda text: text.replace(b"3,", b'"3",'), "1 of its lines cannot be read, steps missing: 3", [1, 2, 4, 5, 6]),
+        (lambda text: text.replace(b'"step": 3,', b'"step": 9,'), "steps missing: 3", [1, 2, 4, 5, 6]),
+        (lambda text: text.replace(b"0.25", b"0.75"), "it is not what it was", [1, 2, 3, 4, 5, 6]),
+        (lambda text: text[: text.index(b'{"step": 5')], "it ends at step 4 of 6", [1, 2, 3, 4]),
+        (lambda text: b"", "it ends at step 0 of 6", []),
+    ],
+)  # fmt: skip
+def test_a_damaged_ledger(change: Callable[[bytes], bytes], said: str, left: list[int], tmp_path: Path) -> None:
+    """Catches one flipped bit that cuts off everything after it, or a lost tail, without a word; and a file that is
+    repaired with nothing left of what it was."""
+    _, known = written(tmp_path, 7)
+    path = tmp_path / "metrics.jsonl"
+    found = change(path.read_bytes())
+    path.write_bytes(found)
+    writer = MetricsWriter(tmp_path, enabled=True)
+    note = writer.drop_after(6, known)
+    assert steps(tmp_path) == left and said in note and bool(said) == bool(note)
+    if said:
+        assert "metrics.1.jsonl" in note and (tmp_path / "metrics.1.jsonl").read_bytes() == found
+    writer.write({"step": 7})
+    again = writer.record()
+    assert MetricsWriter(tmp_path, enabled=True).drop_after(7, again) == "" and steps(tmp_path) == [*left, 7]
+
+
+def test_a_damaged_ledger_of_which_nothing_is_known(tmp_path: Path) -> None:
+    """Catches a flipped bit that cuts off everything after it where the checkpoint says nothing of the ledger."""
+    path = tmp_path / "metrics.jsonl"
+    written(tmp_path, 7)
+    path.write_bytes(path.read_bytes().replace(b'"step": 3,', b'"step" 3,'))
+    assert "1 of its lines cannot be read" in MetricsWriter(tmp_path, enabled=True).drop_after(6)
+    assert steps(tmp_path) == [1, 2, 4, 5, 6]
+
+
+def test_what_is_replaced_is_kept(tmp_path: Path) -> None:
+    """Catches a fresh start over an old run that leaves nothing of its losses, and copies of what comes again."""
+    writer, known = written(tmp_path, 7)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert writer.drop_after(6, known) == "" and not (tmp_path / "metrics.1.jsonl").exists()
+    writer.write({"step": 7, "loss": 1.0 / 7})
+    assert "metrics.1.jsonl" in writer.drop_after(0, keep_copy=True)
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == before and steps(tmp_path) == []
+    writer.write({"step": 1})
+    assert "metrics.2.jsonl" in writer.drop_after(0, keep_copy=True)
+    assert writer.drop_after(0, keep_copy=True) == ""
 
 
 def test_half_a_line_swallows_nothing(tmp_path: Path) -> None:

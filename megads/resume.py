@@ -1,0 +1,89 @@
+"""Where a start of a run goes on: which checkpoint, and what of the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    check_model,
+    find_checkpoint,
+    is_sent_elsewhere,
+    read_into,
+    record_starting_point,
+)
+from megads.config import RootConfig, batch_size_schedule
+from megads.data.skip import require_same_past, skips_of
+from megads.engine.interface import TrainEngine
+from megads.frozen_config import config_of_start
+from megads.runtime.hooks import TrainState
+from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
+
+
+def resume(
+    config: RootConfig,
+    run_dir: Path,
+    engine: TrainEngine,
+    state: TrainState,
+    events: EventWriter,
+    metrics: MetricsWriter,
+) -> None:
+    """Continues from the checkpoint that the config names, else from the newest usable one of this run, else afresh.
+
+    A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
+    came after, see `is_sent_elsewhere`. The ledger goes on from the same step.
+
+    Raises:
+        CheckpointError: a checkpoint is there but cannot be used.
+        ConfigError: data.skip changes what it was trained on.
+    """
+    load, control, note = config.checkpoint.load, engine.grid.control, ""
+    sent = is_sent_elsewhere(run_dir, load, control)
+    handle = find_checkpoint(run_dir, load if sent or load == "none" else "auto", control)
+    if handle is None:
+        continue_ledger(metrics, events, 0, keep_copy=load == "none")
+        return
+    check_model(handle, asdict(config.model))
+    require_skips_ahead(config, handle)
+    if sent:
+        later = [step for step in list_checkpoints(run_dir) if step > handle.state["step"]]
+        if later:
+            note = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
+        record_starting_point(run_dir, load, handle, control)
+    elif load != "auto":
+        note = f"checkpoint.load={load} is where an earlier start went on from: this one takes what came after it"
+    engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
+    state.load_state_dict(handle.state)
+    events.write(
+        "resume",
+        step=state.step,
+        checkpoint=handle.folder.name,
+        note=note,
+        passed_by=list(handle.passed_by),
+        software_differences=handle.software_differences(),
+    )
+    own = handle.folder.parent.parent == run_dir.absolute()
+    continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=sent)
+
+
+def continue_ledger(
+    metrics: MetricsWriter, events: EventWriter, step: int, known: LedgerRecord | None = None, *, keep_copy: bool
+) -> None:
+    """Cuts the ledger back to a step, see `MetricsWriter.drop_after`; what is damaged or put aside becomes an event."""
+    note = metrics.drop_after(step, known, keep_copy)
+    if note:
+        events.write("ledger", level="warning", step=step, message=note)
+
+
+def require_skips_ahead(config: RootConfig, handle: CheckpointHandle) -> None:
+    """Refuses a data.skip that changes which samples a checkpoint was trained on.
+
+    Raises:
+        ConfigError: it would shift what comes after.
+    """
+    before = config_of_start(handle.folder.parent.parent, handle.manifest.run.config_digest)
+    if before is not None:
+        past, now = (skips_of(some.data.skip, batch_size_schedule(some)) for some in (before, config))
+        require_same_past(past, now, handle.state["samples"])
