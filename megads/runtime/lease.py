@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Holder:
         born: when the launcher's process started, in the kernel's ticks: a pid may be given out again.
         job: the SLURM job, None outside of SLURM.
         released: the start is over.
+        readable: False where its file says nothing of it but the number.
     """
 
     number: int
@@ -52,8 +54,11 @@ class Holder:
     born: int
     job: Job | None = None
     released: bool = False
+    readable: bool = True
 
     def __str__(self) -> str:
+        if not self.readable:
+            return f"a start whose file {self.number:08d}.json in the folder lease cannot be read, but is kept up"
         if self.job is not None:
             return f"SLURM job {self.job.id} (restart {self.job.restarts}, process {self.pid} on {self.node})"
         return f"process {self.pid}" + ("" if self.machine == _machine() else f" on {self.node}")
@@ -61,6 +66,8 @@ class Holder:
     @property
     def remedy(self) -> str:
         """The command that ends it."""
+        if not self.readable:
+            return "find it on the nodes that share the folder"
         return f"kill {self.pid}" if self.job is None else f"scancel {self.job.id}"
 
 
@@ -182,16 +189,35 @@ def claimed(run_dir: Path, job: Job | None = None) -> Iterator[Lease]:
 
 
 def current_holder(run_dir: Path) -> Holder | None:
-    """Returns who holds, or last held, a run directory; None when nobody ever did."""
+    """Returns who holds, or last held, a run directory; None when nobody ever did.
+
+    Raises:
+        ConfigError: what has a holder's name is no file, so that nobody can tell who held it.
+    """
     while (numbers := _numbers(run_dir)) != []:
+        path = _path(run_dir, numbers[-1])
         try:
-            content = json.loads(_path(run_dir, numbers[-1]).read_text())
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise ConfigError(f"{path} is no file: if nothing runs in {run_dir}, remove it and start again")
+            content = path.read_bytes()
         except FileNotFoundError:
             # Taken over between the listing and the reading.
             continue
-        job = content.pop("job")
-        return Holder(**content, job=Job(**job) if job else None)
+        return _holder(numbers[-1], content)
     return None
+
+
+def _holder(number: int, content: bytes) -> Holder:
+    """What a file says; of a damaged one no more than its number is known."""
+    try:
+        fields = json.loads(content)
+        job = fields.pop("job")
+        holder = Holder(**fields, job=Job(**job) if job else None)
+        if holder.number == number and isinstance(holder.pid, int) and isinstance(holder.machine, str):
+            return holder
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    return Holder(number, "", 0, "", 0, readable=False)
 
 
 def in_use(run_dir: Path) -> bool:
@@ -204,7 +230,7 @@ def _claim(run_dir: Path, job: Job | None) -> Holder:
     """Takes the next number.
 
     Raises:
-        ConfigError: a live launcher holds the last one.
+        ConfigError: a live launcher holds the last one, or what lies there cannot be a holder's.
     """
     while True:
         holder = current_holder(run_dir)
@@ -216,7 +242,10 @@ def _claim(run_dir: Path, job: Job | None) -> Holder:
         number = holder.number + 1 if holder else 1
         mine = Holder(number, environment.node_name(), os.getpid(), _machine(), _born(os.getpid()) or 0, job)
         draft = run_dir / "lease" / f".{number}.{mine.node}.{mine.pid}"
-        _write(draft, mine)
+        try:
+            _write(draft, mine)
+        except FileExistsError as error:
+            raise ConfigError(f"{draft.parent} is no folder: remove it and start again") from error
         try:
             os.link(draft, _path(run_dir, number))
         except FileExistsError:
@@ -226,7 +255,8 @@ def _claim(run_dir: Path, job: Job | None) -> Holder:
             draft.unlink()
         for old in _numbers(run_dir):
             if old < number:
-                _path(run_dir, old).unlink(missing_ok=True)
+                with suppress(OSError):  # litter that is no file
+                    _path(run_dir, old).unlink()
         return mine
 
 
@@ -234,6 +264,8 @@ def _is_alive(run_dir: Path, holder: Holder, job: Job | None) -> bool:
     """Tells whether a holder is still at work, by the best witness that there is."""
     if holder.released:
         return False
+    if not holder.readable:
+        return _beats(_path(run_dir, holder.number))
     if holder.job is not None and job is not None and holder.job.cluster == job.cluster:
         if holder.job.id == job.id and holder.job.restarts < job.restarts:
             return False
@@ -271,7 +303,8 @@ def _beats(path: Path) -> bool:
 
 def _numbers(run_dir: Path) -> list[int]:
     """Returns the numbers that are there, the holder's last."""
-    return sorted(int(path.stem) for path in (run_dir / "lease").glob("[0-9]*.json"))
+    stems = (path.stem for path in (run_dir / "lease").glob("[0-9]*.json"))
+    return sorted(int(stem) for stem in stems if len(stem) >= 8 and stem.isascii() and stem.isdigit())
 
 
 def _path(run_dir: Path, number: int) -> Path:
@@ -279,11 +312,19 @@ def _path(run_dir: Path, number: int) -> Path:
 
 
 def _write(path: Path, holder: Holder) -> None:
-    """Writes the file, whole or not at all."""
+    """Writes the file, whole or not at all, and waits until it is on disk."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(asdict(holder)) + "\n")
+    with partial.open("w") as file:
+        file.write(json.dumps(asdict(holder)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _machine() -> str:

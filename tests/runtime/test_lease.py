@@ -86,6 +86,40 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
     assert 1.0 < time.monotonic() - begin < 10
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"number": 1}', '{"job": 7}', "[" * 100_000])
+def test_a_damaged_file(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a holder's file cut short by a full disk or a crash that keeps the run out for ever, with a traceback;
+    and a start that is overrun because its file was damaged while it lives."""
+    for name, seconds in (("BEAT_S", 0.1), ("_SILENT_S", 0.5), ("_POLL_S", 0.05)):
+        monkeypatch.setattr(lease_module, name, seconds)
+    with claimed(tmp_path):
+        path = tmp_path / "lease" / "00000001.json"
+        path.write_text(content)
+        locked = r"in use by a start whose file 00000001\.json .* cannot be read"
+        with pytest.raises(ConfigError, match=locked), claimed(tmp_path):
+            pass
+    path.write_text(content)
+    with claimed(tmp_path) as second:
+        assert second.number == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "loop", "pipe"])
+def test_no_file_at_all(kind: str, tmp_path: Path) -> None:
+    """Catches litter with a holder's name that ends a start in a traceback, or that it waits for."""
+    path = tmp_path / "lease" / "00000003.json"
+    path.parent.mkdir()
+    {"folder": path.mkdir, "loop": lambda: path.symlink_to(path), "pipe": lambda: os.mkfifo(path)}[kind]()
+    with pytest.raises(ConfigError, match=r"00000003\.json is no file: .* remove it"), claimed(tmp_path):
+        pass
+    path.rename(path.with_name("3x.json"))
+    with claimed(tmp_path) as first:
+        assert first.number == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "lease").write_text("")
+    with pytest.raises(ConfigError, match="lease is no folder: remove it"), claimed(tmp_path / "other"):
+        pass
+
+
 def _claim(run_dir: Path, barrier: object, results: object) -> None:
     barrier.wait()  # type: ignore[attr-defined]
     try:
