@@ -15,11 +15,13 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Newest checkpoints kept; 0 keeps all."""
+    max_failed_saves: int = 3
+    """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
     load: str = "auto"
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or a checkpoint's path."""
 
     def check(self) -> None:
         """Raises ConfigError on negative numbers."""
-        for name in ("every_steps", "keep"):
+        for name in ("every_steps", "keep", "max_failed_saves"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")

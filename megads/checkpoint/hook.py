@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
+from megads.checkpoint.agreement import on_first
 from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import SaveError, remove_old, save_checkpoint
 from megads.engine.interface import TrainEngine
+from megads.errors import CheckpointError
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -64,10 +68,34 @@ class CheckpointHook:
         self._ledger = metrics.record if metrics is not None else lambda: None
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
+        self._failed_saves = 0
 
     def on_start(self, state: TrainState) -> None:
         # The state a run starts from is on disk already, or is a fresh one.
         self._saved_step, self._finite = state.step, state.state_dict()
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        """Says before the first step that checkpoints will not fit; refuses where not even the first one would."""
+        control = self._engine.grid.control
+        size = sum(control.gather(sum(shard.tensor.nbytes for shard in self._engine.named_shards())))
+
+        def look() -> str:
+            free = shutil.disk_usage(self._run_dir).free
+            more = max(1, self._config.keep + 1 - len(list_checkpoints(self._run_dir)))
+            if free >= more * size:
+                return ""
+            text = (
+                f"the disk of {self._run_dir} has {free / 2**30:.2f} GiB free, a checkpoint takes {size / 2**30:.2f}; "
+                f"{more} more have to fit (checkpoint.keep = {self._config.keep})"
+            )
+            if free < size and not list_checkpoints(self._run_dir):
+                raise CheckpointError(f"{text}: free some space, or choose another folder with run.dir=<path>")
+            return text
+
+        wrong = on_first(control, look)
+        if wrong:
+            self._events.write("disk_space", level="warning", message=wrong)
 
     def on_step(self, info: StepInfo) -> None:
         assert info.step == self._state.step, "the loop counts before it calls its hooks"
@@ -103,14 +131,48 @@ class CheckpointHook:
         )
         start = time.perf_counter()
         try:
-            keys = {shard.key for shard in self._engine.named_shards(owned=False)}
-            shards, kept = self._engine.named_shards(), max(keep, 2) if keep else 0
-            control = self._engine.grid.control
-            folder = save_checkpoint(self._run_dir, shards, run, kept, keys, self._fence, control, self._ledger)
+            folder = self._write(run)
         except SaveError as error:
-            self._events.write("checkpoint_failed", step=step, reason=str(error), previous=error.previous)
+            self._failed_saves += 1
+            self._events.write(
+                "checkpoint_failed", level="warning", step=step, reason=str(error), previous=error.previous
+            )
             if last or error.previous is None:
                 raise
+            if self._failed_saves > self._config.max_failed_saves:
+                raise SaveError(
+                    f"{self._failed_saves} saves in a row failed (checkpoint.max_failed_saves = "
+                    f"{self._config.max_failed_saves}); {error}",
+                    error.previous,
+                ) from error
             return
         self._saved_step, self._unproven = step, keep == 1 and self._engine.grid.rank == 0
+        self._failed_saves = 0
         self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=time.perf_counter() - start)
+
+    def _write(self, run: RunRecord) -> Path:
+        """Saves; on a full disk again without the oldest checkpoint, until only the newest is left.
+
+        Raises:
+            SaveError: on every rank.
+        """
+        keep, control, step = self._config.keep, self._engine.grid.control, run.state["step"]
+        keys = {shard.key for shard in self._engine.named_shards(owned=False)}
+
+        def save() -> Path:
+            shards, kept = self._engine.named_shards(), max(keep, 2) if keep else 0
+            return save_checkpoint(self._run_dir, shards, run, kept, keys, self._fence, control, self._ledger)
+
+        def remove_oldest() -> list[str]:
+            # A step after the newest was finite, or nothing would be saved now: it is enough.
+            there = sum(at <= step for at in list_checkpoints(self._run_dir))
+            return remove_old(self._run_dir, step, max(1, there - 1))
+
+        while True:
+            try:
+                return save()
+            except SaveError as error:
+                gone = on_first(control, remove_oldest) if error.disk_full and keep else []
+                if not gone:
+                    raise
+                self._events.write("checkpoint_removed", level="warning", step=step, folders=gone, reason=str(error))

@@ -28,7 +28,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.control_plane import ALONE, ControlPlane
 from megads.runtime.lease import Fence
-from megads.runtime.metrics import LedgerRecord
+from megads.runtime.metrics import DISK_FULL, LedgerRecord
 
 
 class SaveError(CheckpointError):
@@ -41,6 +41,11 @@ class SaveError(CheckpointError):
     def __init__(self, message: str, previous: str | None) -> None:
         super().__init__(message)
         self.previous = previous
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether a rank had no room."""
+        return any(os.strerror(code) in str(self) for code in DISK_FULL)
 
 
 def save_checkpoint(
@@ -209,7 +214,7 @@ def _give_up(partial: Path) -> str | None:
     return committed[-1] if committed else None
 
 
-def remove_old(run_dir: Path, step: int, keep: int) -> None:
+def remove_old(run_dir: Path, step: int, keep: int) -> list[str]:
     """Deletes the oldest checkpoints up to `step`; later steps belong to a part of the run that was left behind.
 
     Each is renamed first, so that one whose deletion is cut off does not look committed. A folder that cannot be
@@ -219,7 +224,11 @@ def remove_old(run_dir: Path, step: int, keep: int) -> None:
         run_dir: the run's folder.
         step: of the newest.
         keep: how many stay, the newest included; at least 1.
+
+    Returns:
+        The names of those that are gone.
     """
+    gone = []
     found = [path for number, path in list_checkpoints(run_dir).items() if number <= step]
     for folder in sorted(found, key=_sequence)[:-keep]:
         removed = _hidden(folder, "removed")
@@ -228,3 +237,5 @@ def remove_old(run_dir: Path, step: int, keep: int) -> None:
         except OSError:
             continue
         shutil.rmtree(removed, ignore_errors=True)
+        gone.append(folder.name)
+    return gone

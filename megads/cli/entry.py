@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,8 +26,11 @@ from megads.cli.text_override import as_text
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
+from megads.runtime.metrics import DISK_FULL
 
 EXIT_INTERRUPTED = 130
+_ENVIRONMENT = (*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors of a folder, not of the program."""
 _SWEEP_FLAGS = ("-m", "--multirun")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends when somebody asked its current point to end.
@@ -70,12 +74,24 @@ def exit_code_of(name: str, work: Callable[[], int]) -> int:
     except MegadsError as error:
         print(f"megads {name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _ENVIRONMENT:
+            traceback.print_exc()
+            return EXIT_BUG
+        print(f"megads {name}: {_explain_disk(error)}", file=sys.stderr, flush=True)
+        return ConfigError.exit_code
     except KeyboardInterrupt:
         print(f"megads {name}: interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except Exception:
         traceback.print_exc()
         return EXIT_BUG
+
+
+def _explain_disk(error: OSError) -> str:
+    where = f"{error.filename}: " if error.filename else ""
+    remedy = "free some space" if error.errno in DISK_FULL else "make it writable"
+    return f"{where}{error.strerror}: {remedy}, or choose another folder (run.dir=<path> for a run)"
 
 
 def typed(config: DictConfig, schema: type) -> Any:

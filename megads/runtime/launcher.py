@@ -267,6 +267,11 @@ class _Launch:
 
     def _request_stop(self, reason: str, message: str) -> None:
         self._stop_requested = True
-        request_stop(self._spec.run_dir, reason)
+        try:
+            request_stop(self._spec.run_dir, reason)
+        except OSError as error:
+            message = f"the run cannot be asked to stop ({error}): it is killed"
+            self._killed_by_signal = True
+            self._ranks.kill()
         self._events.write("stop_requested", level="debug", reason=reason, cause=message)
         self._console.say(message, "warning")

@@ -5,52 +5,80 @@ Non-finite floats are written as Python's json writes them: NaN, Infinity, -Infi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK_BYTES = 1 << 20
 
 
 class JsonLinesWriter:
-    """Appends to one file of JSON lines; one write a line, so that two processes may append to the same file."""
+    """Appends to one file of JSON lines; one write a line, so that two processes may append to the same file.
+
+    On a full disk lines wait in memory, and are written before the next one: the run's checkpoints, which cannot be
+    saved then either, decide how long it goes on (`checkpoint.max_failed_saves`).
+    """
 
     def __init__(self, path: Path, enabled: bool = True):
         """Opens nothing and writes nothing unless `enabled`: every rank calls it, one writes."""
         self._path = path
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
+        self._waiting: deque[bytes] = deque()
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
             self._end_partial_line(self._file)
 
-    def _end_partial_line(self, file: BinaryIO) -> None:
+    def _end_partial_line(self, file: FileIO) -> None:
         """A process killed while writing leaves half a line: keep it from swallowing the next one."""
         if file.tell() == 0:
             return
         with self._path.open("rb") as existing:
             existing.seek(-1, os.SEEK_END)
             if existing.read(1) != b"\n":
-                file.write(b"\n")
+                self._waiting.append(b"\n")
+                self._write_waiting(file)
 
     def write_line(self, record: Mapping[str, Any]) -> None:
-        """Appends one object."""
+        """Appends one object, and before it what had to wait."""
         if self._file is not None:
-            self._file.write(json.dumps(record).encode() + b"\n")
+            self._waiting.append(json.dumps(record).encode() + b"\n")
+            self._write_waiting(self._file)
+
+    def _write_waiting(self, file: FileIO) -> bool:
+        """Whether all is written; raises OSError where a disk is not full, but broken."""
+        while self._waiting:
+            line = self._waiting[0]
+            try:
+                written = file.write(line) or 0
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+                written = 0
+            if written < len(line):
+                self._waiting[0] = line[written:]
+                return False
+            self._waiting.popleft()
+        return True
 
     def close(self) -> None:
         """Closes the file; writing afterwards does nothing."""
         if self._file is not None:
+            self._write_waiting(self._file)
             self._file.close()
             self._file = None
 
@@ -87,6 +115,8 @@ class MetricsWriter(JsonLinesWriter):
         """
         if self._file is None:
             return None
+        if not self._write_waiting(self._file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         os.fsync(self._file.fileno())
         with self._path.open("rb") as file:
             file.seek(self._hashed_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode
-from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
+from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
+_FULL_BYTES = 2**20
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (out of memory? look for oom-kill in the kernel's log)",
     signal.SIGBUS: " (a mapped file was truncated, its disk failed, or /dev/shm is full)",
@@ -129,20 +132,30 @@ class Outcome:
 def clear_records(run_dir: Path) -> None:
     """Removes the records that an earlier start left."""
     for pattern in ("failure_*.json", "exit_*.json"):
-        for path in (run_dir / "logs").glob(pattern):
-            path.unlink(missing_ok=True)
+        for folder in (run_dir / "logs", spare_path(run_dir / "logs" / "any").parent):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def read_failures(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> list[FailureRecord]:
     """Returns the failure records that ranks of a start left, see run_dir.failure_path."""
-    paths = [failure_path(run_dir, rank, start) for rank in ranks]
-    return [FailureRecord(**json.loads(path.read_text())) for path in paths if path.exists()]
+    found = (_record(failure_path(run_dir, rank, start)) for rank in ranks)
+    return [FailureRecord(**record) for record in found if record is not None]
 
 
 def read_exits(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> dict[int, int]:
     """Returns the codes that ranks of a start returned, of those that left a record."""
-    paths = {rank: exit_path(run_dir, rank, start) for rank in ranks}
-    return {rank: json.loads(path.read_text())["exit_code"] for rank, path in paths.items() if path.exists()}
+    found = {rank: _record(exit_path(run_dir, rank, start)) for rank in ranks}
+    return {rank: record["exit_code"] for rank, record in found.items() if record is not None}
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    """What a rank of this node, or of any on a shared disk, left under this name; None for nothing."""
+    for place in (path, spare_path(path)):
+        if place.exists() and place.stat().st_uid == os.getuid():
+            content: dict[str, Any] = json.loads(place.read_text())
+            return content
+    return None
 
 
 def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
@@ -214,6 +227,8 @@ def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed:
     for end, node in silent:
         if end.exit_code > 0:
             message = f"{_rank(end.rank, node)} ended with exit code {end.exit_code} before it could say why"
+            if shutil.disk_usage(run_dir).free < _FULL_BYTES:
+                message += f": the disk of {run_dir} is full"
             return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node))
     return None
 

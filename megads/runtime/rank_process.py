@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import signal
@@ -15,11 +16,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megads.errors import EXIT_BUG, MegadsError
+from megads.errors import EXIT_BUG, CheckpointError, MegadsError
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
-from megads.runtime.run_dir import exit_path, failure_path, rank_log_path
+from megads.runtime.metrics import DISK_FULL
+from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -97,12 +99,13 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def _fail(run_dir: Path, environment: RankEnvironment, error: BaseException) -> NoReturn:
     """Records why this rank failed, then ends it."""
-    code = error.exit_code if isinstance(error, MegadsError) else EXIT_BUG
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
+    code = error.exit_code if isinstance(error, MegadsError) else CheckpointError.exit_code if full else EXIT_BUG
     record = {
         "rank": environment.rank,
         "exit_code": code,
         "kind": type(error).__name__,
-        "user_error": isinstance(error, MegadsError),
+        "user_error": full or isinstance(error, MegadsError),
         "message": str(error),
         "monotonic_s": time.monotonic(),
         "time_s": time.time(),
@@ -123,10 +126,23 @@ def _leave(code: int) -> NoReturn:
 
 
 def _write_json(path: Path, record: dict[str, object]) -> None:
-    """Writes a small file that appears whole or not at all."""
+    """Writes a small file that appears whole or not at all; beside the node's temporary files if the disk is full."""
+    try:
+        _replace(path, json.dumps(record) + "\n")
+    except OSError:
+        spare = spare_path(path)
+        spare.parent.mkdir(mode=0o700, exist_ok=True)
+        _replace(spare, json.dumps(record) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _die_with_launcher() -> None:
@@ -150,5 +166,18 @@ def redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(_Log(number, "wb", closefd=False)), line_buffering=True) for number in (1, 2)
+    )
+
+
+class _Log(io.FileIO):
+    """A rank's log: what a full disk does not take is lost, and no reason to end the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            return len(memoryview(data).cast("B"))

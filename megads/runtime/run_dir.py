@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
 from pathlib import Path
 
 from megads.errors import ConfigError
@@ -50,6 +52,12 @@ def failure_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
 def exit_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
     """Returns the file in which a rank of a start that ended by itself leaves its exit code."""
     return run_dir / "logs" / f"exit_{_start(start)}{rank:05d}.json"
+
+
+def spare_path(path: Path) -> Path:
+    """Where a rank leaves a record that the run's own disk does not take: in its node's folder of temporary files."""
+    run = hashlib.sha256(str(path.parent.absolute()).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"megads-records-{os.getuid()}-{run}" / path.name
 
 
 def _start(number: int | None) -> str:

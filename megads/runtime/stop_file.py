@@ -15,6 +15,7 @@ PREEMPTED = "preempted"
 REQUESTED = "requested"
 TIME_LIMIT = "time limit"
 KILL_SWITCH = "kill switch"
+_LINK = "reason:"
 _OF_ONE_START = (INTERRUPTED, PREEMPTED, TIME_LIMIT)
 
 
@@ -24,10 +25,20 @@ def stop_path(run_dir: Path) -> Path:
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Asks the run to save and end after its current step; the file appears whole or not at all."""
+    """Asks the run to save and end after its current step; the file appears whole or not at all.
+
+    On a full disk it is a link to the reason: that needs no room but its name.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
     path = stop_path(run_dir)
     partial = path.with_name(f"stop.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"reason": reason}) + "\n")
+    try:
+        partial.write_text(json.dumps({"reason": reason}) + "\n")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(_LINK + reason)
     partial.replace(path)
 
 
@@ -36,12 +47,20 @@ def read_stop(run_dir: Path) -> str | None:
     try:
         text = stop_path(run_dir).read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return _linked_reason(stop_path(run_dir))
     try:
         content = json.loads(text)
     except ValueError:
         return REQUESTED
     return str(content.get("reason", REQUESTED)) if isinstance(content, dict) else REQUESTED
+
+
+def _linked_reason(path: Path) -> str | None:
+    try:
+        target = str(path.readlink())
+    except OSError:
+        return None
+    return target.removeprefix(_LINK) if target.startswith(_LINK) else REQUESTED
 
 
 def clear_stop(run_dir: Path) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import resource
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megads.checkpoint import hook as hook_module
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
+from megads.errors import CheckpointError
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.control_plane import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
@@ -37,7 +40,7 @@ def run(
     run_dir: Path,
     steps: int,
     every_steps: int,
-    full_disk_at: int = 0,
+    full_disk_at: Collection[int] = (),
     loaded_step: int = 0,
     keep: int = 0,
     skipped: Collection[int] = (),
@@ -52,8 +55,8 @@ def run(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(loaded_step + 1, steps + 1):
         state.step, state.samples, state.tokens = step, 8 * step, 80 * step
-        if step == full_disk_at:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        if step in full_disk_at:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
         try:
             hook.on_step(info(state, step == steps, step in skipped))
         finally:
@@ -70,7 +73,7 @@ def info(state: TrainState, last: bool, skipped: bool) -> StepInfo:
 
 
 def events_of(run_dir: Path) -> list[tuple[str, int]]:
-    return [(line["event"], line["step"]) for line in read_json_lines(run_dir / EVENTS_FILE)]
+    return [(line["event"], line.get("step", 0)) for line in read_json_lines(run_dir / EVENTS_FILE)]
 
 
 @pytest.mark.parametrize(("every_steps", "saved"), [(2, [2, 4, 5]), (5, [5]), (0, [5])])
@@ -117,11 +120,11 @@ def test_finished_run_started_again(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == []
 
 
-def outcome(run_dir: Path, full_disk_at: int) -> str:
+def outcome(run_dir: Path, full_disk_at: Collection[int], steps: int = 4) -> str:
     try:
-        run(run_dir, 4, 1, full_disk_at)
+        run(run_dir, steps, 1, full_disk_at)
     except SaveError as error:
-        return f"stopped, {error.previous} left"
+        return f"stopped, {error.previous} left: {error}"
     return "finished"
 
 
@@ -132,7 +135,51 @@ def outcome(run_dir: Path, full_disk_at: int) -> str:
 )
 def test_full_disk(full_disk_at: int, end: str, saved: list[int], tmp_path: Path) -> None:
     """Catches a run that dies of one failed save, trains on with nothing saved, or ends well without its last one."""
-    assert run_ranks(outcome, 1, tmp_path, full_disk_at) == [end]
+    [ended] = run_ranks(outcome, 1, tmp_path, [full_disk_at])
+    assert ended.startswith(end)
     assert list(list_checkpoints(tmp_path)) == saved
     events = {step: event for event, step in events_of(tmp_path)}
     assert events[full_disk_at] == "checkpoint_failed"
+
+
+@pytest.mark.distributed
+def test_saves_fail_only_so_often(tmp_path: Path) -> None:
+    """Catches a run whose every save fails, and that trains on until the last one ends it."""
+    [ended] = run_ranks(outcome, 1, tmp_path, [2, 3, 5, 6, 7, 8, 9], 20)
+    assert ended.startswith("stopped, step_00000004 left: 4 saves in a row failed (checkpoint.max_failed_saves = 3); ")
+    assert [step for event, step in events_of(tmp_path) if event == "checkpoint_failed"] == [2, 3, 5, 6, 7, 8]
+
+
+def with_room_for_two(run_dir: Path) -> list[str]:
+    """A disk that takes a third checkpoint only when another is gone."""
+    limits, room, removals = resource.getrlimit(resource.RLIMIT_FSIZE), hook_module.remove_old, list[str]()
+
+    def remove_old(*arguments: Any) -> list[str]:
+        removals.extend(room(*arguments))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return removals
+
+    hook_module.remove_old = remove_old
+    run(run_dir, 5, 1, full_disk_at=[4], keep=3)
+    return removals
+
+
+@pytest.mark.distributed
+def test_room_is_made(tmp_path: Path) -> None:
+    """Catches a disk with room for checkpoint.keep, but not for one more, on which every save fails."""
+    assert run_ranks(with_room_for_two, 1, tmp_path) == [["step_00000001"]]
+    assert list(list_checkpoints(tmp_path)) == [3, 4, 5]
+    assert ("checkpoint_removed", 4) in events_of(tmp_path)
+
+
+def test_a_disk_without_room_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches hours of training before the first save finds no room, and a run with a checkpoint that is refused."""
+    monkeypatch.setattr(hook_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match=r"the disk of .* has 0\.00 GiB free, .* run\.dir"):
+        run(tmp_path, 3, 1)
+    assert not list(read_json_lines(tmp_path / EVENTS_FILE))
+    monkeypatch.undo()
+    run(tmp_path, 3, 1)
+    monkeypatch.setattr(hook_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    run(tmp_path, 4, 1, loaded_step=3)
+    assert [line["event"] for line in read_json_lines(tmp_path / EVENTS_FILE)].count("disk_space") == 1

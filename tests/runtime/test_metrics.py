@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter, read_json_lines
+from tests.distributed import run_ranks
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -120,6 +123,32 @@ def test_half_a_line_swallows_nothing(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
     writer.drop_after(1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def on_a_full_disk(run_dir: Path) -> list[object]:
+    """Lines written while the disk takes no more than 100 bytes a file, and after it."""
+    writer, limits = MetricsWriter(run_dir, enabled=True), resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    for step in range(1, 20):
+        writer.write({"step": step, "loss": 0.5})
+    try:
+        told: object = writer.record()
+    except OSError as error:
+        told = error.strerror
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    size = (run_dir / "metrics.jsonl").stat().st_size
+    writer.write({"step": 20})
+    return [told, size, writer.record()]
+
+
+@pytest.mark.distributed
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Catches a run that ends, or lines that are lost or cut, because the ledger's disk was full for a while."""
+    [[told, size, after]] = run_ranks(on_a_full_disk, 1, tmp_path)
+    assert (told, size) == ("No space left on device", 100)
+    assert steps(tmp_path) == list(range(1, 21))
+    assert MetricsWriter(tmp_path, enabled=True).record() == after
 
 
 def test_two_writers_of_events(tmp_path: Path) -> None:

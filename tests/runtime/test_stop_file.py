@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
-from megads.runtime.stop_file import INTERRUPTED, REQUESTED, clear_stop, read_stop, request_stop
+import pytest
+
+from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, REQUESTED, clear_stop, read_stop, request_stop
+from tests.distributed import run_ranks
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -14,6 +19,23 @@ def test_round_trip(tmp_path: Path) -> None:
     assert read_stop(tmp_path) == INTERRUPTED
     clear_stop(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def on_a_full_disk(run_dir: Path) -> str | None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    request_stop(run_dir, PREEMPTED)
+    return read_stop(run_dir)
+
+
+@pytest.mark.distributed
+def test_on_a_full_disk(tmp_path: Path) -> None:
+    """Catches a preempted run that cannot be asked to stop because its disk is full, and what then stays for ever."""
+    assert run_ranks(on_a_full_disk, 1, tmp_path) == [PREEMPTED]
+    clear_stop(tmp_path)
+    assert read_stop(tmp_path) is None
+    (tmp_path / "stop").symlink_to("nowhere")
+    assert read_stop(tmp_path) == REQUESTED
 
 
 def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
