@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from megads.config import LENGTHS, RootConfig
 from megads.errors import ConfigError
-from megads.runtime.run_dir import CONFIG_FILE, recorded_config_path
+from megads.runtime.run_dir import CONFIG_FILE, recorded_config, recorded_config_path
 
 
 def config_dict(config: RootConfig) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
         ConfigError: there is no such file, or it does not fit this version's schema.
     """
     try:
-        content = OmegaConf.load(path)
+        content = OmegaConf.create(recorded_config(path))
         config = cast(RootConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RootConfig), content)))
         # A missing key would silently become a default.
         if complete and OmegaConf.to_container(content) != config_dict(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,9 +172,17 @@ def test_freeze_round_trip_is_exact(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-@pytest.mark.parametrize("text", ["model: {layers: 3}", "model: {num_layers: many}", "model: [", ""])
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
+    f"{after}: &{after} [{', '.join(['*' + before] * 10)}]" for before, after in itertools.pairwise("abcdefghij")
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["model: {layers: 3}", "model: {num_layers: many}", "model: [", "", "run: {id: '${oc.env:HOME}'}", BOMB]
+)
 def test_a_file_of_another_schema_is_refused(tmp_path: Path, text: str) -> None:
-    """Catches a rank that trains with defaults in place of what a damaged or foreign file says."""
+    """Catches a rank that trains with defaults in place of what a damaged or foreign file says, that shows its
+    environment to whoever wrote the file, or that fills its memory with ten lines of it."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):

@@ -42,9 +42,11 @@ def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.
 def _model_config(handle: CheckpointHandle) -> ModelConfig:
     """The shape that the checkpoint records of its model."""
     try:
+        if "${" in str(handle.manifest.run.model):
+            raise ValueError("${...} is never resolved in a manifest")
         merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), handle.manifest.run.model)
         return cast(ModelConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
+    except (ValueError, OmegaConfBaseException) as error:
         raise CheckpointError(
             f"{handle.folder} is of a model that this version of megads cannot build "
             f"({str(error).splitlines()[0]}): use the version that wrote it"

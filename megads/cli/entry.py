@@ -6,8 +6,8 @@ import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, cast, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -29,8 +29,11 @@ from megads.runtime.environment import show_full_hydra_errors
 from megads.runtime.metrics import DISK_FULL
 
 EXIT_INTERRUPTED = 130
-_ENVIRONMENT = (*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors of a folder, not of the program."""
+_ENVIRONMENT = (
+    *(*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+)
+"""Errors of a path, not of the program."""
 _SWEEP_FLAGS = ("-m", "--multirun")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends when somebody asked its current point to end.
@@ -90,8 +93,8 @@ def exit_code_of(name: str, work: Callable[[], int]) -> int:
 
 def _explain_disk(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
-    remedy = "free some space" if error.errno in DISK_FULL else "make it writable"
-    return f"{where}{error.strerror}: {remedy}, or choose another folder (run.dir=<path> for a run)"
+    remedy = "free some space, or " if error.errno in DISK_FULL else ""
+    return f"{where}{error.strerror}: {remedy}choose another path (run.dir=<path> for a run)"
 
 
 def typed(config: DictConfig, schema: type) -> Any:
@@ -104,9 +107,24 @@ def typed(config: DictConfig, schema: type) -> Any:
     if added:
         raise ConfigError(added)
     try:
-        return OmegaConf.to_object(config)
+        result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, schema)) from error
+    _require_texts("", result)
+    return result
+
+
+def _require_texts(where: str, config: Any) -> None:
+    """Raises ConfigError for a list of texts that holds something else: OmegaConf takes whole dicts for elements."""
+    hints = get_type_hints(type(config))
+    for name in hints:
+        value, path = getattr(config, name), f"{where}{name}"
+        if is_dataclass(value):
+            _require_texts(f"{path}.", value)
+        elif hints[name] == list[str] and isinstance(value, list):
+            wrong = [item for item in value if not isinstance(item, str)]
+            if wrong:
+                raise ConfigError(f"{path}: {wrong[0]!r} is no text, and a list of texts is wanted: {name}=[a,b]")
 
 
 def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
@@ -173,6 +191,10 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=verb.name)(task)()
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         print(f"megads {verb.name}: {explain(error, verb.schema)}", file=sys.stderr, flush=True)
+        return ConfigError.exit_code
+    except Exception as error:
+        # Work is done within `run_point`, which raises nothing: Hydra cannot compose what was written.
+        print(f"megads {verb.name}: the overrides do not compose ({type(error).__name__}: {error})", file=sys.stderr)
         return ConfigError.exit_code
     if len(session.results) > 1:
         print(sweep_table(session.results), flush=True)

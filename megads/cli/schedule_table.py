@@ -20,6 +20,8 @@ _INTERLEAVED = (2, 3, 4)
 """Virtual stages a rank that are compared."""
 _QUICK = 1024
 """Ranks times micro-batches up to which the dry run of `megads train` compares schedules; more takes seconds."""
+_SIMULATED = 2**20
+"""The same, up to which the one that was chosen is simulated."""
 _RELATIVE = Speed(tflops=1.0)
 
 
@@ -133,6 +135,11 @@ def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table
 def refusals(found: list[Candidate]) -> list[str]:
     """Why the others cannot be, a line each."""
     return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
+
+
+def can_be_simulated(config: RootConfig) -> bool:
+    """Whether a step's schedule can be run on the clock within seconds."""
+    return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= _SIMULATED
 
 
 def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:

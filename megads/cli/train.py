@@ -276,10 +276,12 @@ def _heads(model: ModelConfig) -> str:
 
 def _pipeline_rows(config: RootConfig) -> dict[str, str]:
     """What the pipeline's schedule promises, as a row of the dry run; none without a pipeline."""
-    from megads.cli.schedule_table import outlook_of, schedule_line
+    from megads.cli.schedule_table import can_be_simulated, outlook_of, schedule_line
 
     if config.parallel.pp == 1 or config.model.vocab_size is None:
         return {}
+    if not can_be_simulated(config):
+        return {"pipeline": f"{config.parallel.schedule}; a step of so many micro-batches is not simulated"}
     return {"pipeline": schedule_line(outlook_of(config))}
 
 

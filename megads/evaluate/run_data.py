@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.run_dir import CONFIG_FILE, recorded_config
 
 
 def dataset_prefixes(run_dir: Path) -> list[Path]:
@@ -18,8 +18,8 @@ def dataset_prefixes(run_dir: Path) -> list[Path]:
     Paths there are relative to where the run was started: that is here, or the folder that holds runs/.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE))
-    except (OSError, YAMLError, OmegaConfBaseException):
+        content = OmegaConf.to_container(OmegaConf.create(recorded_config(run_dir / CONFIG_FILE)))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
         return []
     # Not load_frozen: a run of an earlier version, whose config lacks today's keys, can still be read.
     data = content.get("data") if isinstance(content, dict) else None

@@ -7,6 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from megads.errors import ConfigError
 from megads.runtime import environment
 
@@ -14,6 +16,22 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data_record.json"
+
+
+def recorded_config(path: Path) -> str:
+    """The text of a config that a start has written: plain values, which are no program for whoever reads them.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: something else has written it: an alias, of which a few lines make gigabytes, or ${...}, which takes
+            a reader's environment for a value.
+    """
+    text = path.read_text()
+    if "${" in text:
+        raise ValueError("${...} is never resolved in a file of a run")
+    if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        raise ValueError("aliases are never resolved in a file of a run")
+    return text
 
 
 def recorded_config_path(run_dir: Path, digest: str) -> Path:

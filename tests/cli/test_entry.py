@@ -71,6 +71,8 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(tmp_path: Path) -> None:
         ("data.train=[{", "cannot read the override"),
         ("train.steps=1,2", "--multirun"),
         ("train.steps=${nope}", "'nope' not found"),
+        ("cluster.srun_options.a.b=1", "do not compose (TypeError"),
+        ("parallel.layer_costs.parallel.layer_costs=/dev/null", "do not compose (AssertionError"),
     ],
 )
 def test_composition_errors_are_one_readable_message(tmp_path: Path, override: str, expected: str) -> None:
@@ -82,6 +84,27 @@ def test_composition_errors_are_one_readable_message(tmp_path: Path, override: s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["tokenizer", "input=[{path: t.txt, weight: -1}]", "output=x"],
+            "{'path': 't.txt', 'weight': -1} is no text",
+        ),
+        (
+            ["preprocess", "input=[{}]", "tokenizer=x", "output=x"],
+            "input: {} is no text, and a list of texts is",
+        ),
+        (["preprocess", "input=[t.txt]", "tokenizer=x", f"output={'a' * 300}"], "File name too long: choose another"),
+    ],
+)
+def test_values_that_no_file_can_have(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    """Catches a traceback for what Hydra composes and no work can be done with."""
+    (tmp_path / "t.txt").write_text("text\n")
+    result = megads(tmp_path, *arguments)
+    assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr
+
+
 def test_an_error_in_a_config_file_names_the_file(tmp_path: Path) -> None:
     """Catches a message about a key that the user never typed."""
     (tmp_path / "experiment").mkdir()
@@ -89,6 +112,15 @@ def test_an_error_in_a_config_file_names_the_file(tmp_path: Path) -> None:
     result = megads(tmp_path, "train", "--config-dir", str(tmp_path), "experiment=mine")
     assert result.returncode == 2
     assert "experiment/mine.yaml: unknown key model.num_layer: did you mean model.num_layers?" in result.stderr
+
+
+def test_dry_run_of_a_batch_beyond_measure(tmp_path: Path) -> None:
+    """Catches a memory plan that writes down every micro-batch of a step."""
+    size = ("train.global_batch_size=4000000000", "train.micro_batch_size=2", "train.steps=1000000000")
+    result = megads(tmp_path, "train", "experiment=demo", "run.dry_run=true", *size)
+    assert (
+        result.returncode == 0 and "2000000000 micro-batches" in result.stdout and "is not simulated" in result.stdout
+    )
 
 
 def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:

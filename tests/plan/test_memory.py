@@ -9,6 +9,7 @@ import pytest
 from megads.model.config import ModelConfig
 from megads.optim.buckets import ALIGNMENT
 from megads.parallel.config import ParallelConfig
+from megads.plan import memory
 from megads.plan.memory import Workload, memory_plan
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880)
@@ -46,6 +47,26 @@ def test_in_flight() -> None:
     for micro_batches, held in ((8, [4, 3, 2, 1]), (2, [2, 2, 2, 1])):
         plan = memory_plan(SMALL, ParallelConfig(pp=4), replace(WORK, micro_batches=micro_batches))
         assert [stage.in_flight for stage in plan.stages] == held
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(pp=4),
+        ParallelConfig(pp=3, virtual_stages=2, schedule="interleaved"),
+        ParallelConfig(pp=4, schedule="zb_h1"),
+        ParallelConfig(pp=3, virtual_stages=2, schedule="zb_v"),
+        ParallelConfig(pp=2, virtual_stages=2, schedule="dualpipe_v"),
+    ],
+    ids=lambda parallel: str(parallel.schedule),
+)
+def test_a_long_step_is_planned_by_a_short_one(parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a step cut so short that a rank holds less than in a long one, or whose rounds are other ones."""
+    sizes = [24, 25, 29, 35, 48, 61]
+    model = replace(SMALL, num_layers=12)
+    short = [memory_plan(model, parallel, replace(WORK, micro_batches=size)) for size in sizes]
+    monkeypatch.setattr(memory, "STEADY_ROUNDS", 10**6)
+    assert short == [memory_plan(model, parallel, replace(WORK, micro_batches=size)) for size in sizes]
 
 
 def test_zero_shards_the_optimizer_only() -> None:
