@@ -39,7 +39,6 @@ FEW_TOKENS = replace(SCENARIO, micro_batch_size=1, global_batch_size=2, seq_len=
 
 CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "single bf16": (SCENARIO, ParallelConfig()),
-    "single fp32": (FP32, ParallelConfig()),
     "single bf16, dropout": (replace(SCENARIO, model=DROPOUT), ParallelConfig()),
     "single, untied, learned positions": (replace(SCENARIO, model=LEARNED), ParallelConfig()),
     "single, one micro-batch of one long sample": (
@@ -47,17 +46,13 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(),
     ),
     "tp2": (SCENARIO, ParallelConfig(tp=2)),
-    "tp2 fp32, dropout": (replace(FP32, model=DROPOUT), ParallelConfig(tp=2)),
     "pp2, 8 micro-batches": (replace(SCENARIO, global_batch_size=16, micro_batch_size=2), ParallelConfig(pp=2)),
-    "single, rope": (replace(SCENARIO, model=ROPE), ParallelConfig()),
     "dp2": (SCENARIO, ParallelConfig(dp=2)),
-    "cp2": (SCENARIO, ParallelConfig(cp=2)),
     "cp2, rope, long samples, vocabulary 128": (
         replace(SCENARIO, model=replace(ROPE, vocab_size=128), global_batch_size=2, micro_batch_size=1, seq_len=1024),
         ParallelConfig(cp=2),
     ),
     "single, packed documents": (replace(SCENARIO, documents=True), ParallelConfig()),
-    "tp2 pp2": (SCENARIO, ParallelConfig(tp=2, pp=2)),
     "tp2, sequence parallel, dropout": (
         replace(MANY_TOKENS, model=replace(MANY_TOKENS.model, hidden_dropout=0.1)),
         ParallelConfig(tp=2, sequence_parallel=True),
@@ -66,7 +61,6 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(MANY_TOKENS, precision="float32"),
         ParallelConfig(tp=2, pp=2, sequence_parallel=True),
     ),
-    "zero 2, dp2": (replace(SCENARIO, global_batch_size=16), ParallelConfig(dp=2, zero_stage=2)),
     "zero 3, dp2": (SCENARIO, ParallelConfig(dp=2, zero_stage=3)),
     "zero 3, dp4 in shards of 2, few tokens": (
         replace(FEW_TOKENS, global_batch_size=4),
@@ -77,7 +71,6 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(pp=4),
     ),
     "pp2, interleaved": (DEEP, ParallelConfig(pp=2, schedule=ScheduleName.interleaved)),
-    "pp2, zb_h1": (DEEP, ParallelConfig(pp=2, schedule=ScheduleName.zb_h1)),
     "pp2, zb_v, untied": (
         replace(DEEP, model=replace(DEEP.model, tie_embeddings=False)),
         ParallelConfig(pp=2, schedule=ScheduleName.zb_v),
@@ -91,7 +84,6 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "pp2, every second block in full": (DEEP, ParallelConfig(pp=2, recompute=Recompute.full, recompute_interval=2)),
     "tp2, dropout, recompute=full": (DEEP_DROPOUT, ParallelConfig(tp=2, recompute=Recompute.full)),
     "single bf16, fused": (replace(SCENARIO, ops=FUSED), ParallelConfig()),
-    "single, many tokens, fused": (replace(MANY_TOKENS, ops=FUSED), ParallelConfig()),
     "single, llama, recompute=full": (
         replace(DEEP, model=replace(LLAMA, num_layers=6)),
         ParallelConfig(recompute=Recompute.full),
@@ -104,10 +96,6 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     "pp2, zb_h1, palm, fused": (
         replace(DEEP, model=replace(PALM, num_layers=6), ops=FUSED),
         ParallelConfig(pp=2, schedule=ScheduleName.zb_h1),
-    ),
-    "tp2, sequence parallel, palm, dropout": (
-        replace(MANY_TOKENS, model=replace(PALM, hidden_dropout=0.1)),
-        ParallelConfig(tp=2, sequence_parallel=True),
     ),
     "single bf16, dropout, fused": (replace(SCENARIO, model=DROPOUT, ops=FUSED), ParallelConfig()),
     "single bf16, fused softmax, recompute=selective": (
@@ -122,7 +110,6 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
     ),
     "cp2 fp32, packed documents, fused": (replace(FP32, documents=True, ops=FUSED), ParallelConfig(cp=2)),
     "single, loss in chunks, fused": (replace(CHUNKS, ops=IN_CHUNKS), ParallelConfig()),
-    "single, loss in chunks": (replace(CHUNKS, ops=TORCH_IN_CHUNKS), ParallelConfig()),
     "tp2 fp32, loss in chunks, fused": (replace(CHUNKS, precision="float32", ops=IN_CHUNKS), ParallelConfig(tp=2)),
     "tp2, sequence parallel, loss in chunks": (
         replace(CHUNKS, ops=TORCH_IN_CHUNKS),
