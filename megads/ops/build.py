@@ -22,6 +22,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import xxhash
+
 from megads.runtime.environment import available_cores, cpp_compiler, user_cache_dir
 
 LIBRARY = "libmegads_ops.so"
@@ -74,7 +76,7 @@ def build(say: Callable[[str], None]) -> Path:
 
 
 def build_once(library: Path, say: Callable[[str], None], what: str, compile_it: Callable[[Path], None]) -> Path:
-    """Returns the library, compiled unless it is there; others that want it at the same time wait.
+    """Returns the library, compiled unless it is there and whole; others that want it at the same time wait.
 
     Args:
         library: where it is to be.
@@ -85,18 +87,34 @@ def build_once(library: Path, say: Callable[[str], None], what: str, compile_it:
     Raises:
         KernelsUnavailable: it does not compile, or cannot be written.
     """
-    if library.exists():
+    if is_whole(library):
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
+            if not is_whole(library):
                 say(f"compiling {what}, into {library.parent}")
                 compile_it(library)
+                checksum = library.with_suffix(".xxh3")
+                partial = checksum.with_suffix(".partial")
+                partial.write_text(_checksum(library))
+                partial.replace(checksum)
     except OSError as error:
         raise KernelsUnavailable(f"{library.parent} cannot be written ({error}): set XDG_CACHE_HOME") from error
     return library
+
+
+def is_whole(library: Path) -> bool:
+    """Whether a library is there as it was built: one cut short by a full disk would end a process by SIGBUS."""
+    try:
+        return library.with_suffix(".xxh3").read_text() == _checksum(library)
+    except OSError:
+        return False
+
+
+def _checksum(library: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(library.read_bytes())
 
 
 def find_compiler() -> str:

@@ -112,7 +112,7 @@ def build_library(say: Callable[[str], None]) -> Path:
     Raises:
         KernelsUnavailable: a compiler is missing, torch is too old, or it does not compile.
     """
-    if library_path().exists():
+    if build.is_whole(library_path()):
         return library_path()
     build.build_once(report_path(), say, "the CUDA kernels, once (a minute or two)", _compile_kernels)
     return build.build_once(library_path(), say, "the CUDA kernels' bindings for this torch", _compile_bindings)

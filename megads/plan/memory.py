@@ -37,8 +37,7 @@ from megads.plan.tape import Moment, Op
 
 BIAS_PHASE = "attention bias"
 """The moment at which the additive mask is built."""
-STEADY_ROUNDS = 4
-"""Micro-batches for every stage after which a step only repeats itself."""
+STEADY_ROUNDS = 4  # micro-batches for every stage, after which a step only repeats itself
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     shapes = parameter_shapes(model)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
-    schedule = parallel.schedule_of(_enough(parallel, workload.micro_batches))
-    stages = []
+    schedule, stages = parallel.schedule_of(_enough(parallel, workload.micro_batches)), list[StageMemory]()
     for rank in range(parallel.pp):
         held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
         stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))
@@ -181,8 +179,8 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
 
 def _enough(parallel: ParallelConfig, micro_batches: int) -> int:
     """So many micro-batches that more of them are never held at a time: a step in its steady state repeats itself."""
-    steady, round_ = STEADY_ROUNDS * parallel.num_stages, parallel.pp
-    return micro_batches if micro_batches < steady else steady + (micro_batches - steady) % round_
+    beyond = micro_batches - STEADY_ROUNDS * parallel.num_stages
+    return micro_batches - max(0, beyond // parallel.pp * parallel.pp)
 
 
 def _stage_memory(

@@ -43,8 +43,29 @@ def test_processes_that_start_together_compile_once(fresh: Path) -> None:
     said = [process.communicate(timeout=300)[0].splitlines() for process in started]
     assert sum("compiling" in " ".join(lines) for lines in said) == 1
     assert {lines[-1] for lines in said} == {str(library_path())} and library_path().is_file()
-    assert {path.name for path in library_path().parent.iterdir()} == {building.LIBRARY, "libmegads_ops.lock"}
+    assert {path.name for path in library_path().parent.iterdir()} == {
+        building.LIBRARY,
+        "libmegads_ops.lock",
+        "libmegads_ops.xxh3",
+    }
     assert build(lambda text: pytest.fail(f"built again: {text}")) == library_path()
+
+
+@pytest.mark.parametrize("damage", [b"", b"half of i", b"half of it", b"hal\x00f of it"])
+def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
+    """Catches a library cut short by a full disk, whose first call is a SIGBUS, or an empty one."""
+    library, said = tmp_path / "cache" / "lib.so", list[str]()
+
+    def compile_it(path: Path) -> None:
+        path.write_bytes(b"half of it and the rest")
+
+    for _ in range(2):
+        building.build_once(library, said.append, "a test", compile_it)
+    assert len(said) == 1
+    library.write_bytes(damage)
+    assert not building.is_whole(library)
+    building.build_once(library, said.append, "a test", compile_it)
+    assert len(said) == 2 and building.is_whole(library)
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
