@@ -26,8 +26,8 @@ test: setup ## all tests but the slow ones; GPU tests skip themselves where ther
 test-fast: setup ## tests in one process only, within two minutes
 	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm"
 
-test-slow: setup ## the slow tests only; finding none is no failure
-	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm" $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
+test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: the first third of them)
+	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm" $(if $(SHARE),--share $(SHARE)) $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
 
 test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
 	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py

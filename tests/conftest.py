@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,27 @@ from tests.corpus import write_corpus
 # As many as a rank has: references computed with more threads would fight the ranks for the cores, and LayerNorm's
 # gradient depends on the number bit for bit.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares; the same tests for the same K and N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one share. Tests of a file with the same parameters stay together: their fixtures are made once for all."""
+    if not config.option.share:
+        return
+    share, shares = map(int, config.option.share.split("/"))
+    if not 1 <= share <= shares:
+        raise pytest.UsageError(f"--share {config.option.share}: want K/N with K from 1 to N")
+
+    def mine(item: pytest.Item) -> bool:
+        _, bracket, parameters = item.name.partition("[")
+        key = f"{item.path.name}[{parameters}" if bracket else item.nodeid
+        return zlib.crc32(key.encode()) % shares == share - 1
+
+    config.hook.pytest_deselected(items=[item for item in items if not mine(item)])
+    items[:] = filter(mine, items)
 
 
 @pytest.fixture(scope="session")
