@@ -137,17 +137,14 @@ def refusals(found: list[Candidate]) -> list[str]:
     return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
 
 
-def can_be_simulated(config: RootConfig) -> bool:
-    """Whether a step's schedule can be run on the clock within seconds."""
-    return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= _SIMULATED
+def can_be_simulated(config: RootConfig, most: int = _SIMULATED) -> bool:
+    """Whether ranks times micro-batches are at most `most`, so that simulating a step takes seconds."""
+    return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= most
 
 
 def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:
     """The table as text for the dry run; nothing where there is no pipeline, or too much to compare in passing."""
-    parallel = config.parallel
-    if parallel.pp == 1 or config.model.vocab_size is None:
-        return []
-    if parallel.pp * workload_of(config, cuda=True).micro_batches > _QUICK:
+    if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _QUICK):
         return []
     console = Console(highlight=False, width=width, color_system=None)
     with console.capture() as captured:

@@ -2,9 +2,9 @@
 
 torch multiplies fp32 matrices with MKL, which on AMD's processors uses half of AVX-512: our kernel is twice as fast
 (measured on a core of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). In bf16 torch takes oneDNN, which is good, but
-rounds what it sums up: our kernel adds weight gradients to their fp32 sums, and on a Zen 5 is faster besides. Elsewhere
-oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one. On x86
-processors without AVX-512 oneDNN has no bf16 product, and torch falls back to plain loops: our kernel widens the
+rounds what it sums up: our kernel adds weight gradients to their fp32 sums, and on a Zen 4 or 5 is faster besides.
+Elsewhere oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one. On
+x86 processors without AVX-512 oneDNN has no bf16 product, and torch falls back to plain loops: our kernel widens the
 operands to fp32 as it packs them, and is 4 to 100 times as fast.
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import platform
-import re
 from math import prod
 from pathlib import Path
 
@@ -110,16 +109,19 @@ def register() -> None:
             return None
 
 
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether our kernels multiply matrices of this dtype on this processor, if they are not too thin."""
+    if dtype is torch.float32:
+        return mkl_is_slow()
+    return dtype is torch.bfloat16 and (torch_loops_over_bf16() or pairs_are_fast())
+
+
 def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
     if left.device.type != "cpu" or left.dtype is not right.dtype or not (left.numel() and right.numel()):
         return False
-    if min(rows, columns) < THINNEST:
+    if min(rows, columns) < THINNEST or not multiplies(left.dtype):
         return False
-    if left.dtype is torch.float32:
-        return mkl_is_slow()
-    if left.dtype is not torch.bfloat16:
-        return False
-    return torch_loops_over_bf16() or (columns < WIDEST * rows and pairs_are_fast())
+    return left.dtype is torch.float32 or torch_loops_over_bf16() or columns < WIDEST * rows
 
 
 def _gemm(a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None) -> Tensor:
@@ -165,13 +167,11 @@ def mkl_is_slow() -> bool:
 
 @functools.cache
 def pairs_are_fast() -> bool:
-    """Whether this is a Zen 5, the only processor on which our bf16 kernel has been compared with oneDNN.
+    """Whether this is a Zen 4 or 5, the only processors on which our bf16 kernel has been compared with oneDNN.
 
     By name, not by a measurement: ranks must agree, and so must a run and the one that resumes it.
     """
-    return (
-        mkl_is_slow() and "avx512_bf16" in _processor() and re.search(r"cpu family\s*: 26\b", _processor()) is not None
-    )
+    return mkl_is_slow() and "avx512_bf16" in _processor()
 
 
 @functools.cache

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from megads.model.config import MLPKind, Position
 from megads.ops.config import AUGMENTED_FEATURES
+from megads.ops.linear import multiplies
 from megads.parallel.config import Recompute
 from megads.plan.dropout import explicit_attention, hidden_dropout
 from megads.plan.micro_batch import FP32, INT64, Pass
@@ -360,7 +363,8 @@ def _chunked_head_op(p: Pass) -> Op:
     loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
     # Our own products add to the sums; torch's are made first and, on a CPU, cast.
     cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
-    working = logits + max(loss, 0 if p.fused and not p.cuda else matrix + cast)
+    in_sums = p.fused and not p.cuda and multiplies(torch.bfloat16 if p.weight_bytes < FP32 else torch.float32)
+    working = logits + max(loss, 0 if in_sums else matrix + cast)
     if p.shards > 1:
         # Input and its gradient, of all tokens each; then the gradient is scattered.
         working = max(2 * p.region_hidden - p.hidden + working, p.region_hidden + p.reordered + p.gloo_copy)

@@ -170,14 +170,14 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     shapes = parameter_shapes(model)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
-    schedule, stages = parallel.schedule_of(_enough(parallel, workload.micro_batches)), list[StageMemory]()
+    schedule, stages = parallel.schedule_of(_steady(parallel, workload.micro_batches)), list[StageMemory]()
     for rank in range(parallel.pp):
         held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
         stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))
     return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
 
 
-def _enough(parallel: ParallelConfig, micro_batches: int) -> int:
+def _steady(parallel: ParallelConfig, micro_batches: int) -> int:
     """So many micro-batches that more of them are never held at a time: a step in its steady state repeats itself."""
     beyond = micro_batches - STEADY_ROUNDS * parallel.num_stages
     return micro_batches - max(0, beyond // parallel.pp * parallel.pp)
