@@ -5,6 +5,10 @@ A message says what was wrong, the value, where it came from and what to do abou
 
 from __future__ import annotations
 
+import errno
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where there is no room: on the disk, in the quota, under the limit of a file's size."""
 EXIT_OK = 0
 EXIT_BUG = 1
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from megads.checkpoint.agreement import on_first
 from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.manifest import newest_manifest
 from megads.checkpoint.read import (
     CheckpointHandle,
     check_model,
     find_checkpoint,
-    is_sent_elsewhere,
     read_into,
-    record_starting_point,
 )
 from megads.config import RootConfig, batch_size_schedule
 from megads.data.skip import require_same_past, skips_of
@@ -33,27 +33,26 @@ def resume(
     """Continues from the checkpoint that the config names, else from the newest usable one of this run, else afresh.
 
     A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
-    came after, see `is_sent_elsewhere`. The ledger goes on from the same step.
+    came after. The ledger goes on from the same step.
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used.
         ConfigError: data.skip changes what it was trained on.
     """
     load, control, note = config.checkpoint.load, engine.grid.control, ""
-    sent = is_sent_elsewhere(run_dir, load, control)
-    handle = find_checkpoint(run_dir, load if sent or load == "none" else "auto", control)
+    to_path = on_first(control, lambda: goes_to_path(load, run_dir))
+    handle = find_checkpoint(run_dir, load if to_path or load == "none" else "auto", control)
     if handle is None:
         continue_ledger(metrics, events, 0, keep_copy=load == "none")
         return
     check_model(handle, asdict(config.model))
     require_skips_ahead(config, handle)
-    if sent:
+    if to_path:
         later = [step for step in list_checkpoints(run_dir) if step > handle.state["step"]]
         if later:
             note = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
-        record_starting_point(run_dir, load, handle, control)
     elif load != "auto":
-        note = f"checkpoint.load={load} is where an earlier start went on from: this one takes what came after it"
+        note = f"an earlier start went on from checkpoint.load={load}: this one takes what came after it"
     engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
     state.load_state_dict(handle.state)
     events.write(
@@ -65,7 +64,23 @@ def resume(
         software_differences=handle.software_differences(),
     )
     own = handle.folder.parent.parent == run_dir.absolute()
-    continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=sent)
+    continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=to_path)
+
+
+def goes_to_path(load: str, run_dir: Path) -> bool:
+    """Whether checkpoint.load is a path that the run's newest checkpoint was not trained from.
+
+    The config of the start that wrote it says so: it had the same path.
+
+    Args:
+        load: checkpoint.load.
+        run_dir: the run's folder.
+    """
+    if load in ("auto", "none"):
+        return False
+    newest = newest_manifest(run_dir)
+    start = config_of_start(run_dir, newest.run.config_digest) if newest is not None else None
+    return start is None or Path(start.checkpoint.load).absolute() != Path(load).absolute()
 
 
 def continue_ledger(

@@ -91,7 +91,10 @@ def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     assert [line["skipped"] for line in steps_of(run_dir)] == [False] * 6
     # A checkpoint that the user names goes before the run's newest, but only once.
     older = [*overrides, "train.steps=3", f"checkpoint.load={checkpoint_of(run_dir, 1)}"]
-    for resumed, said in ((1, "what the run has saved itself, up to step 6, is left behind"), (3, "what came after")):
+    for resumed, said in (
+        (1, "what the run has saved itself, up to step 6, is left behind"),
+        (3, "takes what came after it"),
+    ):
         assert megads("train", *older).end().code == 0
         assert events_of(run_dir, "resume")[-1]["step"] == resumed
         assert said in events_of(run_dir, "resume")[-1]["note"]

@@ -18,7 +18,8 @@ class CheckpointConfig:
     max_failed_saves: int = 3
     """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
     load: str = "auto"
-    """auto: the newest usable one of this run, else start fresh; none: start fresh; or a checkpoint's path."""
+    """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
+    the first start with it loads that, and the same command again continues from what was saved since."""
 
     def check(self) -> None:
         """Raises ConfigError on negative numbers."""

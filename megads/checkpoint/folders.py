@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-LATEST_FILE, START_FILE = "latest", "start.json"
+LATEST_FILE = "latest"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 

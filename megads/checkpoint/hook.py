@@ -66,6 +66,8 @@ class CheckpointHook:
         self._events = events
         self._fence = fence
         self._ledger = metrics.record if metrics is not None else lambda: None
+        # The one before the newest stays until the newest is proven.
+        self._kept = max(config.keep, 2) if config.keep else 0
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
         self._failed_saves = 0
@@ -82,7 +84,7 @@ class CheckpointHook:
 
         def look() -> str:
             free = shutil.disk_usage(self._run_dir).free
-            more = max(1, self._config.keep + 1 - len(list_checkpoints(self._run_dir)))
+            more = max(1, self._kept + 1 - len(list_checkpoints(self._run_dir)))
             if free >= more * size:
                 return ""
             text = (
@@ -119,7 +121,7 @@ class CheckpointHook:
         self._save(last=True)
 
     def _save(self, last: bool) -> None:
-        self._due, step, keep = False, self._finite["step"], self._config.keep
+        self._due, step = False, self._finite["step"]
         if step == self._saved_step:
             return
         run = RunRecord(
@@ -146,7 +148,7 @@ class CheckpointHook:
                     error.previous,
                 ) from error
             return
-        self._saved_step, self._unproven = step, keep == 1 and self._engine.grid.rank == 0
+        self._saved_step, self._unproven = step, self._config.keep == 1 and self._engine.grid.rank == 0
         self._failed_saves = 0
         self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=time.perf_counter() - start)
 
@@ -156,12 +158,12 @@ class CheckpointHook:
         Raises:
             SaveError: on every rank.
         """
-        keep, control, step = self._config.keep, self._engine.grid.control, run.state["step"]
+        control, step = self._engine.grid.control, run.state["step"]
         keys = {shard.key for shard in self._engine.named_shards(owned=False)}
 
         def save() -> Path:
-            shards, kept = self._engine.named_shards(), max(keep, 2) if keep else 0
-            return save_checkpoint(self._run_dir, shards, run, kept, keys, self._fence, control, self._ledger)
+            shards = self._engine.named_shards()
+            return save_checkpoint(self._run_dir, shards, run, self._kept, keys, self._fence, control, self._ledger)
 
         def remove_oldest() -> list[str]:
             # A step after the newest was finite, or nothing would be saved now: it is enough.
@@ -172,7 +174,7 @@ class CheckpointHook:
             try:
                 return save()
             except SaveError as error:
-                gone = on_first(control, remove_oldest) if error.disk_full and keep else []
+                gone = on_first(control, remove_oldest) if error.disk_full and self._kept else []
                 if not gone:
                     raise
                 self._events.write("checkpoint_removed", level="warning", step=step, folders=gone, reason=str(error))

@@ -8,6 +8,7 @@ import re
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -15,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megads.checkpoint.folders import step_of
+from megads.checkpoint.folders import list_checkpoints, step_of
 from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.errors import CheckpointError
 from megads.runtime.metrics import LedgerRecord
@@ -119,7 +120,7 @@ class Manifest:
             step: that the folder's name says; None: it says none.
 
         Raises:
-            CheckpointError: counters, files or shapes cannot be those of a checkpoint.
+            CheckpointError: counters, files or shapes cannot be those of a checkpoint, or tensors are not whole.
         """
         state, outside = self.run.state, sorted(name for name in self.files if not _FILE_NAME.fullmatch(name))
         stored = {tensor.file for tensor in self.tensors}
@@ -136,6 +137,7 @@ class Manifest:
         for tensor in self.tensors:
             if not len(tensor.global_shape) == len(tensor.offset) == len(tensor.shape):
                 raise CheckpointError(f"it cannot be used: offset and shape of {tensor.key} differ in length")
+        self.check_coverage()
 
     def check_coverage(self) -> None:
         """Raises CheckpointError unless the rectangles cover every element of every key exactly once."""
@@ -202,7 +204,6 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.decode(_read(path))
         manifest.check(step_of(folder))
-        manifest.check_coverage()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
     except OSError as error:
@@ -210,6 +211,15 @@ def read_manifest(folder: Path) -> Manifest:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return manifest
+
+
+def newest_manifest(run_dir: Path) -> Manifest | None:
+    """Of this run's last written checkpoint, whose tensors nobody has looked at; None where there is none."""
+    found = []
+    for folder in list_checkpoints(run_dir).values():
+        with suppress(CheckpointError):
+            found.append(read_manifest(folder))
+    return max(found, key=lambda manifest: manifest.sequence, default=None)
 
 
 def _read(path: Path) -> bytes:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from megads.checkpoint.agreement import agreed, on_first
-from megads.checkpoint.folders import LATEST_FILE, START_FILE, checkpoints_folder, list_checkpoints, step_of
+from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
 from megads.checkpoint.rectangle import Rectangle
 from megads.checkpoint.software import software, software_differences
-from megads.checkpoint.store import last_sequence, recover
+from megads.checkpoint.store import recover
 from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
-from megads.data.atomic_file import atomic_writer
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
@@ -27,24 +24,6 @@ from megads.runtime.control_plane import ALONE, ControlPlane
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """Where checkpoint.load=<path> last sent a run; its own checkpoints from before that are left behind.
-
-    Attributes:
-        load: the path as it was given, absolute, or relative to the run's folder if it is in there.
-        checkpoint: the folder that was meant, likewise.
-        sequence: the highest of the run's own checkpoints at that time.
-    """
-
-    load: str
-    checkpoint: str
-    sequence: int
-
-
-_STARTING_POINT = TypeAdapter(StartingPoint)
 
 
 @dataclass(frozen=True)
@@ -111,48 +90,6 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
             + "; ".join(passed_by)
         )
     return handle
-
-
-def starting_point(run_dir: Path) -> StartingPoint | None:
-    """Where the user last sent the run; None: nowhere, or nobody can tell any more."""
-    try:
-        return _STARTING_POINT.validate_json((checkpoints_folder(run_dir) / START_FILE).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def is_sent_elsewhere(run_dir: Path, load: str, control: ControlPlane = ALONE) -> bool:
-    """Whether checkpoint.load is a path to which no earlier start of the run was sent last; collective.
-
-    The first start with a path goes there, whatever the run has of its own. The same command again, after a crash or
-    a requeue, goes on from what the run has saved since.
-    """
-    if load in ("auto", "none"):
-        return False
-    start = on_first(control, lambda: starting_point(run_dir))
-    return start is None or start.load != _from_run(run_dir, Path(load))
-
-
-def record_starting_point(run_dir: Path, load: str, handle: CheckpointHandle, control: ControlPlane = ALONE) -> None:
-    """Makes the checkpoint at checkpoint.load=<path> the one that the run goes on from; collective.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-
-    def write() -> None:
-        checkpoints_folder(run_dir).mkdir(parents=True, exist_ok=True)
-        start = StartingPoint(_from_run(run_dir, Path(load)), _from_run(run_dir, handle.folder), last_sequence(run_dir))
-        with atomic_writer(checkpoints_folder(run_dir) / START_FILE) as file:
-            file.write(json.dumps(asdict(start), indent=1).encode() + b"\n")
-
-    on_first(control, write)
-
-
-def _from_run(run_dir: Path, path: Path) -> str:
-    """A path that survives the run's folder being moved or copied, if it is in there."""
-    absolute, whole = path.absolute(), run_dir.absolute()
-    return str(absolute.relative_to(whole) if absolute.is_relative_to(whole) else absolute)
 
 
 def open_checkpoint(path: Path) -> CheckpointHandle:
@@ -297,11 +234,7 @@ def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[Check
 
 
 def _newest_first(run_dir: Path) -> list[Path]:
-    """This run's checkpoints by descending sequence; those without a readable manifest first, to be reported.
-
-    Those from before the run was sent elsewhere are left out; the last is the one that it was sent to.
-    """
-    start = starting_point(run_dir)
+    """This run's checkpoints by descending sequence; those without a readable manifest first, to be reported."""
 
     def age(item: tuple[int, Path]) -> tuple[float, int]:
         step, folder = item
@@ -310,10 +243,7 @@ def _newest_first(run_dir: Path) -> list[Path]:
         except CheckpointError:
             return float("inf"), step
 
-    ages = {folder: age((step, folder)) for step, folder in list_checkpoints(run_dir).items()}
-    least = start.sequence if start else 0
-    found = sorted((folder for folder in ages if ages[folder][0] > least), key=ages.__getitem__, reverse=True)
-    return [*found, run_dir / start.checkpoint] if start else found
+    return [folder for _, folder in sorted(list_checkpoints(run_dir).items(), key=age, reverse=True)]
 
 
 def _verified(folder: Path, control: ControlPlane) -> Manifest:

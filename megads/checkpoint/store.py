@@ -5,7 +5,6 @@ checkpoints/step_00000100/            committed: manifest.json is its last file,
 checkpoints/.step_00000100.replaced/  gives way to a new checkpoint of the same step
 checkpoints/.step_00000100.removed/   being deleted
 checkpoints/latest                    names the last committed one, for people and scripts
-checkpoints/start.json                the checkpoint that the user last sent the run to, see `StartingPoint`
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from pathlib import Path
 
 from megads.checkpoint.agreement import agreed, on_first
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, read_manifest
+from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, newest_manifest, read_manifest
 from megads.checkpoint.software import software
 from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
-from megads.data.atomic_file import atomic_writer, sync_directory
 from megads.engine.interface import Shard
-from megads.errors import CheckpointError, Fenced
+from megads.errors import DISK_FULL, CheckpointError, Fenced
+from megads.runtime.atomic_file import atomic_writer, sync_directory
 from megads.runtime.control_plane import ALONE, ControlPlane
 from megads.runtime.lease import Fence
-from megads.runtime.metrics import DISK_FULL, LedgerRecord
+from megads.runtime.metrics import LedgerRecord
 
 
 class SaveError(CheckpointError):
@@ -176,8 +175,10 @@ def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[S
     if unseen:
         raise CheckpointError(f"{unseen[0]} is not in {partial} as rank 0 sees it: run.dir must be shared by all ranks")
     files = {name: (partial / name).stat().st_size for name in names}
-    manifest = Manifest(run, software(), last_sequence(final.parent.parent) + 1, files, tuple(tensors))
-    manifest.check_coverage()
+    newest = newest_manifest(final.parent.parent)
+    sequence = 1 if newest is None else newest.sequence + 1
+    manifest = Manifest(run, software(), sequence, files, tuple(tensors))
+    manifest.check(run.state["step"])
     with atomic_writer(partial / MANIFEST_FILE) as file:
         file.write(manifest.encode())
     replaced = _hidden(final, "replaced")
@@ -198,11 +199,6 @@ def _sequence(folder: Path) -> int:
         return read_manifest(folder).sequence
     except CheckpointError:
         return 0
-
-
-def last_sequence(run_dir: Path) -> int:
-    """The highest of a run's checkpoints, usable or left behind; 0 where there is none."""
-    return max(map(_sequence, list_checkpoints(run_dir).values()), default=0)
 
 
 def _give_up(partial: Path) -> str | None:

@@ -24,9 +24,8 @@ from megads.cli.groups import config_dir, describe_groups, own_config_dirs
 from megads.cli.reference import describe_keys
 from megads.cli.text_override import as_text
 from megads.cli.verb import Invocation, Verb
-from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
+from megads.errors import DISK_FULL, EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
-from megads.runtime.metrics import DISK_FULL
 
 EXIT_INTERRUPTED = 130
 _ENVIRONMENT = (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from megads.data.atomic_file import atomic_writer
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megads.data.tokenizer import load_tokenizer
 from megads.errors import DataError
+from megads.runtime.atomic_file import atomic_writer
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import xxhash
 
-from megads.data.atomic_file import atomic_writer
 from megads.data.progress import ByteProgress
 from megads.errors import DataError
+from megads.runtime.atomic_file import atomic_writer
 
 _BLOCK_BYTES = 1 << 22
 # A file written a moment ago may be written again within the same tick of the clock: its times prove nothing yet.

@@ -18,10 +18,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.atomic_file import atomic_writer
 from megads.data.indexed import IndexedDataset, IntArray
 from megads.data.verified_once import verify_once
 from megads.errors import ConfigError, DataError
+from megads.runtime.atomic_file import atomic_writer
 
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.atomic_file import sync, sync_directory, temporary_path
 from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, refusal, unpack_header
 from megads.errors import DataError
+from megads.runtime.atomic_file import sync, sync_directory, temporary_path
 
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
 CHUNK = 1 << 20

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.data.atomic_file import atomic_writer, sync_directory
 from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig, TextTokenizerConfig
 from megads.data.content_digest import ContentDigests, FileState, require_unchanged
@@ -24,6 +23,7 @@ from megads.data.text import DocumentReader
 from megads.data.text_files import text_bytes_estimate
 from megads.data.tokenizer import embedding_rows, learn_tokenizer, load_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
+from megads.runtime.atomic_file import atomic_writer, sync_directory
 
 # Part of the key: a change of what is made must not find what was made before.
 FORMAT_VERSION = 1

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megads.data.atomic_file import atomic_writer
 from megads.data.config import DataConfig
 from megads.data.indexed import IndexedDataset, bin_path
 from megads.data.sidecar import read_sidecar
 from megads.errors import DataError
+from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.run_dir import DATA_FILE
 
 WHOLE_BYTES = 1 << 26

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megads.data.atomic_file import temporary_path
 from megads.data.indexed_append import COPY_BYTES
 from megads.errors import DataError
+from megads.runtime.atomic_file import temporary_path
 
 _LENGTH = struct.Struct("<I")
 

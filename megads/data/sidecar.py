@@ -8,8 +8,8 @@ from pathlib import Path
 
 import xxhash
 
-from megads.data.atomic_file import atomic_writer
 from megads.errors import DataError
+from megads.runtime.atomic_file import atomic_writer
 
 FORMAT_VERSION = 1
 _BLOCK_BYTES = 1 << 22

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import xxhash
 
-from megads.data.atomic_file import atomic_writer
 from megads.data.content_digest import file_state, require_unchanged
 from megads.data.indexed import IndexedDataset, bin_path, idx_path
 from megads.data.progress import ByteProgress
 from megads.data.sidecar import sidecar_path
 from megads.errors import ConfigError, DataError
+from megads.runtime.atomic_file import atomic_writer
 
 BLOCK_BYTES = 1 << 23
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megads.data.atomic_file import atomic_writer
 from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, TokenizerConfig
 from megads.data.progress import ByteProgress
 from megads.data.text import DocumentReader, Rejections
 from megads.errors import ConfigError, DataError
+from megads.runtime.atomic_file import atomic_writer
 
 
 @dataclass(frozen=True)

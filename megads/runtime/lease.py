@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megads.errors import ConfigError, Fenced
 from megads.runtime import environment
+from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.run_dir import create
 from megads.runtime.slurm import Job, ask_job
 
@@ -213,11 +214,11 @@ def _holder(number: int, content: bytes) -> Holder:
         fields = json.loads(content)
         job = fields.pop("job")
         holder = Holder(**fields, job=Job(**job) if job else None)
-        if holder.number == number and isinstance(holder.pid, int) and isinstance(holder.machine, str):
-            return holder
+        if not (holder.number == number and isinstance(holder.pid, int) and isinstance(holder.machine, str)):
+            raise ValueError("not of the types that are written")
+        return holder
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    return Holder(number, "", 0, "", 0, readable=False)
+        return Holder(number, "", 0, "", 0, readable=False)
 
 
 def in_use(run_dir: Path) -> bool:
@@ -314,17 +315,8 @@ def _path(run_dir: Path, number: int) -> Path:
 def _write(path: Path, holder: Holder) -> None:
     """Writes the file, whole or not at all, and waits until it is on disk."""
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(json.dumps(asdict(holder)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with atomic_writer(path) as file:
+        file.write(json.dumps(asdict(holder)).encode() + b"\n")
 
 
 def _machine() -> str:

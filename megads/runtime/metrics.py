@@ -20,9 +20,10 @@ from typing import Any
 
 import xxhash
 
+from megads.errors import DISK_FULL
+from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BLOCK_BYTES = 1 << 20
 
 
@@ -157,13 +158,9 @@ class MetricsWriter(JsonLinesWriter):
             self._file.truncate(found.kept_bytes)
         else:
             aside = _free_name(self._path)
-            partial = self._path.with_name(f".{METRICS_FILE}.partial")
-            with self._path.open("rb") as lines, partial.open("wb") as good:
-                good.writelines(line for line in lines if (at := _step_of(line)) is not None and at <= step)
-                good.flush()
-                os.fsync(good.fileno())
             shutil.copyfile(self._path, aside)
-            partial.replace(self._path)
+            with self._path.open("rb") as lines, atomic_writer(self._path) as good:
+                good.writelines(line for line in lines if (at := _step_of(line)) is not None and at <= step)
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
             note = f"{METRICS_FILE} is damaged: {found.damage}; what can be read goes on, as it was it is {aside.name}"

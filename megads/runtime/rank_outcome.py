@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,10 @@ def read_exits(run_dir: Path, ranks: Iterable[int], start: int | None = None) ->
 
 def _record(path: Path) -> dict[str, Any] | None:
     """What a rank of this node, or of any on a shared disk, left under this name; None for nothing."""
-    for place in (path, spare_path(path)):
-        if place.exists() and place.stat().st_uid == os.getuid():
-            content: dict[str, Any] = json.loads(place.read_text())
-            return content
-    return None
+    spare = spare_path(path)
+    # Others may write among temporary files; in the run's folder a file server may name another owner.
+    ours = path if path.exists() else spare if spare.exists() and spare.stat().st_uid == os.getuid() else None
+    return None if ours is None else json.loads(ours.read_text())
 
 
 def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
@@ -227,8 +227,9 @@ def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed:
     for end, node in silent:
         if end.exit_code > 0:
             message = f"{_rank(end.rank, node)} ended with exit code {end.exit_code} before it could say why"
-            if shutil.disk_usage(run_dir).free < _FULL_BYTES:
-                message += f": the disk of {run_dir} is full"
+            with suppress(OSError):  # the folder itself may be gone
+                full = shutil.disk_usage(run_dir).free < _FULL_BYTES
+                message += f": the disk of {run_dir} is full" if full else ""
             return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node))
     return None
 

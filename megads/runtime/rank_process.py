@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megads.errors import EXIT_BUG, CheckpointError, MegadsError
+from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
-from megads.runtime.metrics import DISK_FULL
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _PR_SET_PDEATHSIG = 1
@@ -166,9 +165,13 @@ def redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Log(number, "wb", closefd=False)), line_buffering=True) for number in (1, 2)
-    )
+    sys.stdout, sys.stderr = map(_log_stream, (1, 2))
+
+
+def _log_stream(descriptor: int) -> io.TextIOWrapper:
+    """Whatever the locale, no character is a reason to fail."""
+    binary = io.BufferedWriter(_Log(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 class _Log(io.FileIO):

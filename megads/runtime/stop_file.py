@@ -46,6 +46,8 @@ def read_stop(run_dir: Path) -> str | None:
     """Returns why the run was asked to stop, or None when nobody asked."""
     try:
         text = stop_path(run_dir).read_text(errors="replace")
+    except IsADirectoryError:
+        return REQUESTED
     except (FileNotFoundError, NotADirectoryError):
         return _linked_reason(stop_path(run_dir))
     try:

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from megads.data.atomic_file import atomic_writer
 from megads.errors import ConfigError
+from megads.runtime.atomic_file import atomic_writer
 from megads.sweep.config import Direction, SweepConfig
 from megads.sweep.search import describe
 from megads.sweep.space import Space

@@ -17,7 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megads.data.atomic_file import atomic_writer
+from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.console import render_duration
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.sweep.points import Point, PointState

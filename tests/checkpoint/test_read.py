@@ -10,10 +10,8 @@ import pytest
 from megads.checkpoint.read import (
     check_model,
     find_checkpoint,
-    is_sent_elsewhere,
     open_checkpoint,
     read_into,
-    record_starting_point,
 )
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
@@ -129,45 +127,6 @@ def test_given_path(tmp_path: Path) -> None:
         assert handle is not None and handle.state["step"] == step
     with pytest.raises(CheckpointError, match="typo: there is no such folder"):
         find_checkpoint(tmp_path / "run", str(tmp_path / "typo"))
-
-
-def send(run_dir: Path, load: Path) -> None:
-    handle = find_checkpoint(run_dir, str(load))
-    assert handle is not None
-    record_starting_point(run_dir, str(load), handle)
-
-
-def test_sent_to_a_path(tmp_path: Path) -> None:
-    """Catches a path of the user's that the run's own newest checkpoint overrules; one that throws away what came after
-    it when the same command runs again; and a run, also a copied one, that forgets where it was sent before its first
-    checkpoint from there."""
-    run_dir = tmp_path / "run"
-    other, first = save(tmp_path / "other", 7), save(run_dir, 1)
-    save(run_dir, 2)
-    assert not is_sent_elsewhere(run_dir, "auto") and not is_sent_elsewhere(run_dir, "none")
-    assert is_sent_elsewhere(run_dir, str(first))
-    send(run_dir, first)
-    assert not is_sent_elsewhere(run_dir, str(first)) and is_sent_elsewhere(run_dir, str(other))
-
-    def newest(run_dir: Path) -> Path:
-        handle = find_checkpoint(run_dir, "auto")
-        assert handle is not None and handle.folder == open_checkpoint(run_dir).folder
-        return handle.folder
-
-    assert newest(run_dir) == first
-    shutil.copytree(run_dir, tmp_path / "copied")
-    shutil.rmtree(first)
-    copied = tmp_path / "copied"
-    assert newest(copied) == copied / "checkpoints" / first.name
-    assert not is_sent_elsewhere(copied, str(copied / "checkpoints" / first.name))
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is usable.*step_00000001"):
-        find_checkpoint(run_dir, "auto")
-    send(run_dir, other)
-    assert newest(run_dir) == other
-    again = save(run_dir, 1)
-    assert newest(run_dir) == again
-    (run_dir / "checkpoints" / "start.json").write_text("{")
-    assert is_sent_elsewhere(run_dir, str(other)) and newest(run_dir) == again
 
 
 def test_opened_by_a_reader(tmp_path: Path) -> None:

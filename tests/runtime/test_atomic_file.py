@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.atomic_file import atomic_writer
+from megads.runtime.atomic_file import atomic_writer
 
 
 def test_a_failure_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:

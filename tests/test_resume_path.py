@@ -1,0 +1,56 @@
+"""Where checkpoint.load=<path> leads, at the first start with it and at those after."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from megads.checkpoint.store import save_checkpoint
+from megads.frozen_config import config_digest, record_config
+from megads.resume import goes_to_path
+from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
+from tests.test_config import good_config
+
+
+def started(run_dir: Path, load: str, saves: int | None = None) -> bool:
+    """A start with this checkpoint.load, and what it saves: whether it goes to the path."""
+    config = good_config()
+    config.checkpoint.load = load
+    to_path = goes_to_path(load, run_dir)
+    run_dir.mkdir(exist_ok=True)
+    record_config(config, run_dir)
+    if saves is not None:
+        record = replace(run_record(saves), config_digest=config_digest(config))
+        save_checkpoint(run_dir, shards_of(random_layout(1, 1)[0], global_tensors(saves)), record)
+    return to_path
+
+
+def test_a_path_of_the_users_goes_first_once(tmp_path: Path) -> None:
+    """Catches a path that the run's own newest checkpoint overrules, one that throws away what came after it when the
+    same command runs again, also in a copied folder, and one that is forgotten before anything was saved from it."""
+    run, other, first = (
+        tmp_path / "run",
+        str(tmp_path / "other"),
+        str(tmp_path / "run" / "checkpoints" / "step_00000001"),
+    )
+    assert not started(run, "auto", saves=1) and not started(run, "none")
+    assert not started(run, "auto", saves=5)
+    assert started(run, first) and started(run, first, saves=2)
+    assert not started(run, first) and not started(run, "auto")
+    shutil.copytree(run, tmp_path / "copied")
+    assert not started(tmp_path / "copied", first, saves=3)
+    assert started(run, other, saves=2) and not started(run, other, saves=3)
+    assert started(run, first)
+
+
+def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:
+    """Catches a path that is passed over because configs or manifests cannot be read."""
+    run, path = tmp_path / "run", str(tmp_path / "other")
+    assert started(run, path)
+    assert started(run, path, saves=1) and not started(run, path)
+    shutil.rmtree(run / "configs")
+    (run / "config.yaml").unlink()
+    assert goes_to_path(path, run)
+    (run / "checkpoints" / "step_00000001" / "manifest.json").write_text("{")
+    assert started(run, path)
