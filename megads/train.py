@@ -50,6 +50,7 @@ from megads.runtime.deterministic import make_deterministic, sum_in_fp32
 from megads.runtime.distributed import world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.garbage_collection import GarbageCollectionHook
+from megads.runtime.heartbeat import Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -80,9 +81,13 @@ def train(config: RootConfig, run_dir: Path) -> int:
     if config.train.deterministic:
         make_deterministic(device)
     fence = Fence(run_dir, environment.lease)
-    with world(device, config.cluster.timeout_s) as control:
+    with (
+        heartbeat(environment.heartbeats, environment.rank) as beats,
+        world(device, config.cluster.timeout_s) as control,
+    ):
         control.require_equal("the frozen config", config_digest(config))
         grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
+        beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config)
         ops = load_ops(config, device, control)
@@ -96,8 +101,10 @@ def train(config: RootConfig, run_dir: Path) -> int:
         attention = settle_attention(config.model, work, grid, device, run_dir)
         ops, operators = settle_operators(ops, operator_work(config), attention.kind, grid, device, run_dir)
         record_tuning(events, attention, operators)
+        beats.enter("building the engine")
         engine = build_engine(config, grid, device, ops, attention.kind)
         state = TrainState()
+        beats.enter("loading a checkpoint")
         resume(config, run_dir, engine, state, events, metrics)
         hooks: list[Hook] = [
             step_lines,
@@ -108,10 +115,9 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         record_start(config, engine, device, ops, state, events)
         record_samples(config, train_samples, state, events)
-        switch = config.run.kill_switch
-        stop = StopSignal(run_dir, control, fence, Path(switch) if switch else None)
+        stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
-            reason = run_loop(config, engine, batches, state, hooks, stop)
+            reason = run_loop(config, engine, batches, state, hooks, stop, beats)
         events.write("end", step=state.step, stopped=reason)
         if reason and grid.rank == 0:
             clear_stop(run_dir)
@@ -125,23 +131,28 @@ def run_loop(
     state: TrainState,
     hooks: Sequence[Hook],
     stop: StopSignal,
+    beats: Heartbeat,
 ) -> str:
     """Steps until the planned end or a request to stop; returns the request's reason, empty at the planned end."""
     total_steps = planned_steps(config)
     rate = rate_schedule(config)
     for hook in hooks:
+        beats.enter(type(hook).__name__)
         hook.on_start(state)
     reason = stop.reason()
     while state.step < total_steps and not reason:
+        beats.enter("loading data", state.step + 1)
         begin = time.perf_counter()
         batch = next(batches)
         loaded = time.perf_counter()
+        beats.enter("engine step")
         lr = rate(state.samples + batch.samples)
         result = engine.step(batch.micro_batches, lr)
         state.step += 1
         state.samples += batch.samples
         state.tokens += result.tokens
         end = time.perf_counter()
+        beats.enter("agreeing on a stop")
         reason = stop.reason()
         info = StepInfo(
             step=state.step,
@@ -161,8 +172,10 @@ def run_loop(
             stop_reason=reason if state.step < total_steps else "",
         )
         for hook in hooks:
+            beats.enter(type(hook).__name__)
             hook.on_step(info)
     for hook in hooks:
+        beats.enter(type(hook).__name__)
         hook.on_end(state)
     return reason if state.step < total_steps else ""
 

@@ -20,6 +20,7 @@ def main() -> NoReturn:
     parser.add_argument("--ranks", type=int, required=True, help="ranks on each node")
     parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
     parser.add_argument("--lease", type=int, help="number of this start of the run")
+    parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
     parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
     arguments = parser.parse_args()
@@ -36,6 +37,7 @@ def main() -> NoReturn:
         node=list(nodes).index(name),
         num_nodes=len(nodes),
         address=nodes[name],
+        heartbeat_timeout_s=arguments.heartbeat_timeout,
     )
     run_agent(part, host, int(port))
 

@@ -154,9 +154,9 @@ class Attempts:
 
     def _deadline(self, time_left: Callable[[], float | None]) -> Deadline:
         """The time limits of this start."""
-        exit_after = self._config.run.exit_after
-        limit_s = parse_duration(exit_after) if exit_after is not None else None
-        return Deadline(self._run_dir, limit_s, time_left, self._config.run.save_before_limit_s)
+        run = self._config.run
+        limit_s = parse_duration(run.exit_after) if run.exit_after is not None else None
+        return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
 
     def _attempt(self, outcome: Outcome) -> Attempt:
         """What the policy has to know of an attempt."""

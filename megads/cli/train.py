@@ -200,6 +200,7 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         threads_per_rank=config.cluster.threads_per_rank,
         side_command=("-m", "megads.cli.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
+        heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         cause_of_bus_error=lambda: data_fault(config),
         # More ranks than this machine has GPUs, if any.
         cpu=rehearsal_folder() is not None,

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from megads.errors import ConfigError
 from megads.runtime.duration import parse_duration
+from megads.runtime.heartbeat import LOST_AFTER_S
 
 
 class ClusterKind(StrEnum):
@@ -31,6 +32,9 @@ class RunConfig:
     """Length of one start: then it saves and stops, and exits 6 if work remains; as 90s, 30m, 1.5d, 1-12:00:00."""
     save_before_limit_s: float | None = None
     """Seconds before the SLURM job's time limit at which to save and stop; null measures steps and saves."""
+    stop_timeout_s: float | None = None
+    """Seconds from a request to stop until the ranks are killed and the last checkpoint counts; null measures steps and
+    saves, and allows five minutes at least. A rank whose process is stopped ends the wait after ten seconds."""
     kill_switch: str | None = None
     """A file, for example in a folder of the group, that stops the run after its current step (exit 5) and keeps it
     from starting; <run.dir>/stop does the same."""
@@ -51,6 +55,8 @@ class RunConfig:
                 raise ConfigError(f"run.exit_after = {error}") from None
         if self.save_before_limit_s is not None and self.save_before_limit_s < 0:
             raise ConfigError(f"run.save_before_limit_s = {self.save_before_limit_s}: must not be negative")
+        if self.stop_timeout_s is not None and self.stop_timeout_s <= 0:
+            raise ConfigError(f"run.stop_timeout_s = {self.stop_timeout_s}: must be positive")
         for name in ("id", "name"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
@@ -177,6 +183,9 @@ class ClusterConfig:
     """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
     timeout_s: float = 600.0
     """A collective that hangs this long fails."""
+    heartbeat_timeout_s: float | None = 300.0
+    """A rank whose process sends no heartbeat for this long, because it is stopped or native code holds its
+    interpreter, is killed and named (exit 9). null kills none; a warning names the rank within seconds either way."""
     gc_every_steps: int | None = 50
     """Steps between two runs of Python's garbage collector, at the same steps on all ranks, so that none waits for
     another's. null leaves it to Python, for hooks that leave large objects in reference cycles."""
@@ -209,9 +218,12 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
-        if self.peak_tflops is not None and self.peak_tflops <= 0:
-            raise ConfigError(f"cluster.peak_tflops = {self.peak_tflops}: must be positive")
-        if self.gpu_memory_gib is not None and self.gpu_memory_gib <= 0:
-            raise ConfigError(f"cluster.gpu_memory_gib = {self.gpu_memory_gib}: must be positive")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"cluster.timeout_s = {self.timeout_s}: must be positive")
+        for name in ("peak_tflops", "gpu_memory_gib", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"cluster.{name} = {value}: must be positive")
+        if self.heartbeat_timeout_s is not None and self.heartbeat_timeout_s < LOST_AFTER_S:
+            raise ConfigError(
+                f"cluster.heartbeat_timeout_s = {self.heartbeat_timeout_s}: must be at least {LOST_AFTER_S:.0f}, "
+                "as a busy machine delays heartbeats too; or null"
+            )

@@ -16,6 +16,9 @@ from megads.runtime.tail import Tail
 # A first save is unknown until it is done.
 _UNKNOWN_SAVE_S = 60.0
 _SPARE_S = 10.0
+# A stop that takes so much longer than steps and saves took before does not come any more.
+_STOP_AT_LEAST_S = 300.0
+_STOP_CAUTION = 10.0
 _CAUTION = 2.0
 _LOOK_EVERY_S = 0.5
 _ASK_EVERY_S = 60.0
@@ -33,6 +36,7 @@ class Deadline:
         exit_after_s: length of this start in seconds; None is no limit.
         time_left: asks the scheduler for the seconds left, None for no limit; it may change while the run goes on.
         save_before_s: margin in seconds; None measures it.
+        stop_timeout_s: longest time from a request to stop to the end; None measures it.
     """
 
     def __init__(
@@ -41,10 +45,12 @@ class Deadline:
         exit_after_s: float | None,
         time_left: Callable[[], float | None],
         save_before_s: float | None,
+        stop_timeout_s: float | None = None,
     ):
         self._exit_after_s = exit_after_s
         self._time_left = time_left
         self._save_before_s = save_before_s
+        self._stop_timeout_s = stop_timeout_s
         self._metrics = Tail(run_dir / METRICS_FILE)
         self._events = Tail(run_dir / EVENTS_FILE, 0)
         self._longest_step_s = 0.0
@@ -59,8 +65,19 @@ class Deadline:
         """Seconds before the limit at which to stop."""
         if self._save_before_s is not None:
             return self._save_before_s
+        return _SPARE_S + _CAUTION * self._step_and_save_s
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Seconds that a requested stop may take: the running step, then a save."""
+        if self._stop_timeout_s is not None:
+            return self._stop_timeout_s
+        return max(_STOP_AT_LEAST_S, _SPARE_S + _STOP_CAUTION * self._step_and_save_s)
+
+    @property
+    def _step_and_save_s(self) -> float:
         save_s = _UNKNOWN_SAVE_S if self._longest_save_s is None else self._longest_save_s
-        return _SPARE_S + _CAUTION * (self._longest_step_s + save_s)
+        return self._longest_step_s + save_s
 
     def left_s(self) -> float | None:
         """Seconds until the scheduler's limit as it was last known; None without one."""

@@ -16,6 +16,7 @@ from megads.errors import ConfigError
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
+_HEARTBEATS_VARIABLE = "MEGADS_HEARTBEATS"
 
 REHEARSAL_VARIABLE = "MEGADS_REHEARSAL"
 """Names the folder of the rehearsal that a batch script takes part in; see `resilience.rehearsal.notes`."""
@@ -34,6 +35,7 @@ class RankEnvironment:
         world_size: ranks over all machines.
         local_world_size: ranks on this machine.
         lease: number of the start of the run that it belongs to, see megads.runtime.lease; None where nobody said.
+        heartbeats: folder of this node's heartbeats, see megads.runtime.heartbeat; None where nobody watches.
     """
 
     rank: int = 0
@@ -41,16 +43,19 @@ class RankEnvironment:
     world_size: int = 1
     local_world_size: int = 1
     lease: int | None = None
+    heartbeats: Path | None = None
 
 
 def rank_environment() -> RankEnvironment:
     """Returns who this process is."""
+    heartbeats = os.environ.get(_HEARTBEATS_VARIABLE)
     return RankEnvironment(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         lease=int(os.environ[_LEASE_VARIABLE]) if os.environ.get(_LEASE_VARIABLE) else None,
+        heartbeats=Path(heartbeats) if heartbeats else None,
     )
 
 
@@ -134,7 +139,11 @@ BLACKWELL = (10, 0)
 
 
 def rank_variables(
-    threads: int, cuda: bool, lease: int | None = None, capability: tuple[int, int] | None = None
+    threads: int,
+    cuda: bool,
+    lease: int | None = None,
+    capability: tuple[int, int] | None = None,
+    heartbeats: Path | None = None,
 ) -> dict[str, str]:
     """Returns what every rank's environment must hold.
 
@@ -143,12 +152,14 @@ def rank_variables(
         cuda: ranks compute on GPUs.
         lease: number of this start of the run.
         capability: the lowest compute capability of the GPUs; None where it is not known.
+        heartbeats: folder for the ranks' heartbeats; None where nobody watches.
     """
     # torch takes its thread count from here when it is imported. It must be equal on all ranks: LayerNorm's gradient
     # depends on it bit for bit.
     variables = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
     variables[_LEASE_VARIABLE] = "" if lease is None else str(lease)
+    variables[_HEARTBEATS_VARIABLE] = str(heartbeats or "")
     # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
     # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back. Huge
     # pages (glibc >= 2.35) spare most of what is looked up of their addresses.

@@ -11,27 +11,31 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from megads.errors import MegadsError
+from megads.errors import MegadsError, Preempted, UnhealthyNode
 from megads.runtime import environment
 from megads.runtime.console import Console
+from megads.runtime.heartbeat import Position, render_positions
 from megads.runtime.metrics import EventWriter
 from megads.runtime.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.runtime.rank_outcome import Outcome, clear_records, judge
+from megads.runtime.rank_outcome import NodeReport, Outcome, clear_records, judge
 from megads.runtime.run_dir import tracker_log_path
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.side_process import SideProcess
-from megads.runtime.stop_file import clear_stop, request_stop
+from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
 
 EXIT_KILLED = 130
 # The process beside the ranks keeps to LaunchSpec.flush_s itself; this much later it is taken to hang.
 _FLUSH_MARGIN_S = 2.0
 _KILLED_FLUSH_S = 1.0
+_STOPPED_RANK_S = 10.0
+"""A rank whose process is stopped keeps a request to stop waiting for so long."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class LaunchSpec:
         cpu: the ranks compute on the CPU, whatever GPUs there are.
         saves: the ranks save and stop when asked; where they do not, the first signal kills them.
         lease: number of this start of the run; None where nobody else can start it.
+        heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
         cause_of_bus_error: asked when a rank was killed by SIGBUS; the fault that it finds in a mapped file, if any.
     """
 
@@ -60,12 +65,21 @@ class LaunchSpec:
     cpu: bool = False
     saves: bool = True
     lease: int | None = None
+    heartbeat_timeout_s: float | None = None
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
         """What one node starts; without a place, all of it."""
-        threads = self.threads_per_rank or environment.share_of_cores(ranks_per_node)
-        return NodePart(self.run_dir, self.command, ranks_per_node, threads, self.cpu, self.lease, **place)  # type: ignore[arg-type]
+        return NodePart(
+            run_dir=self.run_dir,
+            command=self.command,
+            num_ranks=ranks_per_node,
+            threads_per_rank=self.threads_per_rank or environment.share_of_cores(ranks_per_node),
+            cpu=self.cpu,
+            lease=self.lease,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            **place,  # type: ignore[arg-type]
+        )
 
 
 def launch(
@@ -124,7 +138,10 @@ class _Launch:
         self._signals: list[int] = []
         self._signals_answered = 0
         self._killed_by_signal = False
-        self._stop_requested = False
+        self._silent: dict[int, Position] = {}
+        self._stop_reason = ""
+        self._stop_requested_at: float | None = None
+        self._overdue = ""
 
     def run(self) -> Outcome:
         """Starts the ranks, watches them to the end and returns how they ended."""
@@ -146,7 +163,7 @@ class _Launch:
         self._console.close()
         if overruled is not None:
             raise overruled
-        return replace(outcome, stopping=self._stop_requested)
+        return replace(outcome, stopping=bool(self._stop_reason))
 
     def _watch(self) -> MegadsError | None:
         """Waits for the end of the ranks; returns why they had to be killed, None when they had not."""
@@ -155,7 +172,9 @@ class _Launch:
         while self._ranks.poll():
             self._console.poll()
             self._watch_side()
+            self._watch_heartbeats()
             self._answer_signals()
+            self._enforce_stop()
             try:
                 self._ask_scheduler()
             except MegadsError as error:
@@ -177,7 +196,9 @@ class _Launch:
             self._console.say(f"killed by {cause}", "error")
             self._console.close()
             return Outcome(EXIT_KILLED)
-        outcome = self._explained(judge(self._spec.run_dir, self._spec.num_ranks, self._ranks.reports()))
+        reports = self._ranks.reports()
+        outcome = self._explained(judge(self._spec.run_dir, self._spec.num_ranks, reports))
+        outcome = self._after_a_stop(outcome, reports)
         if outcome.message:
             self._events.write(
                 "failure",
@@ -204,6 +225,52 @@ class _Launch:
         if cause is None:
             return outcome
         return replace(outcome, exit_code=cause.exit_code, message=f"{outcome.message}\n  cause: {cause}")
+
+    def _after_a_stop(self, outcome: Outcome, reports: Sequence[NodeReport]) -> Outcome:
+        """A run that was to make room for others goes on later, also where a hung rank or a lost node kept it from
+        saving."""
+        if self._overdue:
+            hung = outcome.exit_code == UnhealthyNode.exit_code
+            found = render_positions(position for report in reports for position in report.positions)
+            message = f"{self._overdue}\n  {outcome.message if hung else found}".rstrip()
+            outcome = replace(outcome, message=message, exit_code=UnhealthyNode.exit_code)
+        if outcome.exit_code == UnhealthyNode.exit_code and self._stop_reason in (PREEMPTED, TIME_LIMIT):
+            return replace(outcome, exit_code=Preempted.exit_code)
+        return outcome
+
+    def _watch_heartbeats(self) -> None:
+        """Names ranks that fall silent, within seconds, and those that are heard again."""
+        for position in self._ranks.silences():
+            if position.lost:
+                self._silent[position.rank], event, text = position, "heartbeat_lost", str(position)
+            else:
+                self._silent.pop(position.rank, None)
+                event, text = "heartbeat_back", "sends heartbeats again"
+            self._events.write(
+                event,
+                level="warning",
+                rank=position.rank,
+                node=position.node,
+                step=position.step,
+                phase=position.phase,
+                state=position.state,
+                message=f"{position.name} {text}",
+            )
+
+    def _enforce_stop(self) -> None:
+        """Kills ranks that do not stop although they were asked to: the last checkpoint counts."""
+        if self._stop_requested_at is None or self._overdue:
+            return
+        waited_s = time.monotonic() - self._stop_requested_at
+        stopped = [position.name for position in self._silent.values() if position.stopped]
+        if stopped and waited_s >= _STOPPED_RANK_S:
+            cause = f"{', '.join(stopped)} cannot: its process is stopped (SIGSTOP)"
+        elif waited_s >= self._scheduler.stop_timeout_s:
+            cause = "run.stop_timeout_s is over"
+        else:
+            return
+        self._overdue = f"asked to stop {waited_s:.0f} s ago, but {cause}: killed, the last checkpoint counts"
+        self._ranks.kill()
 
     def _watch_side(self) -> None:
         """Says it once when the process beside the ranks fails; what fails within it, it says itself."""
@@ -266,7 +333,7 @@ class _Launch:
             self._request_stop(order.reason, order.message)
 
     def _request_stop(self, reason: str, message: str) -> None:
-        self._stop_requested = True
+        self._stop_reason, self._stop_requested_at = reason, self._stop_requested_at or time.monotonic()
         try:
             request_stop(self._spec.run_dir, reason)
         except OSError as error:

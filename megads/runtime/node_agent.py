@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 REPORT = "report"
 FAILING = "failing"
 SIGNALLED = "signalled"
+SILENCE = "silence"
 _END_WITHIN_S = 5.0
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _IGNORED = (signal.SIGINT, signal.SIGHUP)
@@ -100,6 +101,8 @@ def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
         if signals:
             signals.clear()
             control.say({"word": SIGNALLED, "number": ranks.part.node})
+        for position in ranks.silences():
+            control.say({"word": SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
         if ranks.failing and not told:
             told = True
             control.say({"word": FAILING, "number": ranks.part.node})

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from megads.errors import ConfigError
 from megads.runtime import environment
-from megads.runtime.rank_outcome import NodeReport, RankExit, read_exits, read_failures
+from megads.runtime.heartbeat import HeartbeatMonitor, Position
+from megads.runtime.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
 from megads.runtime.run_dir import exit_path
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Ranks(Protocol):
         """Kills what still runs, at once; poll to see the end of it."""
         ...
 
+    def silences(self) -> list[Position]:
+        """Ranks whose heartbeats stopped or came back since the last call."""
+        ...
+
     def reports(self) -> list[NodeReport]:
         """How they ended."""
         ...
@@ -70,6 +75,7 @@ class NodePart:
         node: number of this node.
         num_nodes: all nodes.
         address: of this node, for the others.
+        heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
     """
 
     run_dir: Path
@@ -81,6 +87,7 @@ class NodePart:
     node: int = 0
     num_nodes: int = 1
     address: str = "127.0.0.1"
+    heartbeat_timeout_s: float | None = None
 
     @property
     def first_rank(self) -> int:
@@ -139,6 +146,10 @@ class NodeRanks:
         self.part = part
         self._control = control
         self._killed: set[int] = set()
+        self._hung: dict[int, FailureRecord] = {}
+        self._monitor = HeartbeatMonitor(self._node)
+        self._silences: list[Position] = []
+        self._positions: list[Position] = []
         self._exits: list[RankExit] = []
         self._failed_at: float | None = None
         self._error: BaseException | None = None
@@ -160,9 +171,12 @@ class NodeRanks:
         if self._error is not None:
             raise self._error
         if not self._thread.is_alive():
+            self._monitor.close()
             return False
-        if self._failed_at is None and self._some_rank_failed():
+        self._watch_heartbeats()
+        if self._failed_at is None and (self._hung or self._some_rank_failed()):
             self._failed_at = time.monotonic()
+            self._note_positions()
         if self._failed_at is not None and time.monotonic() - self._failed_at > KILL_AFTER_S:
             self.kill()
         return True
@@ -174,27 +188,58 @@ class NodeRanks:
 
     def kill(self) -> None:
         """Kills every rank that still runs, and what it started."""
+        self._note_positions()
         for rank, pid in self._pids().items():
-            if _exists(pid):
-                self._killed.add(rank)
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
+            self._kill(rank, pid)
+
+    def silences(self) -> list[Position]:
+        """Ranks whose heartbeats stopped or came back since the last call."""
+        found, self._silences = self._silences, []
+        return found
 
     def reports(self) -> list[NodeReport]:
         """How the ranks ended, as far as they have."""
         ranks = self.part.ranks
         return [
             NodeReport(
-                node=environment.node_name() if self.part.num_nodes > 1 else "",
-                failures=read_failures(self.part.run_dir, ranks, self.part.lease),
+                node=self._node,
+                failures=[*read_failures(self.part.run_dir, ranks, self.part.lease), *self._hung.values()],
                 exits=list(self._exits),
                 killed=sorted(self._killed),
                 returned=read_exits(self.part.run_dir, ranks, self.part.lease),
+                positions=self._positions,
             )
         ]
 
     def description(self) -> dict[str, object]:
         return {"node": environment.node_name()}
+
+    @property
+    def _node(self) -> str:
+        """Its name, where it need be told."""
+        return environment.node_name() if self.part.num_nodes > 1 else ""
+
+    def _kill(self, rank: int, pid: int) -> None:
+        if _exists(pid):
+            self._killed.add(rank)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _watch_heartbeats(self) -> None:
+        """Kills ranks that have been silent for too long: a stopped process ignores SIGTERM, and its peers wait."""
+        pids, limit_s = self._pids(), self.part.heartbeat_timeout_s
+        self._silences += self._monitor.look(pids)
+        for position in self._monitor.positions():
+            if limit_s is not None and position.silent_s >= limit_s and position.rank not in self._hung:
+                self._hung[position.rank] = hung(position)
+                self._kill(position.rank, pids[position.rank])
+
+    def _note_positions(self) -> None:
+        """Keeps where the ranks are before they are killed; one that is silent then is why its peers failed."""
+        if self._positions:
+            return
+        self._positions = self._monitor.positions()
+        self._hung |= {at.rank: hung(at) for at in self._positions if at.lost and at.rank not in self._hung}
 
     def _run_agent(self) -> None:
         """Body of the agent's thread."""
@@ -213,7 +258,8 @@ class NodeRanks:
         part = self.part
         cuda = torch.cuda.is_available() and not part.cpu
         capability = lowest_compute_capability() if cuda else None
-        variables = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability)
+        heartbeats = self._monitor.folder
+        variables = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, heartbeats)
         return variables | (environment.HIDDEN_GPUS if part.cpu else {})
 
     def _some_rank_failed(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode
+from megads.runtime.heartbeat import Position, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _FULL_BYTES = 2**20
@@ -70,6 +72,7 @@ class NodeReport:
         exits: processes that the agent saw fail.
         killed: ranks that the agent itself killed.
         returned: exit codes of the ranks that ended by themselves.
+        positions: of the ranks, by their heartbeats, when the first failure on the node was seen.
         error: the agent's own failure; empty for none.
         exit_code: of that failure.
     """
@@ -79,6 +82,7 @@ class NodeReport:
     exits: Sequence[RankExit] = ()
     killed: Sequence[int] = ()
     returned: Mapping[int, int] = field(default_factory=dict)
+    positions: Sequence[Position] = ()
     error: str = ""
     exit_code: int = EXIT_BUG
 
@@ -100,6 +104,7 @@ class NodeReport:
             exits=[RankExit(**end) for end in content["exits"]],
             killed=content["killed"],
             returned={int(rank): code for rank, code in content["returned"].items()},
+            positions=[Position(**position) for position in content["positions"]],
             error=content["error"],
             exit_code=content["exit_code"],
         )
@@ -194,7 +199,9 @@ def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outc
     if blamed is not None:
         return blamed
     if failures:
-        return _from_record(run_dir, failures[0], nodes[failures[0].rank])
+        found = render_positions(position for report in reports for position in report.positions)
+        whereabouts = f"\n  when it was noticed: {found}" if found else ""
+        return _from_record(run_dir, failures[0], nodes[failures[0].rank], whereabouts)
     if silent:
         return _from_signal(run_dir, *silent[0])
     returned = {rank: code for report in reports for rank, code in report.returned.items()}
@@ -242,10 +249,17 @@ def _rank(rank: int, node: str) -> str:
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
-def _from_record(run_dir: Path, record: FailureRecord, node: str) -> Outcome:
+def hung(position: Position) -> FailureRecord:
+    """What is recorded of a rank that cannot say anything itself any more."""
+    code, now = UnhealthyNode.exit_code, position.silent_s
+    began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}
+    return FailureRecord(position.rank, code, "Hang", True, f"hung: {position}", consequence=False, **began)
+
+
+def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: str = "") -> Outcome:
     rank = _rank(record.rank, node)
     if record.consequence:
-        text = f"{rank} lost a peer, and no rank says why: {record.message}"
+        text = f"{rank} lost a peer, and no rank says why: {record.message}{whereabouts}"
     elif record.user_error:
         text = f"{rank}: {record.message}"
     else:

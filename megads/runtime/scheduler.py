@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +34,11 @@ class Watch(Protocol):
     """Something that may want a run to stop."""
 
     def look(self) -> StopOrder | None: ...
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Seconds that a requested stop may take."""
+        ...
 
 
 class Hold(Protocol):
@@ -68,6 +74,11 @@ class Scheduler:
     def kills(self, number: signal.Signals) -> bool:
         """Whether a signal that comes after the first kills."""
         return True
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """Seconds from a request to stop until the ranks are killed."""
+        return self._deadline.stop_timeout_s if self._deadline is not None else math.inf
 
     def look(self) -> StopOrder | None:
         """Asked several times a second; returns an order once.

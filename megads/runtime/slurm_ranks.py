@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from megads.errors import ConfigError
 from megads.runtime import slurm
-from megads.runtime.node_agent import FAILING, REPORT, SIGNALLED
+from megads.runtime.heartbeat import Position
+from megads.runtime.node_agent import FAILING, REPORT, SIGNALLED, SILENCE
 from megads.runtime.node_ranks import KILL_AFTER_S, POLL_S, NodePart
 from megads.runtime.rank_outcome import NodeReport, lost_nodes
 from megads.runtime.run_dir import srun_log_path
@@ -59,6 +60,7 @@ class SlurmRanks:
         self._srun_options = srun_options
         self._wrapper = wrapper
         self._reports: dict[int, NodeReport] = {}
+        self._silences: list[Position] = []
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
         self._ended_at: float | None = None
@@ -110,6 +112,11 @@ class SlurmRanks:
             self._ended_at = time.monotonic()
             self._control.order_end()
 
+    def silences(self) -> list[Position]:
+        """What the agents have said of heartbeats since the last call."""
+        found, self._silences = self._silences, []
+        return found
+
     def reports(self) -> list[NodeReport]:
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
@@ -128,6 +135,7 @@ class SlurmRanks:
             *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
+            *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
             *(["--cpu"] if part.cpu else []),
             *("--", *part.command),
         ]
@@ -145,6 +153,9 @@ class SlurmRanks:
         """Notes what an agent says."""
         if word["word"] == SIGNALLED:
             self._signalled_at = self._signalled_at or time.monotonic()
+            return
+        if word["word"] == SILENCE:
+            self._silences.append(Position(**word["position"]))  # type: ignore[arg-type]
             return
         number = word["number"]
         assert isinstance(number, int)

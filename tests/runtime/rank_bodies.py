@@ -5,15 +5,18 @@ Only those that need torch import it: it is most of the time of a start.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 from megads.config import RootConfig
 from megads.errors import NumericalError
 from megads.runtime.environment import rank_environment
+from megads.runtime.heartbeat import heartbeat
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.stop_file import INTERRUPTED, read_stop
 
@@ -125,4 +128,37 @@ def step_as_planned(config: RootConfig, run_dir: Path) -> int:
             (run_dir / "die").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
     events.write("end", step=config.train.steps)
+    return 0
+
+
+def beat_until_stopped(config: RootConfig, run_dir: Path) -> int:
+    """Two ranks that wait for each other in every step, as in training; each leaves its pid."""
+    import torch
+    import torch.distributed as dist
+
+    environment = rank_environment()
+    with heartbeat(environment.heartbeats, environment.rank) as beats:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.timeout_s))
+        for step in range(1, 100_000):
+            beats.enter("all_reduce", step)
+            dist.all_reduce(torch.ones(()))
+            if step == 3:
+                (run_dir / f"pid_{environment.rank}").write_text(str(os.getpid()))
+            beats.enter("between steps")
+            time.sleep(0.01)
+    return 0
+
+
+def hold_the_interpreter(config: RootConfig, run_dir: Path) -> int:
+    """Rank 1 calls native code that never gives Python's global lock back; rank 0 waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    environment = rank_environment()
+    with heartbeat(environment.heartbeats, environment.rank) as beats:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=config.cluster.timeout_s))
+        beats.enter("native code" if environment.rank == 1 else "all_reduce", step=7)
+        if environment.rank == 1:
+            ctypes.PyDLL(None).sleep(60)
+        dist.all_reduce(torch.ones(()))
     return 0

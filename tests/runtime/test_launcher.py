@@ -19,6 +19,7 @@ import torch
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest, freeze
+from megads.runtime.config import ClusterConfig
 from megads.runtime.console import Console
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import current_holder
@@ -31,14 +32,20 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from megads.cli.entry import MegadsError
+from megads.frozen_config import load_frozen
 from megads.runtime.console import Console
+from megads.runtime.deadline import Deadline
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import claimed
+from megads.runtime.scheduler import Scheduler
 run_dir, ranks, digest, body = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 command = ("-m", "megads.cli.rank", str(run_dir), "--digest", digest, "--entry", "tests.runtime.rank_bodies:" + body)
+config = load_frozen(run_dir / "config.yaml")
+spec = LaunchSpec(run_dir, ranks, command, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
+deadline = Deadline(run_dir, None, lambda: None, None, config.run.stop_timeout_s)
 try:
     with claimed(run_dir):
-        sys.exit(launch(LaunchSpec(run_dir, ranks, command), Console(run_dir, sys.stdout)).exit_code)
+        sys.exit(launch(spec, Console(run_dir, sys.stdout), scheduler=Scheduler(deadline=deadline)).exit_code)
 except MegadsError as error:
     sys.exit(f"{error.exit_code} {error}")
 """
@@ -56,10 +63,19 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
 class Launched:
     """A launcher in a process of its own, so that signals can be sent to it."""
 
-    def __init__(self, run_dir: Path, body: str, ranks: int = 2, digest: str | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        body: str,
+        ranks: int = 2,
+        digest: str | None = None,
+        stop_timeout_s: float | None = None,
+        **cluster: float,
+    ):
         self.run_dir = run_dir
         run_dir.mkdir(exist_ok=True)
-        config = RootConfig()
+        config = RootConfig(cluster=ClusterConfig(**cluster))  # type: ignore[arg-type]
+        config.run.stop_timeout_s = stop_timeout_s
         freeze(config, run_dir / "config.yaml")
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, str(run_dir), str(ranks), digest or config_digest(config), body],

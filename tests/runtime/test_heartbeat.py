@@ -1,0 +1,183 @@
+"""Ranks that hang: named within seconds, killed in time, and no reason to blame their peers. All processes are real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megads.runtime.heartbeat import (
+    INTERVAL_S,
+    LOST_AFTER_S,
+    HeartbeatMonitor,
+    Position,
+    heartbeat,
+    heartbeat_path,
+    render_positions,
+)
+from megads.runtime.metrics import read_json_lines
+from tests.runtime.test_launcher import Launched, start
+
+__all__ = ["start"]
+
+BEAT = """
+import sys, time
+from pathlib import Path
+from megads.runtime.heartbeat import heartbeat
+with heartbeat(Path(sys.argv[1]), 3) as beats:
+    beats.enter("sleeping", step=5)
+    print("beats", flush=True)
+    time.sleep(60)
+"""
+
+
+def looks(monitor: HeartbeatMonitor, pids: dict[int, int], seconds: float) -> list[Position]:
+    """What a monitor reports within a time."""
+    found, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        found += monitor.look(pids)
+        time.sleep(INTERVAL_S / 5)
+    return found
+
+
+def test_a_stopped_process_is_told_from_one_that_waits() -> None:
+    """Catches a main thread that only sleeps and is called hung, a stopped process that nobody names, one that is
+    blamed though it goes on, and one that is blamed after its end."""
+    monitor = HeartbeatMonitor("node-1")
+    assert monitor.folder is not None and monitor.folder.stat().st_mode & 0o077 == 0
+    process = subprocess.Popen([sys.executable, "-c", BEAT, str(monitor.folder)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        pids = {3: process.pid}
+        assert looks(monitor, pids, 4) == []
+        (at,) = monitor.positions()
+        assert (at.rank, at.step, at.phase, at.lost) == (3, 5, "sleeping", False) and at.phase_s > 2
+        process.send_signal(signal.SIGSTOP)
+        (lost,) = looks(monitor, pids, 5)
+        assert lost.lost and lost.stopped and lost.name == "rank 3 on node-1"
+        assert "its process is stopped (SIGSTOP); last in step 5, sleeping" in str(lost)
+        process.send_signal(signal.SIGCONT)
+        (back,) = looks(monitor, pids, 2)
+        assert not back.lost
+    finally:
+        process.kill()
+        process.wait()
+    looks(monitor, pids, 3)
+    assert monitor.positions() == []
+    monitor.close()
+    assert monitor.folder is None and monitor.look(pids) == []
+
+
+def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks killed after a laptop's sleep, a suspended job, or a launcher that was stopped itself."""
+    monitor = HeartbeatMonitor()
+    assert monitor.folder is not None
+    with heartbeat(monitor.folder, 0):
+        pids = {0: os.getpid()}
+        monitor.look(pids)
+        before = heartbeat_path(monitor.folder, 0).read_bytes()
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
+        heartbeat_path(monitor.folder, 0).write_bytes(before)
+        assert monitor.look(pids) == []
+        assert all(position.silent_s <= 2 * INTERVAL_S for position in monitor.positions())
+    monitor.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 10, b"\xff" * 72])
+def test_files_that_are_no_heartbeats(content: bytes) -> None:
+    """Catches a monitor that fails, and takes the run with it, because of what is among temporary files."""
+    monitor = HeartbeatMonitor()
+    assert monitor.folder is not None
+    heartbeat_path(monitor.folder, 0).write_bytes(content)
+    assert monitor.look({0: os.getpid()}) == [] and monitor.positions() == []
+    monitor.close()
+
+
+def test_a_disk_that_takes_no_heartbeats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a run that ends because its node's temporary files have no room."""
+    with heartbeat(tmp_path / "missing", 0) as beats:
+        beats.enter("training", 1)
+    assert "no heartbeats are sent" in caplog.text
+
+
+def test_ranks_at_the_same_place_are_shown_together() -> None:
+    """Catches a line a rank, 10,000 of them, in an error message."""
+    waiting = [Position(rank, 7, "engine step", 30.0 + rank) for rank in range(12)]
+    shown = render_positions([*waiting, Position(12, 7, "loading data", 41.0)])
+    assert shown == (
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more: in step 7, engine step for 41 s; "
+        "rank 12: in step 7, loading data for 41 s"
+    )
+
+
+def pid_of(launched: Launched, rank: int) -> int:
+    path = launched.run_dir / f"pid_{rank}"
+    launched.wait_for(lambda: path.exists() and bool(path.read_text()))
+    return int(path.read_text())
+
+
+def events(launched: Launched, name: str) -> list[dict[str, object]]:
+    return [event for event in read_json_lines(launched.run_dir / "events.jsonl") if event["event"] == name]
+
+
+@pytest.mark.distributed
+def test_a_stopped_rank_is_named_killed_and_blamed(start: Callable[..., Launched]) -> None:
+    """Catches a hang that lasts as long as the collectives' timeout, and blame on the rank that waits."""
+    launched = start("beat_until_stopped", heartbeat_timeout_s=LOST_AFTER_S)
+    os.kill(pid_of(launched, 1), signal.SIGSTOP)
+    code, out, err = launched.end()
+    assert code == 9
+    assert "megads: rank 1: hung: sends no heartbeat for" in err and "its process is stopped (SIGSTOP)" in err
+    assert "in step " in err and "rank_00001.log" in err and "rank 0" not in err
+    assert "rank 1 sends no heartbeat" in out
+    (lost,) = events(launched, "heartbeat_lost")
+    assert (lost["rank"], lost["state"]) == (1, "T")
+
+
+@pytest.mark.distributed
+def test_a_stopped_rank_is_blamed_when_its_peers_give_up_first(start: Callable[..., Launched]) -> None:
+    """Catches the healthy rank's timeout taken for the cause: nothing else was left to blame."""
+    launched = start("beat_until_stopped", timeout_s=8.0)
+    os.kill(pid_of(launched, 1), signal.SIGSTOP)
+    code, _, err = launched.end()
+    assert code == 9 and "megads: rank 1: hung: sends no heartbeat for" in err
+
+
+@pytest.mark.distributed
+def test_a_stop_does_not_wait_for_a_stopped_rank(start: Callable[..., Launched]) -> None:
+    """Catches a preempted job that waits for a hung rank until its scheduler kills it, and is not requeued."""
+    launched = start("beat_until_stopped")
+    os.kill(pid_of(launched, 1), signal.SIGSTOP)
+    launched.process.send_signal(signal.SIGTERM)
+    code, _, err = launched.end()
+    assert code == 6
+    assert "rank 1 cannot: its process is stopped (SIGSTOP): killed, the last checkpoint counts" in err
+    assert "rank 1: hung: sends no heartbeat" in err
+
+
+@pytest.mark.distributed
+def test_a_stop_that_does_not_come(start: Callable[..., Launched]) -> None:
+    """Catches a run that beats on but never stops, and is waited for without end."""
+    launched = start("beat_until_stopped", stop_timeout_s=3.0)
+    pid_of(launched, 1)
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 9 and "run.stop_timeout_s is over: killed, the last checkpoint counts" in err
+    assert "ranks 0, 1: in step " in err or "rank 0: in step " in err
+
+
+@pytest.mark.distributed
+def test_native_code_that_holds_the_interpreter_is_named(start: Callable[..., Launched]) -> None:
+    """Catches a deadlock in an extension, which blocks every thread of its rank, that is taken for a slow step."""
+    launched = start("hold_the_interpreter", heartbeat_timeout_s=LOST_AFTER_S)
+    code, _, err = launched.end()
+    assert code == 9
+    assert "megads: rank 1: hung: sends no heartbeat for" in err and "native code holds its interpreter" in err
+    assert "last in step 7, native code" in err
