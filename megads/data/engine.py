@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from megads.errors import ConfigError
 
 # Of the documents that the fast engine tokenizes, one in so many is tokenized by the other too.
 RECHECK_EVERY = 1000
+_MOST_PAIRS = 2000
+"""Of added tokens that are tried beside each other."""
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -62,15 +65,19 @@ class FastEngine:
 
     Raises:
         ImportError: it is not installed.
-        ValueError: it cannot read this tokenizer.
+        ValueError: it cannot do this tokenizer.
     """
 
     def __init__(self, tokenizer_file: str, reference: HuggingFaceEngine) -> None:
         import awkward
         import gigatoken
 
-        # It would take text that spells a special token for the token itself.
-        content = json.loads(Path(tokenizer_file).read_bytes()) | {"added_tokens": []}
+        content = json.loads(Path(tokenizer_file).read_bytes())
+        # It would take text that spells a special token for the token itself; others are tokens in a text too.
+        content["added_tokens"] = [token for token in content.get("added_tokens", []) if not token["special"]]
+        words = [token["content"] for token in content["added_tokens"] if token["single_word"]]
+        if words:
+            raise ValueError(f"it finds added tokens within words, too, which {words[0]!r} must not be")
         self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
         self._awkward = awkward
         self._reference = reference
@@ -106,10 +113,25 @@ class FastEngine:
             raise EngineMismatch
 
 
+def added_token_texts(tokenizer_file: str) -> list[str]:
+    """Texts around every added token, special or not, which no sample of a corpus need have.
+
+    Args:
+        tokenizer_file: in the format of Hugging Face `tokenizers`.
+    """
+    tokens = [str(token["content"]) for token in json.loads(Path(tokenizer_file).read_bytes()).get("added_tokens", [])]
+    texts = [form.replace("*", token) for token in tokens for form in ("*", "a*b", "a * b\n*", "A*.", "1**", "*é")]
+    pairs = list(itertools.product(tokens, repeat=2))
+    if len(pairs) > _MOST_PAIRS:
+        pairs = random.Random(0).sample(pairs, _MOST_PAIRS)
+    return texts + [f"{first}{second} {first}x{second}" for first, second in pairs]
+
+
 def choose_engine(
     engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sample: Sequence[str], key: str = "engine"
 ) -> Engine:
-    """Returns the engine to use: `fast` only where it gives the reference's ids on a sample of the corpus.
+    """Returns the engine to use: `fast` only where it gives the reference's ids on a sample of the corpus and on texts
+    with every added token.
 
     Args:
         engine: what the user asked for.
@@ -124,11 +146,12 @@ def choose_engine(
     if engine is Engine.hf:
         return engine
     try:
-        FastEngine(tokenizer_file, HuggingFaceEngine(tokenizer)).require_equal(sample)
+        fast = FastEngine(tokenizer_file, HuggingFaceEngine(tokenizer))
+        fast.require_equal([*sample, *added_token_texts(tokenizer_file)])
     except ImportError as error:
         why = f"it needs gigatoken ({error}): pip install 'megads[fast]'"
     except EngineMismatch:
-        why = "it gives other ids than Hugging Face tokenizers on a sample of the documents"
+        why = "it gives other ids than Hugging Face tokenizers on a sample of the documents, or beside an added token"
     except Exception as error:  # the library raises what it likes for tokenizers that it does not know
         why = f"it cannot do this tokenizer ({error})"
     else:

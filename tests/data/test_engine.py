@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from megads.data import engine as engine_module
 from megads.data.block_tokenizer import BlockTokenizer, TokenizeSettings
 from megads.data.blocks import Lines
 from megads.data.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, choose_engine
+from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, added_token_texts, choose_engine
 from megads.data.preprocess import preprocess
 from megads.data.shards import open_shard, shard_path
 from megads.data.tokenizer import load_tokenizer, train_tokenizer
@@ -81,9 +83,49 @@ def test_a_mismatch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.skipif(INSTALLED, reason="gigatoken is installed")
-def test_without_it_auto_goes_on_and_fast_says_why(tmp_path: Path) -> None:
+def with_added(path: str, *tokens: AddedToken) -> str:
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save(path)
+    return path
+
+
+@needs_gigatoken
+def test_added_tokens_that_are_not_special_are_tokens_in_a_text(tmp_path: Path) -> None:
+    """Catches <think> and runs of spaces, as Qwen and GPT-NeoX have them, that the fast engine takes for plain text,
+    and special tokens' texts that it does not."""
+    runs = [AddedToken(" " * count, normalized=True) for count in range(2, 25)]
+    path = with_added(tokenizer_of(tmp_path, 600), AddedToken("<think>"), AddedToken("strip", lstrip=True), *runs)
+    tokenizer = load_tokenizer(path)
+    tokenizer.encode_special_tokens = True
+    reference = HuggingFaceEngine(tokenizer)
+    fast = FastEngine(path, reference)
+    texts = [text.replace("B", "<think>").replace("1", "   ") for text in hard_texts(2000)]
+    fast.require_equal(texts)
+    assert tokenizer.token_to_id("<think>") in fast.encode(texts)[0]
+    assert choose_engine(Engine.auto, path, tokenizer, ["nothing of the kind"]) is Engine.fast
+
+
+@needs_gigatoken
+def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
+    """Catches a fast engine that is taken because no text of the sample has the token that it gets wrong."""
+    path = with_added(tokenizer_of(tmp_path, 600), AddedToken("word", single_word=True))
+    tokenizer = load_tokenizer(path)
+    tokenizer.encode_special_tokens = True
+    assert choose_engine(Engine.auto, path, tokenizer, ["nothing of the kind"]) is Engine.hf
+    with pytest.raises(ConfigError, match=r"engine = fast: it cannot do this tokenizer .*within words.*'word'"):
+        choose_engine(Engine.fast, path, tokenizer, ["nothing of the kind"])
+    assert any("aword" in text for text in added_token_texts(path))
+    content = json.loads(Path(path).read_text())
+    content["added_tokens"][-1]["single_word"] = False
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content))
+    assert choose_engine(Engine.auto, str(other), tokenizer, ["nothing of the kind"]) is Engine.hf
+
+
+def test_without_it_auto_goes_on_and_fast_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an optional package that is needed after all, and a traceback for its absence."""
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = tokenizer_of(tmp_path, 300)
     config = PreprocessConfig(
         input=[str(tmp_path / "source.jsonl")], tokenizer=tokenizer, output=str(tmp_path / "a"), engine=Engine.fast
