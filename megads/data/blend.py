@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Protocol
 
@@ -44,7 +45,7 @@ class Interleaving(Protocol):
 class _Node:
     """A dataset, or two nodes that share what comes; `share` is the left one's part."""
 
-    weight: float
+    weight: Fraction
     dataset: int = -1
     left: _Node | None = None
     right: _Node | None = None
@@ -52,7 +53,7 @@ class _Node:
     @cached_property
     def share(self) -> float:
         assert self.left is not None
-        return self.left.weight / self.weight
+        return float(self.left.weight / self.weight)
 
 
 class BalancedOrder:
@@ -61,7 +62,8 @@ class BalancedOrder:
     A node's count is off by at most 1/2 and passes on its share of that, so dataset d is never further from its exact
     proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is about 1 for
     weights of like size and was below 2 for any tried, at every prefix, while a random choice strays without limit.
-    A sample takes the time of the weights' entropy, and the order no memory.
+    A sample takes the time of the weights' entropy, and the order no memory. Weights are added as fractions, exactly:
+    every version of Python makes the same tree with the same shares.
 
     Args:
         weights: one a dataset, above or equal to 0; need not sum to 1.
@@ -81,7 +83,7 @@ class BalancedOrder:
                 bounds[node.dataset] = inherited
                 return
             for child in (node.left, node.right):
-                visit(child, 0.5 + inherited * child.weight / node.weight)
+                visit(child, 0.5 + inherited * float(child.weight / node.weight))
 
         visit(self._root, 0.0)
         return bounds
@@ -117,7 +119,8 @@ class BalancedOrder:
 def _huffman(weights: Sequence[float]) -> _Node:
     # The serial number settles equal weights: nodes themselves have no order.
     serial = itertools.count()
-    heap = [(w, next(serial), _Node(w, dataset)) for dataset, w in enumerate(weights) if w > 0]
+    exact = [Fraction(weight) for weight in weights]
+    heap = [(w, next(serial), _Node(w, dataset)) for dataset, w in enumerate(exact) if w > 0]
     heapq.heapify(heap)
     while len(heap) > 1:
         (_, _, small), (_, _, large) = heapq.heappop(heap), heapq.heappop(heap)

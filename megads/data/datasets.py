@@ -15,7 +15,7 @@ from megads.data.blend_config import Order, Weighting
 from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig, PackingMode
 from megads.data.indexed import IndexedDataset
-from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share
+from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
 from megads.data.packed import PackedSamples, PackedValidation
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
@@ -76,27 +76,26 @@ def open_datasets(
 
 
 def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], documents: Sequence[range]) -> list[float]:
-    """Returns each dataset's share of the samples, which sum to 1.
+    """Returns each dataset's weight; they do not sum to 1.
+
+    Nothing is divided by a sum of floats: Python 3.11, Python 3.12 and NumPy have three for the same weights.
 
     Args:
         config: where the weights come from.
         datasets: those of data.train.
         documents: what of each is trained on.
     """
-    tokens = [float(dataset.stream(part).size) for dataset, part in zip(datasets, documents, strict=True)]
     if len(datasets) == 1:
         return [1.0]
+    if config.weights is Weighting.explicit:
+        return [item.weight or 0.0 for item in config.train]
+    if config.weights is Weighting.documents:
+        return [float(len(part)) for part in documents]
+    tokens = [float(dataset.stream(part).size) for dataset, part in zip(datasets, documents, strict=True)]
     if config.weights is Weighting.tokens:
-        weights = tokens
-    elif config.weights is Weighting.documents:
-        weights = [float(len(part)) for part in documents]
-    elif config.weights is Weighting.temperature:
-        largest = max(tokens)
-        weights = [(count / largest) ** (1 / config.temperature) for count in tokens]
-    else:
-        weights = [item.weight or 0.0 for item in config.train]
-    total = sum(weights)
-    return [weight / total for weight in weights]
+        return tokens
+    # The last digits of a power are the C library's.
+    return [round((count / max(tokens)) ** (1 / config.temperature), 12) for count in tokens]
 
 
 def _train_samples(
@@ -113,6 +112,8 @@ def _train_samples(
     # The end of the run's stream, what is left out included.
     total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
     megatron = config.order is Order.megatron
+    if megatron:
+        weights = megatron_weights(weights)
     parts: list[BlendPart] = []
     for dataset, part, weight in zip(datasets, documents, weights, strict=True):
         if megatron:

@@ -143,6 +143,12 @@ class MegatronSamples(TrainSamples):
         return self._wanted
 
 
+def megatron_weights(weights: Sequence[float]) -> list[float]:
+    """Weights as Megatron-LM normalises them: by NumPy's sum, which adds eight and more in pairs."""
+    shares = np.array(weights, np.float64)
+    return (shares / shares.sum()).tolist()
+
+
 def megatron_share(samples: int, weight: float) -> int:
     """Samples that Megatron-LM builds of a dataset with that share of a blend."""
     return math.ceil(math.ceil(samples * weight) * SURPLUS)
@@ -155,16 +161,15 @@ class MegatronOrder:
     and may be drawn once more than its share allows (Megatron-LM issue 705); `BalancedOrder` does not do this.
 
     Args:
-        weights: one a dataset; need not sum to 1.
+        weights: as `megatron_weights` returns them; Megatron-LM normalises them once more for the order, so this does.
         samples: how many are dealt; numbers beyond start again from 0.
     """
 
     def __init__(self, weights: Sequence[float], samples: int) -> None:
-        shares = np.array(weights, np.float64)
-        self._shares = shares / shares.sum()
-        deal = _deal_few if shares.size <= FEW_DATASETS else _deal_many
+        self._shares = np.array(megatron_weights(weights), np.float64)
+        deal = _deal_few if self._shares.size <= FEW_DATASETS else _deal_many
         self._datasets = deal(self._shares, samples)
-        counts = np.bincount(self._datasets, minlength=shares.size)
+        counts = np.bincount(self._datasets, minlength=self._shares.size)
         self._places: IntArray = np.empty(samples, np.int64)
         self._places[np.argsort(self._datasets, kind="stable")] = ragged_arange(counts)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 
@@ -46,6 +47,28 @@ def test_the_order_is_this_one_for_ever() -> None:
     """Catches an edit that changes the order of running blends."""
     datasets, _ = BalancedOrder([5, 3, 2]).place(np.arange(20))
     assert datasets.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
+
+
+ODD_WEIGHTS = [0.97, 0.96, 0.07, 0.09, 0.85, 0.75, 0.68, 0.32, 0.62, 0.62, 0.59]
+"""Which Python 3.11, Python 3.12 and NumPy sum up to three different numbers."""
+
+
+@pytest.mark.parametrize(
+    ("order", "digest"),
+    [
+        (Order.default, "e9cad3c348bc641e"),
+        # Computed with megatron-core 0.16.1's own build_blending_indices.
+        (Order.megatron, "b080703c14ae5e1e"),
+    ],
+)
+def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, digest: str) -> None:
+    """Catches weights divided by another sum than Megatron's, and a sum that another version of Python makes."""
+    prefixes = [make_dataset([SEQ_LEN + 1] * 300, name=f"set_{number}").prefix for number in range(len(ODD_WEIGHTS))]
+    train = [DatasetConfig(prefix, weight) for prefix, weight in zip(prefixes, ODD_WEIGHTS, strict=True)]
+    samples, _ = open_datasets(DataConfig(train=train, split=[1.0, 0.0], order=order), SEQ_LEN, 1, VOCAB_SIZE, 2000)
+    assert isinstance(samples, BlendedSamples)
+    datasets, _ = samples.place(np.arange(2000))
+    assert hashlib.sha256(datasets.astype("<i2").tobytes()).hexdigest()[:16] == digest
 
 
 def test_any_part_of_the_stream_alone() -> None:
