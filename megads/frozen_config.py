@@ -49,6 +49,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         del content["train"][length]
     del content["model"]["attention"]
     del content["optim"]["impl"]
+    del content["data"]["history"]
     return f"{name}-{_sha256(content)[:8]}"
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+
+import numpy as np
 
 from megads.checkpoint.agreement import on_first
 from megads.checkpoint.folders import list_checkpoints
-from megads.checkpoint.manifest import newest_manifest
-from megads.checkpoint.read import (
-    CheckpointHandle,
-    check_model,
-    find_checkpoint,
-    read_into,
-)
-from megads.config import RootConfig, batch_size_schedule
+from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
+from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
+from megads.config import RootConfig, batch_size_schedule, planned_steps
+from megads.data.blend_config import Order
+from megads.data.datasets import train_weights
+from megads.data.indexed import idx_path
+from megads.data.mix_history import continued
+from megads.data.recorded import read_record, record_data, renamed_datasets
 from megads.data.skip import require_same_past, skips_of
 from megads.engine.interface import TrainEngine
+from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
@@ -65,6 +68,74 @@ def resume(
     )
     own = handle.folder.parent.parent == run_dir.absolute()
     continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=to_path)
+
+
+def continue_data(config: RootConfig, run_dir: Path) -> RootConfig:
+    """Returns the config with the mixes of datasets that the run had before, if it goes on.
+
+    Args:
+        config: of this start.
+        run_dir: the run's folder, which need not exist.
+
+    Raises:
+        CheckpointError: checkpoint.load names none.
+        ConfigError: a change under which the samples to come could not follow those that were trained.
+        DataError: a dataset is missing or damaged.
+    """
+    load, home = config.checkpoint.load, run_dir
+    manifest: Manifest | None
+    if goes_to_path(load, run_dir):
+        folder = given_folder(Path(load))
+        home, manifest = folder.parent.parent, read_manifest(folder)
+    else:
+        manifest = newest_manifest(run_dir) if load != "none" else None
+    if manifest is None or manifest.run.state["samples"] == 0:
+        return config
+    before = config_of_start(home, manifest.run.config_digest)
+    if before is None:
+        return config
+    samples = manifest.run.state["samples"]
+    require_same_stream(before, config, samples)
+    if not all(idx_path(path).exists() for path in config.data.paths):
+        return config  # data.raw is not prepared yet, or somebody else will say what is missing
+    skips = skips_of(config.data.skip, batch_size_schedule(config))
+    end = int(skips.apply(np.array([samples - 1]))[0]) + 1
+    moved = set(config.data.paths) - set(before.data.paths)
+    renamed = renamed_datasets(read_record(home), record_data(config.data)) if moved else {}
+    return replace(config, data=continued(config.data, before.data, end, train_weights, renamed))
+
+
+def require_same_stream(before: RootConfig, now: RootConfig, samples: int) -> None:
+    """Refuses settings under which the samples to come could not follow those that were trained.
+
+    Raises:
+        ConfigError: names the key and both values.
+    """
+
+    def settings(config: RootConfig) -> dict[str, object]:
+        data, train = config.data, config.train
+        found: dict[str, object] = {
+            "train.seed": train.seed,
+            "train.seq_len": train.seq_len,
+            "data.order": data.order.value,
+            "data.packing": data.packing.value,
+            "data.split": list(data.split) if not data.valid_paths else "none, as data.valid is set",
+        }
+        if data.order is Order.megatron:
+            found["data.megatron_theta"] = data.megatron_theta
+            found["data.train"] = [(item.path, item.weight) for item in data.train]
+            planned = batch_size_schedule(config).samples_after(planned_steps(config))
+            found["train.steps (samples of the whole run, which Megatron's order depends on)"] = planned
+        return found
+
+    past, wanted = settings(before), settings(now)
+    for key in wanted:
+        if key in past and past[key] != wanted[key]:
+            raise ConfigError(
+                f"{key} = {wanted[key]}, but the run was trained with {past[key]} up to sample {samples}: what comes "
+                "would not follow that, some samples would be repeated and others lost. Go back to that value, or "
+                "start a new run with another run.id"
+            )
 
 
 def goes_to_path(load: str, run_dir: Path) -> bool:

@@ -74,6 +74,7 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
         samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
         planned_samples=taken.tolist(),
         order=config.data.order.value,
+        mixes=[asdict(mix) for mix in config.data.history],
     )
     if config.data.skip:
         ranges = samples.skips.left_out()

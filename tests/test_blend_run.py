@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megads.config import open_run_data
+from megads.data.blend import BlendedSamples
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megads.frozen_config import load_frozen
 from tests.command import StartCommand, events_of, small_model, steps_of, validations_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -46,3 +49,30 @@ def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCom
     assert sum(blend["planned_samples"]) == 48 and min(blend["planned_samples"]) > 10
     names = {key for line in validations_of(whole) for key in line if key.endswith("/loss")}
     assert names == {"valid/same/loss", "valid/reversed/loss"}
+
+
+def test_a_mix_that_changes_on_resume(corpus: Path, megads: StartCommand) -> None:
+    """Catches a change that counts from the run's beginning, one that `why` does not know of, and settings that cannot
+    change which are changed without a word."""
+    other = reversed_corpus(corpus, megads.folder / "other", 12)
+    run_dir = megads.folder / "runs" / "mixed"
+    changes = {"run__dir": run_dir, "run__id": "mixed", "data__split": "[1, 0]"}
+    first = small_model(corpus, train__steps=2, **changes)
+    mixed = f"[{{path: {other}, weight: 1, max_epochs: 9}}, {{path: {corpus}, weight: 1}}]"
+    then = small_model(corpus, train__steps=4, data__train=mixed, **changes)
+    for command in (first, then, [*then, "train.steps=5"]):
+        ended = megads("train", *command).end()
+        assert ended.code == 0, ended.err
+    config = load_frozen(run_dir / "config.yaml")
+    weights = [(mix.from_sample, mix.weights) for mix in config.data.history]
+    assert weights == [(0, {str(corpus): 1.0}), (24, {str(other): 1.0, str(corpus): 1.0})]
+    samples, _ = open_run_data(config)
+    assert isinstance(samples, BlendedSamples)
+    datasets, places = samples.place(np.arange(60))
+    assert places[datasets == 0].tolist() == list(range(42)) and places[datasets == 1].tolist() == list(range(18))
+    for step in (1, 4):
+        assert megads("why", f"run={run_dir}", f"step={step}", "loss=none").end().code == 0
+    for change, found in (("train.seed=2", 1234), ("train.seq_len=8", 16), ("data.order=megatron", "default")):
+        ended = megads("train", *then, change).end()
+        key, _, value = change.partition("=")
+        assert ended.code == 2 and f"{key} = {value}, but the run was trained with {found} up to" in ended.err

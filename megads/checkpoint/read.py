@@ -73,7 +73,7 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
     if load == "none":
         return None
     if load != "auto":
-        folder = on_first(control, lambda: _given_folder(Path(load)))
+        folder = on_first(control, lambda: given_folder(Path(load)))
         try:
             return CheckpointHandle(folder, _verified(folder, control))
         except CheckpointError as error:
@@ -209,7 +209,7 @@ def _comparable(model_config: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _given_folder(path: Path) -> Path:
+def given_folder(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the one that a run's `latest` names."""
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST_FILE).is_file() and not (folder / MANIFEST_FILE).exists():

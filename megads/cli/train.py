@@ -79,10 +79,12 @@ def _run(config: RootConfig, invocation: Invocation, placement: Placement | None
     """Prepares and starts the run; returns how it ended."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.cli.memory_check import settle_auto, this_machine
+    from megads.resume import continue_data
 
     _refuse_shared_place(config, invocation)
     config, preparation = locate_data(config)
     config = place(config, invocation.choices)
+    config = continue_data(config, Path(str(config.run.dir)))
     known, data = describe_data(config, preparation)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megads.config import RootConfig, open_run_data
-from megads.data.blend_config import DatasetConfig
+from megads.data.blend_config import DatasetConfig, MixConfig
 from megads.data.indexed import IntArray, idx_path
 from megads.data.recorded import DataRecord, read_record, record_data
 from megads.data.runs import TrainSource
@@ -111,8 +111,10 @@ def _located(config: RootConfig, run_dir: Path) -> RootConfig:
     if valid is not None:
         valid = find(valid) if isinstance(valid, str) else {name: find(path) for name, path in valid.items()}
     train: list[DatasetConfig] = [dataclasses.replace(item, path=find(item.path)) for item in data.train]
+    history = [MixConfig(mix.from_sample, {find(path): w for path, w in mix.weights.items()}) for mix in data.history]
     # Validation shares are named after the paths, which may differ in their folders only.
-    return dataclasses.replace(config, data=dataclasses.replace(data, train=train, valid=valid, stage_to=None))
+    data = dataclasses.replace(data, train=train, valid=valid, history=history, stage_to=None)
+    return dataclasses.replace(config, data=data)
 
 
 def _require_same_content(run_dir: Path, config: RootConfig, located: RootConfig) -> bool:
@@ -125,9 +127,8 @@ def _require_same_content(run_dir: Path, config: RootConfig, located: RootConfig
     if before is None:
         return False
     now = record_data(located.data)
-    names = [item.path for item in config.data.train] + list(config.data.valid_paths.values())
     named = tuple(
-        dataclasses.replace(record, path=name) for record, name in zip(now.datasets, dict.fromkeys(names), strict=True)
+        dataclasses.replace(record, path=name) for record, name in zip(now.datasets, config.data.paths, strict=True)
     )
     changes = before.changes(DataRecord(named))
     if changes:

@@ -58,6 +58,16 @@ class PhaseConfig:
 
 
 @dataclass
+class MixConfig:
+    """A mix that a run has had from a sample on."""
+
+    from_sample: int = MISSING
+    """Number in the training stream of its first sample."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """By path."""
+
+
+@dataclass
 class SkipConfig:
     """A range of the training stream to leave out: either steps or samples."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megads.data.blend_config import DatasetConfig, Order, PhaseConfig, SkipConfig, Weighting
+from megads.data.blend_config import DatasetConfig, MixConfig, Order, PhaseConfig, SkipConfig, Weighting
 from megads.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
@@ -42,6 +42,9 @@ class DataConfig:
     """With data.weights=temperature: 1 is by tokens, larger is more even."""
     phases: list[PhaseConfig] = field(default_factory=list)
     """Other weights from given samples on; every dataset goes on where it was."""
+    history: list[MixConfig] = field(default_factory=list)
+    """Mixes that a run had before its mix was changed: megads train fills it in, so that a change counts from where it
+    was made."""
     order: Order = Order.default
     """default, or megatron: Megatron-LM's own index maps and blending, for continuing a run of it."""
     megatron_theta: float = 0.80
@@ -81,6 +84,21 @@ class DataConfig:
         if self.raw is None:
             return []
         return [self.raw] if isinstance(self.raw, str) else list(self.raw)
+
+    @property
+    def blended(self) -> list[DatasetConfig]:
+        """All datasets that the training stream has samples of, those of a mix before it included, in a fixed order."""
+        named = {item.path: item for item in self.train}
+        former = [path for mix in self.history for path in mix.weights]
+        if not former:
+            return list(self.train)
+        unlimited = {path: DatasetConfig(path, max_epochs=1e9) for path in former}
+        return list((unlimited | named).values())
+
+    @property
+    def paths(self) -> list[str]:
+        """Prefixes of all datasets, for training and validation, each once."""
+        return list(dict.fromkeys([item.path for item in self.blended] + list(self.valid_paths.values())))
 
     def check(self) -> None:
         """Raises ConfigError on a missing dataset or a split that is none."""

@@ -16,6 +16,7 @@ from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig, PackingMode
 from megads.data.indexed import IndexedDataset
 from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
+from megads.data.mix_history import mixes
 from megads.data.packed import PackedSamples, PackedValidation
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
@@ -55,7 +56,8 @@ def open_datasets(
         DataError: data is missing, corrupt, too small, or made for another vocabulary.
     """
     config.check()
-    datasets = [open_dataset(config, item.path) for item in config.train]
+    items = config.blended
+    datasets = [open_dataset(config, item.path) for item in items]
     valid_datasets = {name: open_dataset(config, path) for name, path in config.valid_paths.items()}
     _check_sidecars([*datasets, *valid_datasets.values()], vocab_size)
     if valid_datasets:
@@ -64,8 +66,11 @@ def open_datasets(
     else:
         splits = [split_documents(dataset, config.split) for dataset in datasets]
         train_documents = [train for train, _ in splits]
-        names = [item.shown_name for item in config.train] if len(datasets) > 1 else [HELD_OUT]
-        held_out = {name: (dataset, split[1]) for name, dataset, split in zip(names, datasets, splits, strict=True)}
+        held_out = {
+            item.shown_name if len(config.train) > 1 else HELD_OUT: (dataset, split[1])
+            for item, dataset, split in zip(items, datasets, splits, strict=True)
+            if item in config.train
+        }
     train = _train_samples(config, datasets, train_documents, seq_len, seed, samples, schedule or BatchSizeSchedule(1))
     valid = {
         name: validation_source(config, dataset, documents, seq_len)
@@ -73,6 +78,16 @@ def open_datasets(
         if documents
     }
     return train, valid
+
+
+def train_weights(config: DataConfig) -> list[float]:
+    """Opens data.train and returns each dataset's weight, see `blend_weights`; one alone is not opened."""
+    if len(config.train) == 1:
+        return [1.0]
+    datasets = [IndexedDataset(item.path) for item in config.train]
+    whole = bool(config.valid_paths)
+    documents = [range(some.num_documents) if whole else split_documents(some, config.split)[0] for some in datasets]
+    return blend_weights(config, datasets, documents)
 
 
 def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], documents: Sequence[range]) -> list[float]:
@@ -107,7 +122,7 @@ def _train_samples(
     samples: int,
     schedule: BatchSizeSchedule,
 ) -> BlendPart | BlendedSamples:
-    weights = blend_weights(config, datasets, documents)
+    weights = blend_weights(config, datasets, documents) if not config.history else [1.0] * len(datasets)
     skips = skips_of(config.skip, schedule)
     # The end of the run's stream, what is left out included.
     total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
@@ -127,16 +142,24 @@ def _train_samples(
     if megatron and len(parts) > 1:
         order = MegatronOrder(weights, total)
     else:
-        mixes = [(0, weights), *((phase.from_sample, phase.weights) for phase in config.phases)]
-        order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in mixes])
+        order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
     _check_epochs(config, parts, order, total)
     return BlendedSamples(parts, order, skips)
+
+
+def _mixes(config: DataConfig, weights: Sequence[float]) -> list[tuple[int, Sequence[float]]]:
+    """The first sample of each mix, and a weight for each of config.blended."""
+    if not config.history:
+        return [(0, weights), *((phase.from_sample, phase.weights) for phase in config.phases)]
+    by_path = [(mix.from_sample, mix.weights) for mix in mixes(config, ())]
+    return [(first, [some.get(item.path, 0.0) for item in config.blended]) for first, some in by_path]
 
 
 def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interleaving, total: int) -> None:
     """Refuses a run that reads more of a dataset than it may: a small one would be learnt by heart unnoticed."""
     taken = order.counts(total)
-    for place, (item, part) in enumerate(zip(config.train, parts, strict=True)):
+    for place, (item, part) in enumerate(zip(config.blended, parts, strict=True)):
+        named = f"data.train[{config.train.index(item)}] ({item.path})" if item in config.train else item.path
         allowed = item.max_epochs if item.max_epochs is not None else (1.0 if len(parts) > 1 else None)
         count = int(taken[place])
         if allowed is None or count <= int(allowed * part.samples_per_epoch):
@@ -144,7 +167,7 @@ def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interle
         limit = int(allowed * part.samples_per_epoch)
         enough = bisect_right(range(total), limit, key=lambda number: int(order.counts(number)[place])) - 1
         raise ConfigError(
-            f"data.train[{place}] ({item.path}) has {part.samples_per_epoch} samples an epoch and the run of {total} "
+            f"{named} has {part.samples_per_epoch} samples an epoch and the run of {total} "
             f"samples takes {count} of it, {count / part.samples_per_epoch:.2f} epochs; max_epochs = {allowed:g} "
             f"allows {limit}: set its max_epochs to {count / part.samples_per_epoch + 0.005:.2f}, lower its weight, or "
             f"train on at most {enough} samples"

@@ -94,8 +94,7 @@ def record_data(data: DataConfig, raw: Sequence[str] = ()) -> DataRecord:
     Raises:
         DataError: one is missing or damaged.
     """
-    paths = dict.fromkeys([item.path for item in data.train] + list(data.valid_paths.values()))
-    return DataRecord(tuple(_record(path) for path in paths), tuple(raw))
+    return DataRecord(tuple(_record(path) for path in data.paths), tuple(raw))
 
 
 def _record(path: str) -> DatasetRecord:
@@ -154,6 +153,16 @@ def read_record(run_dir: Path) -> DataRecord | None:
         raise DataError(
             f"{path}: is no record of a run's data: {error}; delete it to go on without knowing whether data changed"
         ) from error
+
+
+def renamed_datasets(before: DataRecord | None, now: DataRecord) -> dict[str, str]:
+    """Returns the new paths, by their old ones, of datasets that lie elsewhere but hold the same."""
+    if before is None:
+        return {}
+    old, new = ({record.path: record for record in some.datasets} for some in (before, now))
+    content = {(record.index, record.content): path for path, record in new.items() if path not in old}
+    found = {path: content.get((record.index, record.content)) for path, record in old.items() if path not in new}
+    return {path: other for path, other in found.items() if other is not None}
 
 
 def require_recorded(run_dir: Path, now: DataRecord) -> None:

@@ -157,7 +157,8 @@ def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None
 
 def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartCommand) -> None:
     """Catches an answer about data that is not what was trained on, and a run that goes on with it: the order of the
-    samples, and with it batch_hash, stays the same when only the tokens change."""
+    samples, and with it batch_hash, stays the same when only the tokens change. And Megatron's order, which depends on
+    the run's length, that is changed under what was trained."""
     prefix, run_dir = module_megads.folder / "copy", module_megads.folder / "megatron"
     for ending in (".bin", ".idx"):
         shutil.copy(f"{corpus}{ending}", f"{prefix}{ending}")
@@ -165,11 +166,13 @@ def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartComm
     ended = module_megads("train", *small_model(prefix, train__steps=2, **changes)).end()
     assert ended.code == 0, ended.err
     require_what_was_trained(run_dir, 2, explained(run_dir, 2))
+    ended = module_megads("train", *small_model(prefix, train__steps=3, **changes)).end()
+    assert ended.code == 2 and "= 36, but the run was trained with 24 up to sample 24" in ended.err, ended.err
     original = bin_path(prefix).read_bytes()
     bin_path(prefix).write_bytes(original[:1000] + bytes([original[1000] ^ 1]) + original[1001:])
     with pytest.raises(DataError, match=r"copy\.bin holds other tokens than before"):
         explained(run_dir, 2)
-    ended = module_megads("train", *small_model(prefix, train__steps=3, **changes)).end()
+    ended = module_megads("train", *small_model(prefix, train__steps=2, **changes)).end()
     assert ended.code == 3 and "copy.bin holds other tokens than before" in ended.err, ended.err
     assert len(steps_of(run_dir)) == 2 and len(events_of(run_dir, "start")) == 1
     bin_path(prefix).unlink()
