@@ -26,6 +26,7 @@ from megads.data.batches import Packing
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
 from megads.data.recorded import record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
+from megads.data.samples import WindowSubset
 from megads.data.unigram import unigram_entropy
 from megads.engine.autotune import record_tuning, settle_attention, settle_operators
 from megads.engine.build import build_train_engine
@@ -327,12 +328,13 @@ def validation_hook(
     valid: ValidationSource,
     metrics: MetricsWriter,
 ) -> ValidationHook:
-    """Validates on one set; rank 0, which writes, also knows the unigram loss."""
-    unigram = unigram_entropy(valid) if grid.rank == 0 else 0.0
+    """Validates on one set, or a fixed part of it."""
+    most = config.evaluation.max_tokens
+    shown = valid if most is None else WindowSubset(valid, most)
 
     def batches() -> Iterator[list[MicroBatch]]:
         return validation_batches(
-            valid,
+            shown,
             config.train.micro_batch_size,
             grid.dp.rank,
             grid.dp.size,
@@ -342,6 +344,7 @@ def validation_hook(
             replace(packing(config), mask_eod=False),
         )
 
+    unigram = partial(unigram_entropy, shown)
     return ValidationHook(engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics)
 
 

@@ -35,6 +35,7 @@ def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCom
         "data__phases": "[{from_sample: 36, weights: [1, 1]}]",
         "data__valid": f"{{same: {corpus}, reversed: {other}}}",
         "evaluation__every_steps": 0,
+        "evaluation__max_tokens": 50,
     }
     whole, parted = megads.folder / "whole", megads.folder / "parted"
     assert megads("train", *small_model(corpus, train__steps=4, run__dir=whole, **changes)).end().code == 0
@@ -49,6 +50,8 @@ def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCom
     assert sum(blend["planned_samples"]) == 48 and min(blend["planned_samples"]) > 10
     names = {key for line in validations_of(whole) for key in line if key.endswith("/loss")}
     assert names == {"valid/same/loss", "valid/reversed/loss"}
+    validated = [line for run in (whole, parted) for line in validations_of(run) if "valid/same/tokens" in line]
+    assert [line["valid/same/tokens"] for line in validated] == [64, 64, 64]
 
 
 def test_a_mix_that_changes_on_resume(corpus: Path, megads: StartCommand) -> None:

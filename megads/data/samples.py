@@ -11,7 +11,7 @@ import numpy as np
 
 from megads.data.index_maps import EpochMap, EpochMapCache, EpochMapKey, MapKey
 from megads.data.indexed import IndexedDataset, IntArray
-from megads.data.runs import Runs, runs_of_samples, runs_of_windows
+from megads.data.runs import Runs, ValidationSource, runs_of_samples, runs_of_windows
 from megads.errors import DataError
 
 KEPT_EPOCHS = 16
@@ -138,6 +138,28 @@ class ValidationSamples:
         filled = np.flatnonzero(sizes)
         counted = np.stack((filled, np.zeros_like(filled), sizes[filled] - 1), axis=1)
         return [replace(found, counted=counted)]
+
+
+class WindowSubset:
+    """Some windows of a validation set, evenly spaced over it: a `ValidationSource`.
+
+    Args:
+        source: the whole set.
+        max_tokens: places of the windows together, rounded up to whole windows.
+    """
+
+    def __init__(self, source: ValidationSource, max_tokens: int) -> None:
+        self._source = source
+        self.seq_len = source.seq_len
+        self._windows = min(len(source), -(-max_tokens // source.seq_len))
+
+    def __len__(self) -> int:
+        return self._windows
+
+    def runs(self, windows: IntArray) -> Sequence[Runs]:
+        """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
+        whole = len(self._source)
+        return self._source.runs(np.where(windows < self._windows, windows * whole // self._windows, whole))
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:

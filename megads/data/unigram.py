@@ -8,15 +8,18 @@ import numpy as np
 
 from megads.data.indexed import Array, IntArray
 from megads.data.runs import Runs, ValidationSource, copy_tokens, loss_mask, token_at, widest_dtype
+from megads.data.samples import WindowSubset
 from megads.errors import DataError
 
 CHUNK_TOKENS = 1 << 22
+SAMPLED_TOKENS = 1 << 24
+"""Of a larger set so many are counted, in windows that are evenly spaced over it."""
 # A token id above this is damage: counting it would take memory for that many tokens.
 MAX_TOKEN_ID = 1 << 24
 
 
 def unigram_entropy(valid: ValidationSource) -> float:
-    """Computes the loss of the best model that ignores context, on exactly the tokens that validation predicts.
+    """Computes the loss of the best model that ignores context, on the tokens that validation predicts, or a sample.
 
     Args:
         valid: the validation set.
@@ -27,6 +30,7 @@ def unigram_entropy(valid: ValidationSource) -> float:
     Raises:
         DataError: a token that cannot be one.
     """
+    valid = WindowSubset(valid, SAMPLED_TOKENS)
     counts: IntArray = np.zeros(0, np.int64)
     windows_a_chunk = max(CHUNK_TOKENS // (valid.seq_len + 1), 1)
     for begin in range(0, len(valid), windows_a_chunk):

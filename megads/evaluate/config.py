@@ -13,15 +13,20 @@ from megads.errors import ConfigError
 
 @dataclass
 class EvaluationConfig:
-    """Validation covers the whole validation set, the same tokens in every layout."""
+    """Validation covers the same tokens in every layout and at every step."""
 
     every_steps: int = 0
     """Steps between validations; 0 validates at the end only."""
     at_end: bool = True
     """Validate after the last step."""
+    max_tokens: int | None = None
+    """Tokens of each validation set, rounded up to whole windows that are evenly spaced over it; null is all of it. The
+    metrics say how many were validated on (valid/<name>/tokens)."""
 
     def check(self) -> None:
-        """Raises ConfigError on a negative interval."""
+        """Raises ConfigError on a negative interval or a subset of nothing."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"evaluation.max_tokens = {self.max_tokens}: must be at least 1, or null for all")
         if self.every_steps < 0:
             raise ConfigError(f"evaluation.every_steps = {self.every_steps}: must not be negative")
 

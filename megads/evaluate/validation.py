@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -24,7 +25,8 @@ class ValidationHook:
         batches: starts a pass over the validation set; yields this rank's micro-batches of one global batch after
             another, equally many batches on every rank.
         name: the set's name in the metrics.
-        unigram_loss: nats a token of the best model that ignores context, which a trained one must beat.
+        unigram_loss: computes the nats a token of the best model that ignores context, which a trained one must beat;
+            called once, on rank 0.
         config: when.
         total_steps: the planned end.
         metrics: where the line goes.
@@ -35,7 +37,7 @@ class ValidationHook:
         engine: TrainEngine,
         batches: Callable[[], Iterator[list[MicroBatch]]],
         name: str,
-        unigram_loss: float,
+        unigram_loss: Callable[[], float],
         config: EvaluationConfig,
         total_steps: int,
         metrics: MetricsWriter,
@@ -43,7 +45,7 @@ class ValidationHook:
         self._engine = engine
         self._batches = batches
         self._name = name
-        self._unigram_loss = unigram_loss
+        self._unigram_loss = functools.cache(unigram_loss)
         self._config = config
         self._total_steps = total_steps
         self._metrics = metrics
@@ -72,7 +74,9 @@ class ValidationHook:
 
     def _record(self, step: int, samples: int, tokens: int) -> None:
         """Validates and writes the line; collective."""
-        loss = self.validate()
+        loss, validated = self.validate()
+        if self._engine.grid.rank:
+            return
         self._metrics.write(
             {
                 "step": step,
@@ -80,12 +84,13 @@ class ValidationHook:
                 "tokens": tokens,
                 self._loss_key: loss,
                 f"valid/{self._name}/ppl": perplexity(loss),
-                f"valid/{self._name}/unigram_loss": self._unigram_loss,
+                f"valid/{self._name}/unigram_loss": self._unigram_loss(),
+                f"valid/{self._name}/tokens": validated,
             }
         )
 
-    def validate(self) -> float:
-        """Mean loss in nats over every unmasked token of the validation set; collective.
+    def validate(self) -> tuple[float, int]:
+        """Mean loss in nats over every unmasked token of the validation set, and how many there are; collective.
 
         Raises:
             DataError: the set has no unmasked token.
@@ -99,7 +104,7 @@ class ValidationHook:
             raise DataError(
                 f"validation set {self._name!r} has no token that counts: give a larger data.valid or data.split"
             )
-        return loss_sum / tokens
+        return loss_sum / tokens, tokens
 
 
 def perplexity(loss: float) -> float:

@@ -5,7 +5,7 @@ import pytest
 
 from megads.data.batches import PLAIN, assemble
 from megads.data.runs import document_starts
-from megads.data.samples import TrainSamples, ValidationSamples, split_documents
+from megads.data.samples import TrainSamples, ValidationSamples, WindowSubset, split_documents
 from megads.errors import DataError
 
 from .conftest import VOCAB_SIZE, MakeDataset
@@ -97,6 +97,22 @@ def test_validation_predicts_every_token_once(make_dataset: MakeDataset, total: 
     predicted = batch.labels_bs[batch.loss_mask_bs == 1].tolist()
     assert predicted == dataset.stream(range(1, 3))[1:].tolist()
     assert valid.num_predicted_tokens == total - 1
+
+
+@pytest.mark.parametrize(("max_tokens", "windows"), [(1, 1), (24, 3), (25, 4), (10**9, 13)])
+def test_a_subset_of_validation(make_dataset: MakeDataset, max_tokens: int, windows: int) -> None:
+    """N10. Catches a subset that is the beginning of the set only, that repeats or masks windows, or that depends on
+    how ranks ask for it."""
+    dataset = make_dataset([101])
+    whole = ValidationSamples(dataset, range(1), SEQ_LEN)
+    subset = WindowSubset(whole, max_tokens)
+    assert len(subset) == windows
+    ids = np.arange(windows + 3)
+    [found] = subset.runs(ids)
+    chosen = found.starts // SEQ_LEN
+    assert chosen.tolist() == [number * 13 // windows for number in range(windows)] == sorted(set(chosen.tolist()))
+    [backwards] = subset.runs(ids[::-1])
+    assert backwards.starts[np.argsort(backwards.rows)].tolist() == found.starts[::-1].tolist()
 
 
 def test_validation_needs_a_token_to_predict(make_dataset: MakeDataset) -> None:
