@@ -1,7 +1,9 @@
 """Samples of whole documents, packed best-fit: prompt/response pairs with the loss on responses.
 
 A document of several sequences alternates between what is given and what is learnt: prompt, response, prompt and so on.
-A document of one sequence is learnt whole. `TurnWriter` writes them; the files stay Megatron's.
+It is cut where a sample ends, as its rest would lack the prompt. A document of one sequence is learnt whole: a long one
+fills samples of its own, and its rest is packed like a document (Ding et al. 2024, "Fewer truncations improve language
+modeling"). `TurnWriter` writes them; the files stay Megatron's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,49 @@ class PackedCounts:
 
     Attributes:
         documents: all of them.
+        tokens: of all of them.
         samples: bins that they fill in each epoch.
+        split: longer than a sample, and trained in several.
         truncated: longer than a sample; cut at its end.
         dropped: with no token to learn, or none within a sample's length.
+        left_out_tokens: of documents that were truncated or dropped; never trained.
         fill: share of the samples' places that hold a token.
     """
 
     documents: int
+    tokens: int
     samples: int
+    split: int
     truncated: int
     dropped: int
+    left_out_tokens: int
     fill: float
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Documents, the long ones in pieces that share a token with the next: it is predicted once, and predicts once.
+
+    Attributes:
+        documents: int64 [pieces], number of the document.
+        offsets: int64 [pieces], its first token there.
+        sizes: int64 [pieces], tokens.
+    """
+
+    documents: IntArray
+    offsets: IntArray
+    sizes: IntArray
+
+    @classmethod
+    def of(cls, dataset: IndexedDataset, documents: range, seq_len: int) -> _Pieces:
+        """Those with a token to learn."""
+        numbers = np.arange(documents.start, documents.stop)
+        numbers = numbers[_learnt_tokens(dataset, numbers, seq_len + 1) > 0]
+        starts, ends = dataset.document_bounds(numbers)
+        whole = dataset.document_index[numbers + 1] - dataset.document_index[numbers] == 1
+        counts = np.where(whole, np.maximum(-(-(ends - starts - 1) // seq_len), 1), 1)
+        which, offsets = np.repeat(np.arange(numbers.size), counts), ragged_arange(counts) * seq_len
+        return cls(numbers[which], offsets, np.minimum((ends - starts)[which] - offsets, seq_len + 1))
 
 
 class _Bins:
@@ -81,45 +114,56 @@ class _Bins:
     def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int) -> None:
         self.dataset = dataset
         self.seq_len = seq_len
-        all_documents = np.arange(documents.start, documents.stop)
-        sizes = np.minimum(dataset.document_sizes(documents), seq_len + 1)
-        kept = _learnt_tokens(dataset, all_documents, seq_len + 1) > 0
-        self.documents, sizes = all_documents[kept], sizes[kept]
+        self.pieces = _Pieces.of(dataset, documents, seq_len)
+        sizes = self.pieces.sizes
         self._by_size = np.argsort(-sizes, kind="stable")
-        self._sizes = sizes
         bin_of = best_fit_decreasing(sizes[self._by_size], seq_len + 1)
         # Places of the documents, sorted by size, in the order of the bins: within a bin the longest comes first.
         self._slots = np.argsort(bin_of, kind="stable")
         self.firsts = np.concatenate(([0], np.cumsum(np.bincount(bin_of))))
-        count = self.firsts.size - 1
-        self.counts = PackedCounts(
+        self.counts = self._count(documents)
+
+    def _count(self, documents: range) -> PackedCounts:
+        count, capacity, pieces = self.firsts.size - 1, self.seq_len + 1, self.pieces
+        sizes, kept = self.dataset.document_sizes(documents), np.unique(pieces.documents)
+        # A piece's first token is the last one of the piece before.
+        trained = int(pieces.sizes.sum()) - int(np.sum(pieces.offsets > 0))
+        split = int(np.unique(pieces.documents[pieces.offsets > 0]).size)
+        return PackedCounts(
             documents=len(documents),
+            tokens=int(sizes.sum()),
             samples=count,
-            truncated=int(np.sum(dataset.document_sizes(documents)[kept] > seq_len + 1)),
-            dropped=len(documents) - self.documents.size,
-            fill=float(sizes.sum()) / max(count * (seq_len + 1), 1),
+            split=split,
+            truncated=int(np.sum(sizes[kept - documents.start] > capacity)) - split,
+            dropped=len(documents) - kept.size,
+            left_out_tokens=int(sizes.sum()) - trained,
+            fill=float(pieces.sizes.sum()) / max(count * capacity, 1),
         )
 
     def __len__(self) -> int:
         return self.firsts.size - 1
 
     def in_order(self, order: Order | None = None) -> IntArray:
-        """Documents of bin 0, then of bin 1 and so on; those of equal size change places as `order`, [kept], says."""
+        """Pieces of bin 0, then of bin 1 and so on; those of equal size change places as `order`, [pieces], says."""
         if order is None:
-            return self.documents[self._by_size[self._slots]]
-        by_size = order[np.argsort(-self._sizes[order], kind="stable")]
-        return self.documents[by_size[self._slots]]
+            return self._by_size[self._slots]
+        by_size = order[np.argsort(-self.pieces.sizes[order], kind="stable")].astype(np.int64, copy=False)
+        return by_size[self._slots]
 
-    def runs(self, documents_by_bin: IntArray, bins: IntArray, rows: IntArray) -> Runs:
+    def runs(self, pieces_by_bin: IntArray, bins: IntArray, rows: IntArray) -> Runs:
         """Runs of bins into rows of a batch."""
         counts = self.firsts[bins + 1] - self.firsts[bins]
         which = np.repeat(np.arange(bins.size), counts)
-        documents = documents_by_bin[self.firsts[bins][which] + ragged_arange(counts)]
-        starts, ends = self.dataset.document_bounds(documents)
-        lengths = np.minimum(ends - starts, self.seq_len + 1)
+        pieces = pieces_by_bin[self.firsts[bins][which] + ragged_arange(counts)]
+        documents, offsets, lengths = (
+            self.pieces.documents[pieces],
+            self.pieces.offsets[pieces],
+            self.pieces.sizes[pieces],
+        )
+        starts = self.dataset.document_bounds(documents)[0] + offsets
         places = places_in_rows(which, lengths)
         found = Runs(self.dataset, documents, starts, lengths, rows[which], places)
-        return replace(found, counted=_counted(found))
+        return replace(found, counted=_counted(found, offsets))
 
 
 def _learnt_sequences(dataset: IndexedDataset, documents: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -141,10 +185,11 @@ def _learnt_tokens(dataset: IndexedDataset, documents: IntArray, limit: int) -> 
     return np.bincount(which, np.maximum(np.minimum(ends, limit) - begins, 0), documents.size).astype(np.int64)
 
 
-def _counted(runs: Runs) -> IntArray:
-    """Spans of labels that are learnt, see Runs; each run is the beginning of a document."""
+def _counted(runs: Runs, offsets: IntArray) -> IntArray:
+    """Spans of labels that are learnt, see Runs; each run begins in its document at an offset."""
     which, begins, ends = _learnt_sequences(runs.dataset, runs.documents)
-    ends = np.minimum(ends, runs.lengths[which])
+    begins = np.maximum(begins - offsets[which], 1)
+    ends = np.minimum(ends - offsets[which], runs.lengths[which])
     inside = ends > begins
     which = which[inside]
     # The label of an input token is the token after it.
@@ -202,12 +247,12 @@ class PackedSamples:
         return found
 
     def _epoch(self, epoch: int) -> tuple[IntArray, Order]:
-        """Documents in the order of the bins, and the bins in the order of training."""
+        """Pieces in the order of the bins, and the bins in the order of training."""
         found = self._epochs.get(epoch)
         if found is None:
             random = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
-            documents = self._bins.in_order(permutation(random, self._bins.documents.size))
-            found = self._epochs[epoch] = documents, permutation(random, self.samples_per_epoch)
+            pieces = self._bins.in_order(permutation(random, self._bins.pieces.sizes.size))
+            found = self._epochs[epoch] = pieces, permutation(random, self.samples_per_epoch)
             if len(self._epochs) > KEPT_EPOCHS:
                 self._epochs.popitem(last=False)
         return found
@@ -234,11 +279,6 @@ class PackedValidation:
 
     def __len__(self) -> int:
         return len(self._bins)
-
-    @cached_property
-    def num_predicted_tokens(self) -> int:
-        """Unmasked labels over all windows."""
-        return int(_learnt_tokens(self.dataset, self._bins.documents, self.seq_len + 1).sum())
 
     def runs(self, windows: IntArray) -> list[Runs]:
         """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
