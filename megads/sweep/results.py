@@ -14,12 +14,12 @@ from typing import Any
 
 import yaml
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.console import render_duration
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.visible_console import VisibleConsole
 from megads.sweep.points import Point, PointState
 from megads.sweep.ranking import Ranked, ranking
 from megads.sweep.record import SweepRecord
@@ -126,7 +126,7 @@ def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
             *(point.assignment.get(key, "") for key in keys),
             point.reason if point.state in (PointState.infeasible, PointState.failed) else point.run_id,
         )
-    console = Console(highlight=False, width=width, color_system=None)
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
         console.print(table)
     counts = ", ".join(
