@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megads.errors import EXIT_BUG, RestartsExhausted, UnhealthyNode
+from megads.errors import EXIT_BUG, RankKilled, RestartsExhausted, UnhealthyNode
 
-_FAULTS = (EXIT_BUG, UnhealthyNode.exit_code)
-"""A rank that died without a reason of its own, and a node. Every other code is the run's own word: another start would
-end with it too, or nobody wants one."""
+_FAULTS = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
+"""A rank that died without a reason of its own or was killed, and a node. Every other code is the run's own word:
+another start would end with it too, or nobody wants one."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode
+from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _FULL_BYTES = 2**20
@@ -259,7 +259,8 @@ def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
     except ValueError:
         name = f"signal {-end.exit_code}"
     message = f"{_rank(end.rank, node)} was killed by {name}{_HINTS.get(-end.exit_code, '')}"
-    return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message), _nodes(node), signal=-end.exit_code)
+    code = exit_code_of_signal(-end.exit_code)
+    return Outcome(code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node), signal=-end.exit_code)
 
 
 def _with_log(run_dir: Path, rank: int, message: str) -> str:

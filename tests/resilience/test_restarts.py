@@ -12,7 +12,7 @@ LOST_B = Attempt(("a", "b"), 9, blamed=("b",), lost=True)
 
 def killed(*nodes: str, on: str = "") -> Attempt:
     """A rank was killed, on one of the nodes of a job, or on this machine."""
-    return Attempt(nodes, 1, blamed=(on,) if on else ())
+    return Attempt(nodes, 10, blamed=(on,) if on else ())
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 130])
@@ -58,7 +58,13 @@ def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
     assert next_attempt([killed("host")] * 2, here) == Restart(("host",))
     last = next_attempt([killed("host")] * 3, here)
     assert isinstance(last, GiveUp) and last.exit_code == 8 and "2 restarts" in last.reason
-    assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(1)
+    assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(10)
+
+
+@pytest.mark.parametrize("code", [1, 9, 10])
+def test_every_fault_starts_again(code: int) -> None:
+    """Catches a bug, a lost node or a killed rank that ends a run for which restarts are left."""
+    assert next_attempt([Attempt(("host",), code)], Means(("host",), 1, max_restarts=1)) == Restart(("host",))
 
 
 def test_a_node_whose_rank_fails_twice_makes_room() -> None:

@@ -57,8 +57,22 @@ def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
     outcome = judged(
         run_dir, 3, [RankExit(0, 1), RankExit(2, -signal.SIGKILL), RankExit(1, -signal.SIGTERM)], killed=()
     )
-    assert (outcome.exit_code, outcome.rank) == (1, 2)
+    assert (outcome.exit_code, outcome.rank) == (10, 2)
     assert "SIGKILL" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("killer", "code"),
+    [
+        *((name, 10) for name in ("KILL", "TERM", "HUP", "INT", "XCPU", "BUS")),
+        *((name, 1) for name in ("SEGV", "ABRT", "FPE", "ILL")),
+    ],
+)
+def test_a_crash_is_a_bug_and_a_kill_is_none(run_dir: Path, killer: str, code: int) -> None:
+    """Catches 'a bug' for the kernel's want of memory, and a crash that is taken for somebody's kill."""
+    outcome = judged(run_dir, 1, [RankExit(0, -signal.Signals[f"SIG{killer}"])])
+    assert (outcome.exit_code, outcome.rank) == (code, 0)
+    assert f"was killed by SIG{killer}" in outcome.message
 
 
 def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
