@@ -61,6 +61,29 @@ def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
     assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(10)
 
 
+def saved(from_step: int, saved_step: int) -> Attempt:
+    return Attempt(("host",), 10, from_step=from_step, saved_step=saved_step)
+
+
+def test_progress_begins_the_count_anew() -> None:
+    """Catches a run that is given up though each restart brought it on, and one that is restarted without end though
+    none does: for the first attempt's progress, or for a checkpoint that is saved again and again."""
+    here = Means(("host",), 1, max_restarts=2)
+
+    def goes_on(*history: Attempt) -> bool:
+        decision = next_attempt(history, here)
+        assert isinstance(decision, Restart) or (isinstance(decision, GiveUp) and decision.exit_code == 8)
+        return isinstance(decision, Restart)
+
+    assert goes_on(*(saved(10 * n, 10 * n + 10) for n in range(50)))
+    assert goes_on(saved(0, 0), saved(0, 0), saved(0, 10), saved(10, 10))
+    assert not goes_on(saved(0, 0), saved(0, 0), saved(0, 10), saved(10, 10), saved(10, 10))
+    assert not goes_on(saved(0, 10), saved(10, 10), saved(10, 10))
+    # Damaged at each start, so that the one before is taken.
+    assert not goes_on(saved(10, 20), saved(10, 20), saved(10, 20))
+    assert not goes_on(saved(20, 20), saved(20, 10), saved(20, 20))
+
+
 @pytest.mark.parametrize("code", [1, 9, 10])
 def test_every_fault_starts_again(code: int) -> None:
     """Catches a bug, a lost node or a killed rank that ends a run for which restarts are left."""
