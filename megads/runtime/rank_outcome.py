@@ -174,8 +174,8 @@ def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outco
 def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
     """Decides what a run ended with.
 
-    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; a rank killed
-    by a signal from outside; a rank that ended without a word; the earliest lost peer.
+    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; nobody, where
+    all ranks aborted; a rank killed by a signal; a rank that ended without a word; the earliest lost peer.
     """
     nodes = {record.rank: report.node for report in reports for record in report.failures}
     failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
@@ -190,6 +190,8 @@ def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outc
         return Outcome(first.exit_code, None, f"node {', '.join(names)}: {first.error}", names, lost)
     silent = [(end, report.node) for report in reports for end in report.exits if end.rank not in nodes]
     killed = {rank for report in reports for rank in report.killed}
+    if len(silent) == num_ranks > 1 and {end.exit_code for end, _ in silent} == {-signal.SIGABRT} and not killed:
+        return _all_aborted(run_dir, num_ranks)
     blamed = _silent_cause(run_dir, silent, killed)
     if blamed is not None:
         return blamed
@@ -232,6 +234,17 @@ def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed:
                 message += f": the disk of {run_dir} is full" if full else ""
             return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node))
     return None
+
+
+def _all_aborted(run_dir: Path, num_ranks: int) -> Outcome:
+    """Names nobody: who is the cause of a collective that hangs is not to be seen from who gave up waiting first."""
+    return Outcome(
+        exit_code_of_signal(signal.SIGABRT),
+        message=f"all {num_ranks} ranks aborted (SIGABRT) at once and left no word, as they do when NCCL's watchdog "
+        "finds a collective that hangs; no rank is known to be the cause\n"
+        f"  logs: {rank_log_path(run_dir, 0).with_name('rank_*.log')}: the collective that each rank waited in; a rank "
+        "that waited in another one, or in none, is the likely cause (TORCH_NCCL_DESYNC_DEBUG=1 has them name it)",
+    )
 
 
 def _nodes(name: str) -> tuple[str, ...]:

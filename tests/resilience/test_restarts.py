@@ -99,6 +99,12 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
     assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"))
 
 
+def test_a_fault_of_nobody_excludes_nobody() -> None:
+    """Catches a healthy node left out because all ranks aborted and one had to be named."""
+    nobody = Attempt(("a", "b"), 1)
+    assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"))
+
+
 def test_the_first_attempt_is_on_healthy_nodes() -> None:
     """Catches ranks on a node that the check before the start rejected, and a start on too few."""
     assert first_attempt(("a", "b"), ["a", "c"], JOB) == Restart(("d", "b"), ("a", "c"))
