@@ -19,8 +19,8 @@ from megads.runtime.terminal_text import visible
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OPENING_EVENTS = ("launch", "attention", "operators", "resume", "start")
-# The launcher says these itself, on standard error.
-_SAID_ELSEWHERE = ("failure",)
+# The launcher says these itself.
+_SAID_ELSEWHERE = ("failure", "config_changed")
 _STEP_TIME_MEMORY = 0.9
 
 
