@@ -6,6 +6,7 @@ A message says what was wrong, the value, where it came from and what to do abou
 from __future__ import annotations
 
 import errno
+import signal
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where there is no room: on the disk, in the quota, under the limit of a file's size."""
@@ -65,6 +66,24 @@ class UnhealthyNode(MegadsError):
     """A node or a rank is not fit to train."""
 
     exit_code = 9
+
+
+class RankKilled(MegadsError):
+    """A signal from outside killed a rank: the kernel for want of memory, the system, a person."""
+
+    exit_code = 10
+
+
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS)
+
+
+def exit_code_of_signal(number: int) -> int:
+    """Returns the documented code for a process that a signal killed.
+
+    A process draws SIGSEGV, SIGABRT and their like on itself: a bug. SIGBUS does not count among them: it is sent for
+    what became of a mapped file, of its disk or of /dev/shm.
+    """
+    return EXIT_BUG if number in _CRASHES else RankKilled.exit_code
 
 
 class Fenced(UnhealthyNode):

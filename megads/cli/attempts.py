@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder
+from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
 from megads.cli.placement import Placement
 from megads.config import RootConfig, planned_steps
 from megads.errors import Preempted, UnhealthyNode
@@ -61,6 +61,7 @@ class Attempts:
         self._run_dir = Path(str(config.run.dir))
         self._history: list[Attempt] = []
         self._rejected: dict[str, str] = {}
+        self._from_step = 0
         self._means = Means(
             nodes=tuple(node.name for node in placement.allocation.nodes) if placement else (environment.node_name(),),
             needed=len(placement.nodes) if placement else 1,
@@ -145,6 +146,7 @@ class Attempts:
 
     def _start(self, console: Console) -> Outcome:
         placement, lease = self._placement, self._lease
+        self._from_step = self._saved_step()
         if placement is None:
             return launch(self._spec, console, scheduler=Scheduler(lease, self._deadline(lambda: None)))
         console.say(str(placement))
@@ -161,8 +163,16 @@ class Attempts:
     def _attempt(self, outcome: Outcome) -> Attempt:
         """What the policy has to know of an attempt."""
         nodes = tuple(node.name for node in self._placement.nodes) if self._placement else self._means.nodes
-        rejected = dict(self._rejected)
-        return Attempt(nodes, outcome.exit_code, outcome.nodes, outcome.lost, rejected, outcome.stopping)
+        return Attempt(
+            nodes,
+            outcome.exit_code,
+            outcome.nodes,
+            outcome.lost,
+            dict(self._rejected),
+            outcome.stopping,
+            self._from_step,
+            self._saved_step(),
+        )
 
     def _give_up(self, decision: GiveUp, outcome: Outcome) -> Ended:
         if decision.reason:
@@ -194,7 +204,7 @@ class Attempts:
     def _saved_step(self) -> int:
         """The step of the newest checkpoint that was committed."""
         try:
-            name = (checkpoints_folder(self._run_dir) / LATEST_FILE).read_text().strip()
-        except FileNotFoundError:
+            name = (checkpoints_folder(self._run_dir) / LATEST_FILE).read_text(errors="replace").strip()
+        except OSError:
             return 0
-        return int(name.rpartition("_")[2])
+        return step_of(Path(name)) or 0

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from megads.data.examined import LengthStatistics
 from megads.errors import ConfigError, DataError
+from megads.runtime.visible_console import VisibleConsole
 
 _BAR_WIDTH = 40
 
@@ -22,7 +22,7 @@ def bucket_names(count: int) -> list[str]:
 
 def print_lengths(statistics: LengthStatistics) -> None:
     """Prints the counts and the histogram of one dataset."""
-    console = Console(highlight=False)
+    console = VisibleConsole(highlight=False)
     several = f" in {statistics.sequences:,} sequences" if statistics.sequences != statistics.documents else ""
     console.print(
         f"{statistics.prefix}: {statistics.documents:,} documents{several}, {statistics.tokens:,} tokens "

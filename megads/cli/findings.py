@@ -18,9 +18,9 @@ def show(findings: Sequence[Finding]) -> None:
     """Prints a coloured table on a terminal, plain lines elsewhere or without rich."""
     if sys.stdout.isatty():
         try:
-            from rich.console import Console
+            from megads.runtime.visible_console import VisibleConsole
 
-            Console().print(_table(findings))
+            VisibleConsole().print(_table(findings))
             return
         except ImportError:
             pass

@@ -8,6 +8,7 @@ import sys
 
 from megads import __version__
 from megads.errors import EXIT_OK, ConfigError
+from megads.runtime.terminal_text import escape_terminal_output
 
 # Each verb is a module of this package with a VERB; it is imported only when called.
 VERBS = {
@@ -34,6 +35,7 @@ _COMPLETE = "__complete"
 
 def main() -> None:
     """The console script; exits with the verb's code."""
+    escape_terminal_output()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from megads.cli.memory_check import Machine, Room, gib, micro_batches, parts, plan_of, settle_auto, this_machine
@@ -34,6 +33,7 @@ from megads.plan.memory import MemoryPlan, StageMemory
 from megads.plan.step_time import Outlook, Speed
 from megads.plan.step_trace import perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
+from megads.runtime.visible_console import VisibleConsole
 
 _TABLE_WIDTH = 176
 """Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
@@ -61,7 +61,7 @@ def show(asked: PlanConfig) -> None:
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         print(json.dumps(as_json(config, plan, room, found) | held | schedules, indent=2))
         return
-    console = Console(highlight=False)
+    console = VisibleConsole(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
     _print(console, config, plan, room, found, choices)
     if compared:
@@ -144,7 +144,12 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outl
 
 
 def _print(
-    console: Console, config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outlook, choices: Sequence[str]
+    console: VisibleConsole,
+    config: RootConfig,
+    plan: MemoryPlan,
+    room: Room | None,
+    found: Outlook,
+    choices: Sequence[str],
 ) -> None:
     parallel, train, step = config.parallel, config.train, compute(config, plan)
     console.print(

@@ -7,12 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from megads.config import RootConfig
 from megads.parallel.config import AXES
 from megads.plan.places import RankPlace, axes_across_nodes, rank_places, replicas
+from megads.runtime.visible_console import VisibleConsole
 
 MOST_ROWS = 32
 """Ranks up to which each has a row of its own; of more, those with the same weights share one."""
@@ -50,7 +50,7 @@ def rank_table(config: RootConfig) -> Table:
 
 def rank_text(config: RootConfig, width: int) -> str:
     """The table as lines of text, at most so many characters wide."""
-    console = Console(highlight=False, width=width, color_system=None)
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
         console.print(rank_table(config))
     return captured.get().rstrip("\n")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from megads.cli.memory_check import Machine, gib, plan_of, workload_of
@@ -15,6 +14,7 @@ from megads.config import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.parallel.schedule import ScheduleName
 from megads.plan.step_time import Outlook, Speed, outlook
+from megads.runtime.visible_console import VisibleConsole
 
 _INTERLEAVED = (2, 3, 4)
 """Virtual stages a rank that are compared."""
@@ -146,7 +146,7 @@ def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]
     """The table as text for the dry run; nothing where there is no pipeline, or too much to compare in passing."""
     if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _QUICK):
         return []
-    console = Console(highlight=False, width=width, color_system=None)
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
         console.print(schedule_table([c for c in candidates(config, machine) if c.outlook is not None]))
     return [captured.get().rstrip("\n")]

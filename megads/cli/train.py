@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from megads.runtime.console_choice import open_console
 from megads.runtime.environment import rehearsal_folder, share_of_cores
 from megads.runtime.launcher import LaunchSpec
 from megads.runtime.lease import Lease, claimed
+from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.trackers import wanted_trackers
 from megads.sweep.config import SweepConfig
@@ -122,12 +124,17 @@ def _continue(
 ) -> Ended:
     """Checks the data against what the run saw of it, then starts the ranks, or prepares for them only."""
     run_dir = Path(str(config.run.dir))
-    for change in _changes(run_dir, config):
-        console.say(f"changed since the last start: {change}", "warning")
+    changes = _changes(run_dir, config)
+    for change in changes:
+        console.say(f"changed since the last start: {_told(change)}", "warning")
     guard_data(config, preparation, run_dir)
     if config.run.prepare_only:
         build_index_maps(config, console)
         return Ended(EXIT_OK)
+    if changes:
+        with closing(EventWriter(run_dir)) as events:
+            told = "; ".join(map(_told, changes))
+            events.write("config_changed", level="warning", message=told, changes=changes)
     return _start(config, placement, lease, console)
 
 
@@ -301,17 +308,21 @@ def _refuse_shared_place(config: RootConfig, invocation: Invocation) -> None:
     invocation.claimed_dirs.add(given)
 
 
-def _changes(run_dir: Path, config: RootConfig) -> list[str]:
-    """Lists the keys outside `run` whose values differ from the last start of the same run."""
+def _changes(run_dir: Path, config: RootConfig) -> list[dict[str, Any]]:
+    """Lists the keys outside `run` whose values differ from the last start of the same run, with both values."""
     try:
         before = dict(_flat(config_dict(load_frozen(run_dir / CONFIG_FILE))))
     except ConfigError:
         return []
     return [
-        f"{key} {before.get(key)} -> {value}"
+        {"key": key, "before": before.get(key), "after": value}
         for key, value in _flat(config_dict(config))
         if before.get(key) != value and not key.startswith("run.")
     ]
+
+
+def _told(change: Mapping[str, Any]) -> str:
+    return f"{change['key']} {change['before']} -> {change['after']}"
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from megads.config import Precision, RootConfig
@@ -19,6 +18,7 @@ from megads.errors import EXIT_OK
 from megads.parallel.config import AXES, ParallelConfig
 from megads.runtime.console import Console as RunConsole
 from megads.runtime.lease import claimed
+from megads.runtime.visible_console import VisibleConsole
 from megads.verify.causes import likely_cause
 from megads.verify.rank import Job
 from megads.verify.scale import Scaled, Wanted, scale
@@ -52,7 +52,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     folder = Path(place)
     scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
     # JSON is for machines: what people read goes beside it.
-    console = Console(highlight=False, stderr=config.json, soft_wrap=True)
+    console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(f"{layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
     for note in scaled.notes:
@@ -94,7 +94,7 @@ def layout_line(parallel: ParallelConfig) -> str:
 
 
 def _compare(
-    config: VerifyLayoutConfig, scaled: Scaled, folder: Path, defect: str, console: Console
+    config: VerifyLayoutConfig, scaled: Scaled, folder: Path, defect: str, console: VisibleConsole
 ) -> tuple[int, list[Row], str]:
     """Trains both and returns the launcher's exit code, the verdicts and the likely cause of a failure."""
     scenarios = [scaled.exact, *([scaled.bf16] if scaled.bf16 is not None else [])]
@@ -121,7 +121,7 @@ def _compare(
     return code, found, cause
 
 
-def _timed(console: Console, what: str, work: Callable[[], T]) -> T:
+def _timed(console: VisibleConsole, what: str, work: Callable[[], T]) -> T:
     console.print(f"{what} ...", end="")
     begin = time.perf_counter()
     result = work()
@@ -141,7 +141,7 @@ def as_json(scaled: Scaled, found: Sequence[Row], cause: str) -> dict[str, Any]:
     }
 
 
-def show(console: Console, found: Sequence[Row], cause: str) -> None:
+def show(console: VisibleConsole, found: Sequence[Row], cause: str) -> None:
     """Prints the table, and after a failure what is off and where to look."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("", "what is compared", "in", "how many", "bound", "found", "verdict"):

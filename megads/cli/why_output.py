@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megads.cli.why_found import Explanation, Losses, ShownSample
 from megads.data.origin import Stretch
+from megads.runtime.visible_console import VisibleConsole
 
 _WIDTH = 120
 _CONTROL = {code: repr(chr(code))[1:-1] for code in chain(range(32), range(127, 160))}
@@ -152,7 +152,7 @@ def _token_table(found: Explanation, sample: ShownSample) -> Table:
 
 
 def _printed(table: Table) -> str:
-    console = Console(highlight=False, width=_WIDTH, color_system=None)
+    console = VisibleConsole(highlight=False, width=_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").splitlines())

@@ -54,7 +54,8 @@ def assemble(
         and is masked.
 
     Raises:
-        DataError: a token is not in the vocabulary; dataset, document and offset are named. Or a file was cut short.
+        DataError: a token is not in the vocabulary; dataset, document and offset are named. Or a file was cut short or
+            written to.
     """
     if not (needs_tokens or packing.document_mask or packing.reset_positions):
         return [MicroBatch(BatchInfo(torch.from_numpy(ids_b), seq_len=source.seq_len)) for ids_b in ids_mb]
@@ -67,6 +68,8 @@ def assemble(
     _require_whole(runs)
     copy_tokens(runs, tokens_nt)
     _require_whole(runs)
+    for part in runs:
+        part.dataset.require_unwritten()
     _check_tokens(runs, tokens_nt, vocab_size)
     mask_ns = loss_mask(runs, ids_mb.size, source.seq_len, packing.mask_eod)
     size = ids_mb.shape[1]

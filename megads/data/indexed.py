@@ -67,6 +67,7 @@ class IndexedDataset:
                     f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`"
                 )
         self._path = index
+        self._written = {path: _written(path) for path in (index, tokens)}
         self.dtype, self.num_sequences, num_entries = read_header(index)
         self.num_documents = num_entries - 1
         raw = _map_bytes(index)
@@ -170,6 +171,19 @@ class IndexedDataset:
                     "put the file back and start again"
                 )
 
+    def require_unwritten(self) -> None:
+        """Raises DataError where something has written to a file since it was opened.
+
+        A file of another inode is no matter: what is mapped is the one that was opened.
+        """
+        for path, before in self._written.items():
+            now = _written(path)
+            if before is not None and now is not None and now[0] == before[0] and now[1] != before[1]:
+                raise DataError(
+                    f"{path}: something wrote to it after this run had opened it: hold it to its checksums with "
+                    f"`megads dataset check input={self.prefix}`, put it back if it is damaged, and start again"
+                )
+
     def _slice(self, begin: int, end: int, offset: int, length: int | None) -> Array:
         wanted = end - begin - offset if length is None else length
         if offset < 0 or wanted < 0 or begin + offset + wanted > end:
@@ -213,6 +227,15 @@ class IndexedDataset:
         if index[-1] != self.num_sequences:
             found = f"the document index ends at sequence {index[-1]}, the dataset has {self.num_sequences}"
             raise refusal(self._path, base + 8 * (index.size - 1), found)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """Inode and time of the last write, in ns; None where there is no such file any more."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _map_bytes(path: Path) -> mmap.mmap:

@@ -6,8 +6,9 @@ import sys
 import time
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megads.runtime.visible_console import VisibleConsole
 
 LINE_INTERVAL_S = 10.0
 
@@ -31,7 +32,7 @@ class ByteProgress:
                 TextColumn("{task.description}"),
                 *columns,
                 TextColumn("{task.fields[note]}"),
-                console=Console(stderr=True),
+                console=VisibleConsole(stderr=True),
             )
             self._task = self._bar.add_task(label, total=self._total_bytes or None, note="")
 

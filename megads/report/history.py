@@ -18,7 +18,7 @@ from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
 from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -206,9 +206,9 @@ def _complete_lines(path: Path) -> int:
 def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     """The config as a dict and as text; a run of another version, or without the file, is drawn all the same."""
     try:
-        text = path.read_text(errors="replace")
+        text = recorded_config(path)
         content = yaml.safe_load(text)
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}, ""
     return (content if isinstance(content, dict) else {}), text
 

@@ -15,7 +15,7 @@ from megads.report.timeline import find_starts
 from megads.runtime.console import render_duration
 
 _EXITS = {0: "finished", 2: "bad configuration", 3: "bad data", 4: "no usable checkpoint", 5: "stopped on request",
-          6: "preempted", 7: "numerical failure", 130: "killed"}  # fmt: skip
+          6: "preempted", 7: "numerical failure", 10: "a rank was killed", 130: "killed"}  # fmt: skip
 _LAST_STEPS = 10
 
 

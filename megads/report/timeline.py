@@ -18,9 +18,12 @@ _LANES = (
     ("failures", ("failure", "killed", "checkpoint_failed"), "X", RED),
     ("skipped steps", ("step_skipped",), "x", RED),
     ("stop requests", ("stop_requested",), "s", ORANGE),
+    ("other configs", ("config_changed",), "D", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),
 )
 """Label, event names, marker and colour of each lane above the bars; lanes without events are left out."""
+_BEFORE_LAUNCH = ("config_changed", "nodes_checked")
+"""Events of the launcher that belong to the start that follows them."""
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 _PLACES = 600
 """Marks of a lane that can be told apart."""
@@ -53,7 +56,8 @@ def find_starts(history: RunHistory) -> list[Start]:
 
 def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> Start:
     begin = number(events[0].get("time"))
-    end = max(time for time in (number(event.get("time")) for event in events) if math.isfinite(time))
+    own = [number(event.get("time")) for event in events if event.get("event") not in _BEFORE_LAUNCH]
+    end = max(time for time in own if math.isfinite(time))
     ends = [event for event in events if event.get("event") in ("exit", "killed")]
     if ends:
         code = number(ends[-1].get("exit_code"))

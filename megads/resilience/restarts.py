@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megads.errors import EXIT_BUG, RestartsExhausted, UnhealthyNode
+from megads.errors import EXIT_BUG, RankKilled, RestartsExhausted, UnhealthyNode
 
-_FAULTS = (EXIT_BUG, UnhealthyNode.exit_code)
-"""A rank that died without a reason of its own, and a node. Every other code is the run's own word: another start would
-end with it too, or nobody wants one."""
+_FAULTS = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
+"""A rank that died without a reason of its own or was killed, and a node. Every other code is the run's own word:
+another start would end with it too, or nobody wants one."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Attempt:
         lost: whether the blamed nodes themselves failed, and not only a rank on them.
         rejected: nodes that health checks so far found faulty or got no answer from, with the reason.
         stopping: the run had been asked to stop before it ended.
+        from_step: of the newest checkpoint when it started; 0 for none.
+        saved_step: of the newest checkpoint when it was over.
     """
 
     nodes: tuple[str, ...]
@@ -31,6 +33,8 @@ class Attempt:
     lost: bool = False
     rejected: Mapping[str, str] = field(default_factory=dict)
     stopping: bool = False
+    from_step: int = 0
+    saved_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Means:
     Attributes:
         nodes: all of the allocation, spares included, in its order.
         needed: nodes that the layout takes.
-        max_restarts: most restarts without going back to the queue.
+        max_restarts: most restarts in a row without a new checkpoint, and without going back to the queue.
         queue: there is one to go back to.
     """
 
@@ -107,8 +111,9 @@ def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue 
         return _too_few(healthy, excluded, means)
     if means.max_restarts == 0:
         return GiveUp(last.exit_code)
-    if len(history) > means.max_restarts:
-        why = f"{len(history) - 1} restarts were all that cluster.max_restarts allows"
+    fruitless = _fruitless_restarts(history)
+    if fruitless >= means.max_restarts:
+        why = f"{fruitless} restarts without a new checkpoint in between were all that cluster.max_restarts allows"
         return GiveUp(RestartsExhausted.exit_code, why)
     return Restart(take_places(last.nodes, healthy, means.needed), excluded)
 
@@ -143,6 +148,19 @@ def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> t
     spares = iter([name for name in healthy if name not in before])
     kept = [name if name in healthy else "" for name in [*before, *[""] * needed][:needed]]
     return tuple(name or next(spares) for name in kept)
+
+
+def _fruitless_restarts(history: Sequence[Attempt]) -> int:
+    """Counts the last restarts that brought the run no further.
+
+    One that committed a later step than it began from did, unless an earlier attempt had got there too: a checkpoint
+    that is found damaged at every start would be saved again without end.
+    """
+    count, furthest = 0, history[0].saved_step
+    for attempt in history[1:]:
+        count = 0 if attempt.saved_step > max(attempt.from_step, furthest) else count + 1
+        furthest = max(furthest, attempt.saved_step)
+    return count
 
 
 def _excluded(history: Sequence[Attempt], means: Means) -> tuple[str, ...]:

@@ -174,8 +174,9 @@ class ClusterConfig:
     """Check the health of the job's nodes before the first start and after every fault, as megads check_nodes does;
     null does so where there are spare nodes."""
     max_restarts: int | None = None
-    """Most times that the ranks are started again in place, from the last checkpoint, after a rank was killed or a node
-    lost; then the run exits 8. null is 10 with spare nodes, else 0: it ends at the first fault."""
+    """Most times in a row that the ranks are started again in place, from the last checkpoint, after a rank was killed
+    or a node lost; then the run exits 8. A restart that saves a later checkpoint makes the count begin anew. null is 10
+    with spare nodes, else 0: the run ends at the first fault."""
     chain: bool = False
     """The job is a task of an array whose tasks continue one run after the other: no requeue, and a run that is
     finished, stopped or refused cancels the tasks that wait. Set by scripts/slurm/submit.sh --chain."""

@@ -15,11 +15,12 @@ from typing import Any, Self, TextIO
 from megads.runtime.outlet import Outlet
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.tail import Tail
+from megads.runtime.terminal_text import visible
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OPENING_EVENTS = ("launch", "attention", "operators", "resume", "start")
-# The launcher says these itself, on standard error.
-_SAID_ELSEWHERE = ("failure",)
+# The launcher says these itself.
+_SAID_ELSEWHERE = ("failure", "config_changed")
 _STEP_TIME_MEMORY = 0.9
 
 
@@ -67,7 +68,7 @@ class Console:
     def say(self, line: str, level: str = "info") -> None:
         """Shows one line of the launcher's own, unless its level is below what was asked for."""
         if self._shows(level):
-            self._print(line, level)
+            self._print(visible(line), level)
 
     def close(self) -> None:
         """Ends what is drawn and waits shortly until it is; lines said later are plain ones."""

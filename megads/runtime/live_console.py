@@ -87,7 +87,7 @@ class LiveConsole(Console):
             super()._print(line, level)
             return
         for part in line.splitlines():
-            clean = "".join(character if character.isprintable() else "?" for character in part)
+            clean = "".join(character if character.isprintable() else "?" for character in part.expandtabs())
             code = _COLORS.get(level) if self._look.color else None
             self._region.print_above(f"\x1b[{code}m{clean}\x1b[0m" if code else clean)
         self._next_draw = 0.0

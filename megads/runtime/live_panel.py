@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from megads.runtime.console import render_duration, render_step
 from megads.runtime.run_progress import RunProgress
+from megads.runtime.visible_console import VisibleConsole
 
 _MAX_WIDTH = 100
 # Below these a panel would hide more than it shows, and one line is drawn instead.
@@ -79,7 +79,7 @@ def panel_lines(progress: RunProgress, moment: Moment, width: int, height: int, 
 
 def _lines(renderable: RenderableType, width: int, look: Look) -> list[str]:
     """Renders to text; the environment is not asked again for colors and sizes."""
-    console = RichConsole(
+    console = VisibleConsole(
         width=width,
         height=100,
         force_terminal=True,

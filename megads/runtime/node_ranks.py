@@ -22,7 +22,6 @@ from megads.errors import ConfigError
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, Position
 from megads.runtime.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
-from megads.runtime.run_dir import exit_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 NVIDIA_SMI_S = 30.0
+_PF_EXITING = 0x4
+"""Of the flags of a process, in the kernel's sched.h."""
 KILL_AFTER_S = 3.0
 """A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure."""
 
@@ -150,6 +151,7 @@ class NodeRanks:
         self._monitor = HeartbeatMonitor(self._node)
         self._silences: list[Position] = []
         self._positions: list[Position] = []
+        self._returned: set[int] = set()
         self._exits: list[RankExit] = []
         self._failed_at: float | None = None
         self._error: BaseException | None = None
@@ -263,11 +265,14 @@ class NodeRanks:
         return variables | (environment.HIDDEN_GPUS if part.cpu else {})
 
     def _some_rank_failed(self) -> bool:
-        """True once a rank left a record of a failure, or vanished without having returned."""
-        if read_failures(self.part.run_dir, self.part.ranks, self.part.lease):
-            return True
-        vanished = [rank for rank, pid in self._pids().items() if not _exists(pid)]
-        return any(not exit_path(self.part.run_dir, rank, self.part.lease).exists() for rank in vanished)
+        """True once a rank ended without having returned.
+
+        A rank ends right after it has left its record. So the processes are asked, which costs nothing, and a record is
+        looked for once: the disk is all ranks', and this comes ten times a second.
+        """
+        ended = [rank for rank, pid in self._pids().items() if rank not in self._returned and _ended(pid)]
+        self._returned.update(read_exits(self.part.run_dir, ended, self.part.lease))
+        return not self._returned.issuperset(ended)
 
     def _pids(self) -> dict[int, int]:
         """Pids of the ranks by rank; empty until they are started."""
@@ -299,6 +304,16 @@ class NodeRanks:
         )
         # Ranks open their own logs: the agent's would start empty at every start.
         return LocalElasticAgent(worker_spec, DefaultLogsSpecs(log_dir=os.devnull))
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process has ended or is about to: it is seen although nobody waited for it yet, and although its exit
+    may take a while in a driver."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return not _exists(pid)
+    return state in "ZX" or bool(int(numbers[5]) & _PF_EXITING)
 
 
 def _exists(pid: int) -> bool:

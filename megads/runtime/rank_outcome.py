@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode
+from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.runtime.heartbeat import Position, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
@@ -179,8 +179,8 @@ def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outco
 def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
     """Decides what a run ended with.
 
-    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; a rank killed
-    by a signal from outside; a rank that ended without a word; the earliest lost peer.
+    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; nobody, where
+    all ranks aborted; a rank killed by a signal; a rank that ended without a word; the earliest lost peer.
     """
     nodes = {record.rank: report.node for report in reports for record in report.failures}
     failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
@@ -195,12 +195,14 @@ def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outc
         return Outcome(first.exit_code, None, f"node {', '.join(names)}: {first.error}", names, lost)
     silent = [(end, report.node) for report in reports for end in report.exits if end.rank not in nodes]
     killed = {rank for report in reports for rank in report.killed}
+    found = render_positions(position for report in reports for position in report.positions)
+    whereabouts = f"\n  when it was noticed: {found}" if found else ""
+    if len(silent) == num_ranks > 1 and {end.exit_code for end, _ in silent} == {-signal.SIGABRT} and not killed:
+        return _all_aborted(run_dir, num_ranks, whereabouts)
     blamed = _silent_cause(run_dir, silent, killed)
     if blamed is not None:
         return blamed
     if failures:
-        found = render_positions(position for report in reports for position in report.positions)
-        whereabouts = f"\n  when it was noticed: {found}" if found else ""
         return _from_record(run_dir, failures[0], nodes[failures[0].rank], whereabouts)
     if silent:
         return _from_signal(run_dir, *silent[0])
@@ -241,6 +243,17 @@ def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed:
     return None
 
 
+def _all_aborted(run_dir: Path, num_ranks: int, whereabouts: str) -> Outcome:
+    """Names nobody: who is the cause of a collective that hangs is not to be seen from who gave up waiting first."""
+    return Outcome(
+        exit_code_of_signal(signal.SIGABRT),
+        message=f"all {num_ranks} ranks aborted (SIGABRT) at once and left no word, as they do when NCCL's watchdog "
+        f"finds a collective that hangs; no rank is known to be the cause{whereabouts}\n"
+        f"  logs: {rank_log_path(run_dir, 0).with_name('rank_*.log')}: the collective that each rank waited in; a rank "
+        "that waited in another one, or in none, is the likely cause (TORCH_NCCL_DESYNC_DEBUG=1 has them name it)",
+    )
+
+
 def _nodes(name: str) -> tuple[str, ...]:
     return (name,) if name else ()
 
@@ -273,7 +286,8 @@ def _from_signal(run_dir: Path, end: RankExit, node: str) -> Outcome:
     except ValueError:
         name = f"signal {-end.exit_code}"
     message = f"{_rank(end.rank, node)} was killed by {name}{_HINTS.get(-end.exit_code, '')}"
-    return Outcome(EXIT_BUG, end.rank, _with_log(run_dir, end.rank, message), _nodes(node), signal=-end.exit_code)
+    code = exit_code_of_signal(-end.exit_code)
+    return Outcome(code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node), signal=-end.exit_code)
 
 
 def _with_log(run_dir: Path, rank: int, message: str) -> str:

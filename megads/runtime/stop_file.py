@@ -33,6 +33,8 @@ def request_stop(run_dir: Path, reason: str) -> None:
         OSError: the folder cannot be written to.
     """
     path = stop_path(run_dir)
+    if path.is_dir():
+        return  # made by hand: a request already, in whose place no file can be put
     partial = path.with_name(f"stop.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps({"reason": reason}) + "\n")

@@ -12,12 +12,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megads.errors import (
-    EXIT_BUG,
     EXIT_OK,
     ConfigError,
     MegadsError,
     Preempted,
+    RankKilled,
     StopRequested,
+    exit_code_of_signal,
 )
 from megads.sweep.config import SearchName, SweepConfig
 from megads.sweep.launcher import Ended, Launcher
@@ -262,8 +263,9 @@ class Driver:
             point.state = PointState.stopped
             # A point that somebody else stopped is not started again by this command.
             self._asked.setdefault(point.number, "")
-        elif end.exit_code < 0:
-            point.state, point.reason = PointState.killed, end.reason or f"killed by signal {-end.exit_code}"
+        elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
+            by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
+            point.state, point.reason = PointState.killed, end.reason or by
             self._asked.setdefault(point.number, "")
         else:
             point.state, point.reason = PointState.failed, end.reason
@@ -300,7 +302,7 @@ class Driver:
         counted = (PointState.failed, PointState.killed, PointState.stopped)
         codes = [point.exit_code for point in points if point.exit_code and point.state in counted]
         if codes:
-            return codes[0] if codes[0] > 0 else EXIT_BUG
+            return codes[0] if codes[0] > 0 else exit_code_of_signal(-codes[0])
         return EXIT_OK
 
 

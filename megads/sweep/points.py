@@ -17,7 +17,7 @@ class PointState(StrEnum):
     """How a point stands.
 
     Only these are started again by the same command: waiting, running (whose sweep was killed), stopped (asked to stop
-    after saving), killed (its process vanished); and failed, when asked.
+    after saving), killed (its launcher, or one of its ranks); and failed, when asked.
     """
 
     infeasible = "infeasible"

@@ -14,12 +14,13 @@ from typing import Any
 
 import yaml
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from megads.errors import ConfigError
 from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.console import render_duration
-from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+from megads.runtime.visible_console import VisibleConsole
 from megads.sweep.points import Point, PointState
 from megads.sweep.ranking import Ranked, ranking
 from megads.sweep.record import SweepRecord
@@ -79,7 +80,13 @@ def _write_best(folder: Path, record: SweepRecord, best: Ranked) -> None:
     config = Path(best.point.run_dir) / CONFIG_FILE
     if not config.exists():
         return
-    content: dict[str, Any] = yaml.safe_load(config.read_text())
+    try:
+        content: dict[str, Any] = dict(yaml.safe_load(recorded_config(config)))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{config}: {str(error).splitlines()[0]}: no start of megads has written this, and it is not carried over "
+            f"to {folder / BEST_CONFIG}; {folder / BEST_COMMAND} trains the winner"
+        ) from error
     for section in _LEFT_OUT:
         content.pop(section, None)
     head = (
@@ -126,7 +133,7 @@ def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
             *(point.assignment.get(key, "") for key in keys),
             point.reason if point.state in (PointState.infeasible, PointState.failed) else point.run_id,
         )
-    console = Console(highlight=False, width=width, color_system=None)
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
         console.print(table)
     counts = ", ".join(

@@ -44,8 +44,9 @@ def run(
     loaded_step: int = 0,
     keep: int = 0,
     skipped: Collection[int] = (),
+    to_the_end: bool = True,
 ) -> None:
-    """A loop of `steps` steps that counts and calls the hook."""
+    """A loop of `steps` steps that counts and calls the hook; one that is killed after its last step has no end."""
     state = TrainState(loaded_step, 8 * loaded_step, 80 * loaded_step)
     events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
     config = CheckpointConfig(every_steps=every_steps, keep=keep)
@@ -61,7 +62,8 @@ def run(
             hook.on_step(info(state, step == steps, step in skipped))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    hook.on_end(state)
+    if to_the_end:
+        hook.on_end(state)
 
 
 def info(state: TrainState, last: bool, skipped: bool) -> StepInfo:
@@ -103,6 +105,18 @@ def test_nothing_is_saved_inside_a_streak(
     assert list(list_checkpoints(tmp_path)) == saved
     assert [read_manifest(folder).run.state["step"] for folder in list_checkpoints(tmp_path).values()] == saved
     assert [step for event, step in events_of(tmp_path) if event == "checkpoint_put_off"] == [put_off]
+
+
+@pytest.mark.parametrize(
+    ("steps", "skipped", "saved"), [(5, [], [2, 4, 5]), (6, [6], [2, 4, 5]), (6, [4, 5, 6], [2, 3])]
+)
+def test_the_last_step_saves(steps: int, skipped: list[int], saved: list[int], tmp_path: Path) -> None:
+    """Catches a kill during the last validation, which comes before the end of the loop, that costs the last steps; and
+    a save that is said to be put off though it is made."""
+    run(tmp_path, steps, 2, skipped=skipped, to_the_end=False)
+    assert list(list_checkpoints(tmp_path)) == saved
+    put_off = [step for event, step in events_of(tmp_path) if event == "checkpoint_put_off"]
+    assert put_off == ([4] if 4 in skipped else [])
 
 
 @pytest.mark.parametrize(("steps", "skipped", "left"), [(4, [], [3, 4]), (6, [5], [4, 6]), (3, [3], [1, 2])])

@@ -45,7 +45,7 @@ def test_changes_since_the_last_start(tmp_path: Path) -> None:
     freeze(config, tmp_path / "config.yaml")
     assert _changes(tmp_path, config) == []
     config.optim.lr = 1e-3
-    assert _changes(tmp_path, config) == ["optim.lr 0.0003 -> 0.001"]
+    assert _changes(tmp_path, config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001}]
 
 
 def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

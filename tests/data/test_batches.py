@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +119,28 @@ def test_masked_ends_of_documents_in_a_run(corpus: Path, megads: StartCommand) -
     assert step["tokens"] == int(batch.loss_mask_bs.sum()) < 12 * 16
     assert step["loss"] == pytest.approx(float(losses_bs[batch.loss_mask_bs == 1].mean()), rel=1e-6)
     assert step["loss"] != pytest.approx(float(losses_bs.mean()), rel=1e-4)
+
+
+def test_data_edited_under_a_run(make_dataset: MakeDataset) -> None:
+    """Catches an edit in place, of tokens that are in the vocabulary, on which a run goes on to train; and a file that
+    is replaced or removed, of which the run still has the old one, that ends it."""
+    path = Path(f"{make_dataset([40, 40]).prefix}.bin")
+    os.utime(path, (1e9, 1e9))  # the clock of files ticks a few times in a hundredth of a second
+    samples = ValidationSamples(IndexedDataset(path.with_suffix("")), range(2), SEQ_LEN)
+
+    def read() -> list[int]:
+        [batch] = assemble(samples, np.arange(2)[None], VOCAB_SIZE, True, Packing())
+        assert batch.tokens_bs is not None
+        return batch.tokens_bs.flatten().tolist()
+
+    before = read()
+    content = path.read_bytes()
+    path.rename(path.with_suffix(".away"))
+    assert read() == before
+    path.write_bytes(content)
+    assert read() == before
+    path.with_suffix(".away").replace(path)
+    with path.open("r+b") as file:
+        file.write(content[2:4])
+    with pytest.raises(DataError, match=rf"{path}: something wrote to it after.*dataset check input="):
+        read()

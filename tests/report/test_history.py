@@ -57,15 +57,17 @@ def test_a_step_written_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_or_foreign(tmp_path: Path) -> None:
-    """Catches a report that needs a config of this version: old runs must stay readable."""
+    """Catches a report that needs a config of this version: old runs must stay readable; and one that reads what no
+    start has written."""
     run_dir = tmp_path / "old"
     run_dir.mkdir()
     write_steps(run_dir, 1, 2)
     assert read_history(run_dir).run_id == "old"
     (run_dir / "config.yaml").write_text("model: {layers: 3}\nrun: 7\n")
     assert read_history(run_dir).setting("model.layers") == 3
-    (run_dir / "config.yaml").write_text("a: [b\n")
-    assert read_history(run_dir).config == {}
+    for text in ("a: [b\n", "a: '${oc.env:HOME}'\n", "a: &a [x]\nb: [*a, *a]\n"):
+        (run_dir / "config.yaml").write_text(text)
+        assert read_history(run_dir).config == {}
 
 
 def test_checkpoints_with_their_sizes(tmp_path: Path) -> None:

@@ -44,7 +44,12 @@ def test_an_eventful_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [(0, ("finished", "good")), (7, ("numerical failure, exit 7", "bad")), (1, ("failed, exit 1", "bad"))],
+    [
+        (0, ("finished", "good")),
+        (7, ("numerical failure, exit 7", "bad")),
+        (1, ("failed, exit 1", "bad")),
+        (10, ("a rank was killed, exit 10", "bad")),
+    ],
 )
 def test_status(tmp_path: Path, code: int, expected: tuple[str, str]) -> None:
     """Catches a failed run that looks finished."""

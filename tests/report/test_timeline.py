@@ -20,6 +20,16 @@ def test_starts_of_an_eventful_run(tmp_path: Path) -> None:
     assert (stopped.begin, stopped.end, stopped.exit_code) == (BEGIN + 180, BEGIN + 234, 5)
 
 
+def test_what_is_said_before_a_launch_is_of_that_start(tmp_path: Path) -> None:
+    """Catches a killed start that seems to last until somebody starts the run again with another config."""
+    write_start(tmp_path, 0, BEGIN)
+    write_steps(tmp_path, 1, 2)
+    write_events(tmp_path, ("config_changed", {"time": BEGIN + 90, "message": "optim.lr 1 -> 2"}))
+    write_start(tmp_path, 0, BEGIN + 91)
+    killed, _ = find_starts(read_history(tmp_path))
+    assert killed.end == BEGIN + 1
+
+
 def test_a_run_in_progress_lasts_as_long_as_its_steps(tmp_path: Path) -> None:
     """Catches a run of hours that seems to have ended with its first event."""
     write_start(tmp_path, 0, BEGIN)

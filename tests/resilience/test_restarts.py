@@ -12,7 +12,7 @@ LOST_B = Attempt(("a", "b"), 9, blamed=("b",), lost=True)
 
 def killed(*nodes: str, on: str = "") -> Attempt:
     """A rank was killed, on one of the nodes of a job, or on this machine."""
-    return Attempt(nodes, 1, blamed=(on,) if on else ())
+    return Attempt(nodes, 10, blamed=(on,) if on else ())
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 130])
@@ -58,7 +58,36 @@ def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
     assert next_attempt([killed("host")] * 2, here) == Restart(("host",))
     last = next_attempt([killed("host")] * 3, here)
     assert isinstance(last, GiveUp) and last.exit_code == 8 and "2 restarts" in last.reason
-    assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(1)
+    assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(10)
+
+
+def saved(from_step: int, saved_step: int) -> Attempt:
+    return Attempt(("host",), 10, from_step=from_step, saved_step=saved_step)
+
+
+def test_progress_begins_the_count_anew() -> None:
+    """Catches a run that is given up though each restart brought it on, and one that is restarted without end though
+    none does: for the first attempt's progress, or for a checkpoint that is saved again and again."""
+    here = Means(("host",), 1, max_restarts=2)
+
+    def goes_on(*history: Attempt) -> bool:
+        decision = next_attempt(history, here)
+        assert isinstance(decision, Restart) or (isinstance(decision, GiveUp) and decision.exit_code == 8)
+        return isinstance(decision, Restart)
+
+    assert goes_on(*(saved(10 * n, 10 * n + 10) for n in range(50)))
+    assert goes_on(saved(0, 0), saved(0, 0), saved(0, 10), saved(10, 10))
+    assert not goes_on(saved(0, 0), saved(0, 0), saved(0, 10), saved(10, 10), saved(10, 10))
+    assert not goes_on(saved(0, 10), saved(10, 10), saved(10, 10))
+    # Damaged at each start, so that the one before is taken.
+    assert not goes_on(saved(10, 20), saved(10, 20), saved(10, 20))
+    assert not goes_on(saved(20, 20), saved(20, 10), saved(20, 20))
+
+
+@pytest.mark.parametrize("code", [1, 9, 10])
+def test_every_fault_starts_again(code: int) -> None:
+    """Catches a bug, a lost node or a killed rank that ends a run for which restarts are left."""
+    assert next_attempt([Attempt(("host",), code)], Means(("host",), 1, max_restarts=1)) == Restart(("host",))
 
 
 def test_a_node_whose_rank_fails_twice_makes_room() -> None:
@@ -68,6 +97,12 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
     assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
     assert next_attempt([once, once], Means(("a", "b"), 2, max_restarts=9, queue=True)) == Restart(("a", "b"))
     assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"))
+
+
+def test_a_fault_of_nobody_excludes_nobody() -> None:
+    """Catches a healthy node left out because all ranks aborted and one had to be named."""
+    nobody = Attempt(("a", "b"), 1)
+    assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"))
 
 
 def test_the_first_attempt_is_on_healthy_nodes() -> None:

@@ -174,7 +174,7 @@ def test_kill_nine_of_a_rank_is_named(start: Callable[..., Launched]) -> None:
     begin = time.monotonic()
     code, _, err = launched.end()
     assert time.monotonic() - begin < 10
-    assert code == 1
+    assert code == 10
     assert "rank 2 was killed by SIGKILL (out of memory?" in err
     assert not any(alive(pid) for pid in pids)
 
@@ -206,6 +206,25 @@ def test_first_signal_saves_and_stops(start: Callable[..., Launched], number: si
     again = start("step_twice", ranks=1)
     assert again.end()[0] == 0
     assert not (launched.run_dir / "stop").exists()
+
+
+def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: Callable[..., Launched]) -> None:
+    """Catches a signal that ends in a traceback, or that nobody answers, where the run directory takes no stop file."""
+    launched = start("step_until_stopped")
+    metrics = launched.run_dir / "metrics.jsonl"
+    launched.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    pids = launched.rank_pids()
+    # In the place of the file that the launcher would write: as real a refusal as that of a disk, and for root too.
+    (launched.run_dir / f"stop.{launched.process.pid}.partial").mkdir()
+    launched.process.send_signal(signal.SIGTERM)
+    code, out, err = launched.end()
+    assert (code, err) == (130, "")
+    assert "the run cannot be asked to stop (" in out and "it is killed" in out
+    assert not (launched.run_dir / "stop").exists() and not any(alive(pid) for pid in pids)
+    asked = [
+        event for event in read_json_lines(launched.run_dir / "events.jsonl") if event["event"] == "stop_requested"
+    ]
+    assert len(asked) == 1 and "it is killed" in asked[0]["cause"]
 
 
 def test_a_lost_terminal_changes_nothing(start: Callable[..., Launched]) -> None:

@@ -98,7 +98,7 @@ def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
     assert "checkpoint step 40, " in text and "█" in text
     above = "".join(shown[: panels[0]])
     assert all(f"checkpoint saved: step {step}," in above for step in (10, 20, 30, 40))
-    assert "step skipped: step 40, cause non-finite ?[2Jgradient" in above
+    assert "step skipped: step 40, cause non-finite \\x1b[2Jgradient" in above
     assert "step 7/40" not in above and "│" not in above and "━" not in above
     assert file.screen.clean and file.screen.colored and shown[-1] == "afterwards"
 

@@ -36,7 +36,7 @@ def test_lines_are_on_disk_at_once_and_only_when_enabled(tmp_path: Path) -> None
 
 
 def test_resume_drops_later_lines(tmp_path: Path) -> None:
-    """Catches steps that are there twice after a resume from an older checkpoint."""
+    """Catches steps that are there twice after a resume from an older checkpoint, and a sound ledger called damaged."""
     writer = MetricsWriter(tmp_path, enabled=True)
     for step in range(1, 6):
         writer.write({"step": step, "loss": 1.0})
@@ -44,7 +44,7 @@ def test_resume_drops_later_lines(tmp_path: Path) -> None:
             writer.write({"step": step, "valid/x/loss": 1.0})
     writer.close()
     resumed = MetricsWriter(tmp_path, enabled=True)
-    resumed.drop_after(4)
+    assert resumed.drop_after(4) == "" and not (tmp_path / "metrics.1.jsonl").exists()
     resumed.write({"step": 5, "loss": 2.0})
     assert steps(tmp_path) == [1, 2, 2, 3, 4, 4, 5]
     assert list(read_json_lines(tmp_path / "metrics.jsonl"))[-1]["loss"] == 2.0
@@ -100,6 +100,16 @@ def test_a_damaged_ledger_of_which_nothing_is_known(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"step": 3,', b'"step" 3,'))
     assert "1 of its lines cannot be read" in MetricsWriter(tmp_path, enabled=True).drop_after(6)
     assert steps(tmp_path) == [1, 2, 4, 5, 6]
+
+
+def test_a_line_out_of_order_is_cut_off_with_the_rest(tmp_path: Path) -> None:
+    """Catches a cut in the middle of a line, where an orphan of an earlier start had written once more at the end."""
+    writer, known = written(tmp_path, 7)
+    writer.write({"step": 5, "loss": 9.0})
+    assert writer.drop_after(6, known) == ""
+    lines = list(read_json_lines(tmp_path / "metrics.jsonl"))
+    assert [(line["step"], line["loss"]) for line in lines] == [(step, 1.0 / step) for step in range(1, 7)]
+    assert (tmp_path / "metrics.jsonl").stat().st_size == known.bytes
 
 
 def test_what_is_replaced_is_kept(tmp_path: Path) -> None:

@@ -57,8 +57,59 @@ def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
     outcome = judged(
         run_dir, 3, [RankExit(0, 1), RankExit(2, -signal.SIGKILL), RankExit(1, -signal.SIGTERM)], killed=()
     )
-    assert (outcome.exit_code, outcome.rank) == (1, 2)
+    assert (outcome.exit_code, outcome.rank) == (10, 2)
     assert "SIGKILL" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("killer", "code"),
+    [
+        *((name, 10) for name in ("KILL", "TERM", "HUP", "INT", "XCPU", "BUS")),
+        *((name, 1) for name in ("SEGV", "ABRT", "FPE", "ILL")),
+    ],
+)
+def test_a_crash_is_a_bug_and_a_kill_is_none(run_dir: Path, killer: str, code: int) -> None:
+    """Catches 'a bug' for the kernel's want of memory, and a crash that is taken for somebody's kill."""
+    outcome = judged(run_dir, 1, [RankExit(0, -signal.Signals[f"SIG{killer}"])])
+    assert (outcome.exit_code, outcome.rank) == (code, 0)
+    assert f"was killed by SIG{killer}" in outcome.message
+
+
+def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
+    """Catches the first of the ranks that NCCL's watchdog aborted, and its node, taken for the cause of the hang: the
+    restart would leave a healthy node out."""
+    ends = [RankExit(rank, -signal.SIGABRT) for rank in range(4)]
+    reports = [NodeReport("n1", exits=ends[:2]), NodeReport("n2", exits=ends[2:])]
+    outcome = judge(run_dir, 4, reports)
+    assert (outcome.exit_code, outcome.rank, outcome.nodes, outcome.lost) == (1, None, (), False)
+    assert outcome.message.startswith("all 4 ranks aborted (SIGABRT)") and "no rank is known" in outcome.message
+    assert str(run_dir / "logs" / "rank_*.log") in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([-signal.SIGTERM, -signal.SIGABRT, -signal.SIGTERM], 1),
+        ([-signal.SIGABRT, -signal.SIGABRT], 0),
+        ([-signal.SIGSEGV] * 3, 0),
+    ],
+)
+def test_one_that_aborted_is_blamed(run_dir: Path, ends: list[int], rank: int) -> None:
+    """Catches a rank whose library aborted, among peers that were ended for it, for which nobody is named."""
+    outcome = judged(run_dir, 3, [RankExit(number, code) for number, code in enumerate(ends)])
+    assert (outcome.exit_code, outcome.rank) == (1, rank)
+
+
+def test_the_only_rank_is_blamed_for_its_abort(run_dir: Path) -> None:
+    """Catches 'all 1 ranks aborted'."""
+    assert judged(run_dir, 1, [RankExit(0, -signal.SIGABRT)]).rank == 0
+
+
+def test_a_record_goes_before_aborts(run_dir: Path) -> None:
+    """Catches the word of the one rank that knows what happened lost among its peers' aborts."""
+    record(run_dir, 2, code=3)
+    outcome = judged(run_dir, 3, [RankExit(0, -signal.SIGABRT), RankExit(1, -signal.SIGABRT), RankExit(2, 3)])
+    assert (outcome.exit_code, outcome.rank) == (3, 2)
 
 
 def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:

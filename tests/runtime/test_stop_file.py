@@ -44,3 +44,15 @@ def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
     assert read_stop(tmp_path) == REQUESTED
     clear_stop(tmp_path)
     assert read_stop(tmp_path) == REQUESTED
+
+
+def test_a_folder_counts_and_stays(tmp_path: Path) -> None:
+    """Catches `mkdir stop` that ends rank 0 with a traceback, and a run that is killed at a signal because it was asked
+    to stop before."""
+    (tmp_path / "stop").mkdir()
+    assert read_stop(tmp_path) == REQUESTED
+    clear_stop(tmp_path)
+    assert read_stop(tmp_path) == REQUESTED
+    request_stop(tmp_path, INTERRUPTED)
+    assert read_stop(tmp_path) == REQUESTED
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]

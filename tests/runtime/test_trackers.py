@@ -166,7 +166,7 @@ def test_both_hold_everything_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     run = tmp_path / "a-run"
     frozen_run(run, mode=WandbMode.offline, tensorboard=True)
     (run / "die").touch()
-    assert launch(run).returncode == 1
+    assert launch(run).returncode == 10
     assert max(losses(run)) == 7
     done = launch(run)
     assert (done.returncode, done.stderr) == (0, "")
@@ -205,7 +205,7 @@ def test_online_goes_on_with_the_run_that_the_server_has(tmp_path: Path) -> None
     with WandbServer() as server:
         environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
         (run / "die").touch()
-        assert launch(run, **environment).returncode == 1
+        assert launch(run, **environment).returncode == 10
         assert [row["_step"] for row in server.runs["a-run"]] == list(range(1, 8))
         del server.runs["a-run"][4:]
         done = launch(run, **environment)

@@ -92,7 +92,7 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
     os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGKILL)
     assert run.jobs.wait_for(job, timeout_s=40) == "FAILED"
     node = events_of(run.run_dir, "launch")[0]["nodes"][1]
-    assert run.exit_code(job) == 1
+    assert run.exit_code(job) == 10
     assert f"rank 1 on {node} was killed by SIGKILL" in run.jobs.output(job)
     again = run.submit()
     assert run.jobs.wait_for(again) == "COMPLETED", run.jobs.output(again)

@@ -57,7 +57,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     killed = megads.folder / read_points(folder)[0].run_dir
     kill_run(killed)
     ended = first.end(600)
-    assert ended.code == 1, ended
+    assert ended.code == 10, ended
     expected = {
         "0.001": "killed", "0.003": "finished", "1e+30": "failed", "-1": "infeasible", "0.01": "finished",
         "0.03": "finished",

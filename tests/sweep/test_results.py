@@ -77,6 +77,27 @@ def test_the_table_the_files_and_the_winner(tmp_path: Path) -> None:
     assert best.startswith("# @package _global_\n") and "lr: 0.1" in best and "old" not in best
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "optim: {lr: 0.1}\nlogging: {note: '${oc.env:HOME}'}\n",
+        "a: &a [x]\nb: [*a, *a]\n",
+        "optim: [",
+        "",
+        "7",
+        "\udcff",
+    ],
+)
+def test_the_winners_config_is_no_program(tmp_path: Path, text: str) -> None:
+    """Catches a config that somebody planted in a run, whose ${...} the next training would resolve: it would find its
+    reader's environment in its own config."""
+    points = write_sweep(tmp_path)
+    (tmp_path / "run-3" / "config.yaml").write_text(text, errors="surrogateescape")
+    with pytest.raises(ConfigError, match=r"run-3/config.yaml: .*no start of megads has written this"):
+        write_results(tmp_path, make_record("tiny", FIXED, SPACE, SweepConfig()), points)
+    assert not (tmp_path / "experiment" / "best.yaml").exists() and (tmp_path / "best.sh").exists()
+
+
 def test_the_page_shows_every_point_and_chart(tmp_path: Path) -> None:
     """Catches a chart that fails for a point without a value, and markup in a user's text."""
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
