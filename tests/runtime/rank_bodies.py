@@ -126,3 +126,20 @@ def step_as_planned(config: RootConfig, run_dir: Path) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
     events.write("end", step=config.train.steps)
     return 0
+
+
+def meet_until_told(config: RootConfig, run_dir: Path) -> int:
+    """Opens a world as training does, rank 1 when `late` is there, and talks in it until `go` is there."""
+    import torch
+
+    from megads.runtime.distributed import world
+
+    rank = rank_environment().rank
+    while rank == 1 and not (run_dir / "late").exists():
+        time.sleep(0.02)
+    with world(torch.device("cpu"), 30.0) as control:
+        (run_dir / f"met_{rank}").touch()
+        while not control.first_decides((run_dir / "go").exists, bool):
+            assert control.gather(f"rank {rank}", str) == ["rank 0", "rank 1"]
+            time.sleep(0.02)
+    return 0
