@@ -105,7 +105,12 @@ def start_secret(run_dir: Path, lease: int | None) -> Iterator[None]:
             old.unlink()
         _write(path, Secret.random())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}): its folder must be writable") from error
+        with suppress(OSError):
+            path.unlink()
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}): make its folder writable, free some space there, or choose "
+            "another with run.dir=<path>"
+        ) from error
     try:
         yield
     finally:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import traceback
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megads.errors import ConfigError, UnhealthyNode
@@ -85,6 +87,10 @@ def test_where_a_launcher_listens() -> None:
     address that is not this machine's."""
     assert launcher_address("127.0.0.2", ["127.0.0.2", "127.0.0.3"]) == "127.0.0.2"
     assert launcher_address("192.0.2.77", ["192.0.2.77", "192.0.2.78"]) == "192.0.2.77"
+    ours = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]
+    for address in ours:
+        if not address.startswith("127."):
+            assert launcher_address("127.0.1.1", ["127.0.1.1", address]) == address
     with listen(launcher_address("localhost", [])) as server:
         assert server.getsockname()[0] in ("127.0.0.1", "::1")
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
