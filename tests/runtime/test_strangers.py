@@ -152,8 +152,9 @@ def test_a_vandal_runs_nothing(start: Callable[[], Launched], tmp_path: Path) ->
         for value in (program, report, b"\xff\x00"):
             client.queue_push(key, value)
     assert "huge" in client.list_keys(), "the server has it all"
-    with socket.create_connection(("127.0.0.1", port)) as raw:
-        raw.sendall(program + os.urandom(4096))
+    for address in listening(launched.process.pid):
+        with socket.create_connection(address) as raw:
+            raw.sendall(program + bytes(range(256)) * 16)
     impostor = join(port, "default_pg", 3)
     assert impostor.wait(40) != 0 and impostor.communicate()[0] == ""
 
