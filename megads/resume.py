@@ -43,7 +43,7 @@ def resume(
         ConfigError: data.skip changes what it was trained on.
     """
     load, control, note = config.checkpoint.load, engine.grid.control, ""
-    to_path = on_first(control, lambda: goes_to_path(load, run_dir))
+    to_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
     handle = find_checkpoint(run_dir, load if to_path or load == "none" else "auto", control)
     if handle is None:
         continue_ledger(metrics, events, 0, keep_copy=load == "none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 
+PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 DRAWER_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "shared"}
 
 
@@ -155,6 +157,20 @@ def test_the_environment_is_touched_in_runtime_only() -> None:
                 wrong.append(f"{module.name}:{node.lineno}")
         wrong += [f"{module.name}:{line}" for name, line in imports(module) if name in ("os.environ", "os.getenv")]
     assert wrong == []
+
+
+def test_nothing_from_the_network_is_unpickled() -> None:
+    """Catches a collective of objects, and pickles between processes: whoever sends one has its code run."""
+    collectives = {
+        f"{module.name}:{node.lineno} {ast.unparse(node)}"
+        for module in modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute | ast.Name)
+        and re.search(r"(^|\.)\w+_object(_list)?$", ast.unparse(node))
+        and re.search(r"gather|scatter|broadcast|send|recv", ast.unparse(node).rpartition(".")[2])
+    }
+    assert collectives == set()
+    assert not [module.name for module in modules() for name, _ in imports(module) if name.split(".")[0] in PICKLES]
 
 
 def test_no_global_statement() -> None:

@@ -26,21 +26,28 @@ def agreed(control: ControlPlane, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
         cause, failure = error, _reason(error)
-    failures = [f"rank {index}: {text}" for index, text in enumerate(control.gather(failure)) if text is not None]
+    failures = [
+        f"rank {index}: {text}" for index, text in enumerate(control.gather(failure, str | None)) if text is not None
+    ]
     if failures:
         more = f" (and {len(failures) - _NAMED_FAILURES} more ranks)" if len(failures) > _NAMED_FAILURES else ""
         raise CheckpointError("; ".join(failures[:_NAMED_FAILURES]) + more) from cause
     return result  # type: ignore[no-any-return]
 
 
-def on_first(control: ControlPlane, action: Callable[[], T]) -> T:
+def on_first(control: ControlPlane, action: Callable[[], T], kind: Any) -> T:
     """Runs `action` on rank 0 and gives its result to all; collective.
+
+    Args:
+        control: of all ranks.
+        action: must not communicate.
+        kind: type of its result, see json_message.encode.
 
     Raises:
         CheckpointError: on every rank, when the action failed.
     """
     result = agreed(control, lambda: action() if control.rank == 0 else None)
-    return control.broadcast(result)  # type: ignore[return-value]
+    return control.broadcast(result, kind)  # type: ignore[return-value]
 
 
 def _reason(error: Exception) -> str:

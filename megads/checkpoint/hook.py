@@ -80,7 +80,7 @@ class CheckpointHook:
     def _look_for_room(self) -> None:
         """Says before the first step that checkpoints will not fit; refuses where not even the first one would."""
         control = self._engine.grid.control
-        size = sum(control.gather(sum(shard.tensor.nbytes for shard in self._engine.named_shards())))
+        size = sum(control.gather(sum(shard.tensor.nbytes for shard in self._engine.named_shards()), int))
 
         def look() -> str:
             free = shutil.disk_usage(self._run_dir).free
@@ -95,7 +95,7 @@ class CheckpointHook:
                 raise CheckpointError(f"{text}: free some space, or choose another folder with run.dir=<path>")
             return text
 
-        wrong = on_first(control, look)
+        wrong = on_first(control, look, str)
         if wrong:
             self._events.write("disk_space", level="warning", message=wrong)
 
@@ -174,7 +174,7 @@ class CheckpointHook:
             try:
                 return save()
             except SaveError as error:
-                gone = on_first(control, remove_oldest) if error.disk_full and self._kept else []
+                gone = on_first(control, remove_oldest, list[str]) if error.disk_full and self._kept else []
                 if not gone:
                     raise
                 self._events.write("checkpoint_removed", level="warning", step=step, folders=gone, reason=str(error))

@@ -73,7 +73,7 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
     if load == "none":
         return None
     if load != "auto":
-        folder = on_first(control, lambda: given_folder(Path(load)))
+        folder = on_first(control, lambda: given_folder(Path(load)), Path)
         try:
             return CheckpointHandle(folder, _verified(folder, control))
         except CheckpointError as error:
@@ -83,7 +83,7 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
         recover(run_dir)
         return _newest_first(run_dir)
 
-    handle, passed_by = _first_usable(on_first(control, folders), control)
+    handle, passed_by = _first_usable(on_first(control, folders, list[Path]), control)
     if handle is None and passed_by:
         raise CheckpointError(
             f"no checkpoint in {checkpoints_folder(run_dir)} is usable; checkpoint.load=none starts afresh: "
@@ -115,7 +115,7 @@ def open_checkpoint(path: Path) -> CheckpointHandle:
             raise CheckpointError(f"{path} holds no checkpoint: neither a manifest.json nor checkpoints/step_*")
         return found
 
-    handle, passed_by = _first_usable(on_first(ALONE, folders), ALONE)
+    handle, passed_by = _first_usable(on_first(ALONE, folders, list[Path]), ALONE)
     if handle is None:
         raise CheckpointError(f"no checkpoint in {path} is usable: " + "; ".join(passed_by))
     return handle
@@ -253,7 +253,7 @@ def _verified(folder: Path, control: ControlPlane) -> Manifest:
         CheckpointError: on every rank; names file and tensor.
     """
     manifest = agreed(control, lambda: read_manifest(folder))
-    digests = control.gather(manifest.digest())
+    digests = control.gather(manifest.digest(), str)
     different = [index for index, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise CheckpointError(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 
 from megads.checkpoint.agreement import agreed, on_first
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
@@ -81,13 +82,13 @@ def save_checkpoint(
     final = step_folder(run_dir, run.state["step"])
     partial = _hidden(final, "partial")
     try:
-        on_first(control, lambda: _prepare(partial))
+        on_first(control, lambda: _prepare(partial), NoneType)
         stored = agreed(control, lambda: _write_shards(partial, control.rank, shards))
-        parts = control.gather_to_first((stored, sorted(keys)))
+        parts = control.gather_to_first((stored, sorted(keys)), tuple[list[StoredTensor], list[str]])
         _require_lease(fence, control)
-        on_first(control, lambda: _commit(partial, final, replace(run, ledger=ledger()), parts or []))
+        on_first(control, lambda: _commit(partial, final, replace(run, ledger=ledger()), parts or []), NoneType)
     except CheckpointError as error:
-        previous = on_first(control, lambda: _give_up(partial))
+        previous = on_first(control, lambda: _give_up(partial), str | None)
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         raise SaveError(f"checkpoint of step {run.state['step']} not saved, {state}: {error}", previous) from error
     if control.rank == 0 and keep:
@@ -97,7 +98,7 @@ def save_checkpoint(
 
 def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
     """Raises Fenced on every rank where rank 0 finds that another start holds the run directory."""
-    lost = control.broadcast(fence.reason() if fence is not None and control.rank == 0 else "")
+    lost = control.broadcast(fence.reason() if fence is not None and control.rank == 0 else "", str)
     if lost:
         raise Fenced(lost)
 

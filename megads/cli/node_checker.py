@@ -19,8 +19,16 @@ def main() -> None:
     host, _, port = arguments.store.rpartition(":")
     module, function = arguments.entry.split(":")
     from megads.resilience.nodes.board import Board
+    from megads.runtime.run_secret import Secret
 
-    getattr(importlib.import_module(module), function)(Board(host, int(port)), arguments.node)
+    try:
+        secret = Secret.decode(sys.stdin.readline())
+    except ValueError:
+        sys.exit(
+            "megads check_nodes: this checker got no secret through its input; srun and the container must pass it on: "
+            "leave --input out of the options of srun"
+        )
+    getattr(importlib.import_module(module), function)(Board(secret, host, int(port)), arguments.node)
     sys.stdout.flush()
     # Without the interpreter's shutdown, in which a process group whose partner is gone could hang.
     os._exit(0)

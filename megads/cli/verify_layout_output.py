@@ -20,7 +20,7 @@ from megads.runtime.console import Console as RunConsole
 from megads.runtime.lease import claimed
 from megads.runtime.visible_console import VisibleConsole
 from megads.verify.causes import likely_cause
-from megads.verify.rank import Job
+from megads.verify.job import Job
 from megads.verify.scale import Scaled, Wanted, scale
 from megads.verify.start import run_layout, run_reference
 from megads.verify.stream import write_corpus

@@ -154,7 +154,7 @@ def settle_attention(
             model, work, device, places_s=places_s, earlier=lambda key: earlier_attention(run_dir, key)
         )
 
-    return grid.control.first_decides(choose)
+    return grid.control.first_decides(choose, AttentionChoice)
 
 
 def settle_operators(
@@ -185,7 +185,8 @@ def settle_operators(
         return kernels, None
     cases = operator_cases(work, kernels)
     tuned = grid.control.first_decides(
-        lambda: tune(cases, work, device, earlier=lambda key: earlier_operators(run_dir, key))
+        lambda: tune(cases, work, device, earlier=lambda key: earlier_operators(run_dir, key)),
+        TunedOperators,
     )
     # It was measured with attention, as a whole.
     own = {KernelOp.attention} if attention is AttentionKind.fused_softmax else set[KernelOp]()

@@ -73,8 +73,8 @@ def agree_on_culprit(
         gradients: virtual stage and name of this rank's parameters whose own accumulated gradient is not finite.
     """
     backward_stage = max((stage for stage, _ in gradients), default=None)
-    found = find_culprit(control.gather(Symptoms(control.rank, bool(weights), forward_stage, backward_stage)))
+    found = find_culprit(control.gather(Symptoms(control.rank, bool(weights), forward_stage, backward_stage), Symptoms))
     names = weights if found.where == "weights" else [name for _, name in gradients]
     if found.where == "gradient norm":
         return found
-    return replace(found, parameters=control.broadcast(tuple(names[:SHOWN]), source=found.rank))
+    return replace(found, parameters=control.broadcast(tuple(names[:SHOWN]), tuple[str, ...], source=found.rank))

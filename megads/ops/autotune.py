@@ -95,9 +95,6 @@ class DeviceBroken(ConfigError):
         super().__init__(message)
         self.candidate = candidate
 
-    def __reduce__(self) -> tuple[type[DeviceBroken], tuple[str, str]]:
-        return type(self), (str(self), self.candidate)  # rank 0 sends it to the others
-
 
 def compare(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int = ROUNDS) -> dict[str, TuningResult]:
     """Checks each candidate, then times those that are exact, in turns.

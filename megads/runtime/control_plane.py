@@ -1,23 +1,30 @@
 """The control plane: how ranks agree on everything that is no tensor of the model.
 
 Checkpoint commits, requests to stop, equal configs: small values between hosts, which wait for disks and for each
-other. On NCCL they would be pickled into GPU memory, wait for all work in the stream, and run under the watchdog, which
-ends a run whose shared disk is slow. So the control plane is always a gloo group of its own, on the CPU.
+other. On NCCL they would go through GPU memory, wait for all work in the stream, and run under the watchdog, which ends
+a run whose shared disk is slow. So the control plane is always a gloo group of its own, on the CPU.
+
+Values travel as JSON of a type that the caller declares, never as pickles: a pickle is a program of whoever sent it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.errors import ConfigError, MegadsError
+from megads.errors import ConfigError, MegadsError, UnhealthyNode
+from megads.runtime.json_message import decode, decode_error, encode, encode_error
+
+_MOST_BYTES = 2**30
+"""Of one message: more is an error of a peer."""
 
 T = TypeVar("T")
 
@@ -43,29 +50,82 @@ class ControlPlane:
         assert self.world_size == ranks, f"a control plane of {self.world_size} ranks is used in a world of {ranks}"
         return ranks == 1
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on all of them; pickled."""
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Every rank's value, by rank, on all of them.
+
+        Args:
+            value: of this rank.
+            kind: type of the values, see json_message.encode.
+
+        Raises:
+            UnhealthyNode: a rank sent something else.
+        """
         if self._is_alone():
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        own, lengths = self._padded(encode(value, kind))
+        return self._decoded(self.gather_bytes(own), lengths, kind)
 
-    def gather_to_first(self, value: T) -> list[T] | None:
-        """Every rank's value, by rank, on rank 0; None on the others; pickled."""
+    def gather_to_first(self, value: T, kind: Any) -> list[T] | None:
+        """As `gather`, on rank 0; None on the others."""
         if self._is_alone():
             return [value]
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self.group)
-        return values
+        own, lengths = self._padded(encode(value, kind))
+        if self.rank:
+            dist.gather(own, dst=0, group=self.group)
+            return None
+        rows = torch.empty(self.world_size, own.numel(), dtype=torch.uint8)
+        dist.gather(own, list(rows), dst=0, group=self.group)
+        return self._decoded(rows, lengths, kind)
 
-    def broadcast(self, value: T, source: int = 0) -> T:
-        """The value of one rank, on all of them; pickled."""
+    def broadcast(self, value: T, kind: Any, source: int = 0) -> T:
+        """The value of one rank, on all of them.
+
+        Args:
+            value: to send; not looked at on other ranks than the source.
+            kind: type of the value, see json_message.encode.
+            source: rank that sends.
+
+        Raises:
+            UnhealthyNode: it sent something else.
+        """
         if self._is_alone():
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=source, group=self.group)
-        return values[0]
+        sends = self.rank == source
+        message = encode(value, kind) if sends else b""
+        length = torch.tensor(len(message))
+        dist.broadcast(length, src=source, group=self.group)
+        _require_length(source, int(length))
+        shared = _as_tensor(message) if sends else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(shared, src=source, group=self.group)
+        return value if sends else decode(shared.numpy().tobytes(), kind, source)  # type: ignore[no-any-return]
+
+    def gather_bytes(self, own: Tensor) -> Tensor:
+        """Every rank's bytes, by rank, on all of them.
+
+        Args:
+            own: [n] uint8, n the same on all ranks.
+
+        Returns:
+            [world_size, n] uint8.
+        """
+        if self._is_alone():
+            return own[None]
+        rows = torch.empty(self.world_size, own.numel(), dtype=torch.uint8)
+        dist.all_gather(list(rows), own, group=self.group)
+        return rows
+
+    def _padded(self, message: bytes) -> tuple[Tensor, list[int]]:
+        """A message, as long as the longest of all ranks, and the lengths of all."""
+        lengths = self.gather_bytes(torch.tensor([len(message)]).view(torch.uint8)).view(torch.int64)[:, 0].tolist()
+        for rank, length in enumerate(lengths):
+            _require_length(rank, length)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(message)] = _as_tensor(message)
+        return padded, lengths
+
+    def _decoded(self, rows: Tensor, lengths: Sequence[int], kind: Any) -> list[Any]:
+        pairs = zip(rows, lengths, strict=True)
+        return [decode(row[:length].numpy().tobytes(), kind, rank) for rank, (row, length) in enumerate(pairs)]
 
     def broadcast_number(self, number: int) -> int:
         """Rank 0's number, on all of them: one message of eight bytes, for every step."""
@@ -96,30 +156,44 @@ class ControlPlane:
             value: this rank's.
             remedy: what the user should do.
         """
-        values = self.gather(value)
+        values = self.gather(value, str)
         if len(set(values)) > 1:
             by_value = {v: [r for r, other in enumerate(values) if other == v] for v in set(values)}
             raise ConfigError(f"{what} differs between ranks: {by_value}; {remedy}")
 
-    def first_decides(self, decide: Callable[[], T]) -> T:
+    def first_decides(self, decide: Callable[[], T], kind: Any) -> T:
         """Rank 0's answer, on every rank.
 
         Args:
-            decide: called on rank 0 only, so it must not communicate; its answer can be pickled.
+            decide: called on rank 0 only, so it must not communicate.
+            kind: type of its answer, see json_message.encode.
 
         Raises:
-            MegadsError: on every rank, when rank 0 met one.
+            MegadsError: on every rank, when rank 0 met one; on the others of a class of megads.errors.
         """
-        answer: Any = None
+        answer, failure = None, None
         if self.rank == 0:
             try:
                 answer = decide()
             except MegadsError as error:
-                answer = error
-        answer = self.broadcast(answer)
-        if isinstance(answer, MegadsError):
-            raise answer
-        return answer  # type: ignore[no-any-return]
+                failure = error
+        met = self.broadcast(encode_error(failure) if failure is not None else None, tuple[str, str] | None)
+        if met is not None:
+            raise failure or decode_error(*met)
+        return self.broadcast(answer, kind)  # type: ignore[return-value]
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _require_length(rank: int, length: int) -> None:
+    """Raises UnhealthyNode on a length that no message has."""
+    if not 0 < length <= _MOST_BYTES:
+        raise UnhealthyNode(
+            f"rank {rank} announces a message of {length} bytes, where 1 to {_MOST_BYTES} are possible: do all nodes "
+            "run the same version of megads?"
+        )
 
 
 ALONE = ControlPlane(None, 0, 1)

@@ -3,57 +3,112 @@
 The launcher serves it on a port that is free by construction, so nobody has to guess one; it outlives every rank. Words
 travel through it and not through files: a shared file system may show a file to another node seconds later.
 
+Whoever reaches the port can read, write and list its keys: torch's store knows no password. So every word carries a
+proof that it comes from this start (megads.runtime.run_secret), and whatever does not is dropped. Names that nobody can
+guess keep out those who only guess.
+
 Imports torch: to be imported only by what starts ranks.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import secrets
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from megads.runtime.listener import listen
+from megads.runtime.run_secret import Secret
+
 _TIMEOUT = timedelta(seconds=300)
-_END_KEY = "end"
+_WORDS_AT_ONCE = 1000
+_END_KEY, _END = "end", "end this start"
 _WORDS_KEY = "words"
+_ABSENT = b"absent"
+
+
+def serve_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
+    """A store that this process serves, on a free port of one address and not, as torch's own, on all of them.
+
+    Raises:
+        ConfigError: it is no address of this machine.
+    """
+    server = listen(address)
+    port, descriptor = server.getsockname()[1], server.detach()
+    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def reach_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
+    """A store that another process serves.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def look_up(store: Store, key: str) -> bytes | None:
+    """The value of a key, None where it is not set; never waits, whoever removes keys meanwhile."""
+    found = bytes(store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
+    return None if found == _ABSENT else found
 
 
 class ControlStore:
     """One end of the store.
 
     Args:
+        secret: of this start.
         host: address at which the nodes reach the launcher.
         port: where it listens; 0 serves the store in this process, on a free port.
 
     Raises:
+        ConfigError: it is to be served at an address that is not this machine's.
         RuntimeError: nobody answers there.
     """
 
-    def __init__(self, host: str, port: int = 0):
+    def __init__(self, secret: Secret, host: str, port: int = 0):
         self.host = host
-        self._store = TCPStore(host, port, is_master=port == 0, timeout=_TIMEOUT, wait_for_workers=False)
+        self._secret = secret
+        self._store = reach_store(host, port) if port else serve_store(host)
         self.port = int(self._store.port)
-        self._words = PrefixStore("control", self._store)
-        self._heard = 0
+        self._words = PrefixStore(secret.name("control"), self._store)
+        self._speaker, self._said = secrets.token_hex(8), 0
+        self._heard: dict[str, int] = {}
+        self._warned = False
 
     def say(self, word: dict[str, Any]) -> None:
         """Tells the launcher something."""
-        number = self._words.add(_WORDS_KEY, 1)
-        self._words.set(f"{_WORDS_KEY}/{number}", json.dumps(word))
+        self._said += 1
+        text = json.dumps([self._speaker, self._said, word])
+        # A queue has no numbers in which a stranger could leave a gap.
+        self._words.queue_push(_WORDS_KEY, self._secret.seal("word", text))
 
     def hear(self) -> list[dict[str, Any]]:
-        """Returns what was said since the last call."""
+        """Returns what was said since the last call; what was not said by this start's agents is dropped."""
         words = []
-        while self._words.check([f"{_WORDS_KEY}/{self._heard + 1}"]):
-            self._heard += 1
-            words.append(json.loads(self._words.get(f"{_WORDS_KEY}/{self._heard}")))
+        for _ in range(min(self._words.queue_len(_WORDS_KEY), _WORDS_AT_ONCE)):
+            try:
+                text = self._secret.unseal("word", self._words.queue_pop(_WORDS_KEY, block=False))
+            except QueueEmptyError:
+                self._warn()
+                break
+            if text is None:
+                self._warn()
+                continue
+            speaker, number, word = json.loads(text)
+            # Whoever reads the store can say a word again.
+            if number > self._heard.get(speaker, 0):
+                self._heard[speaker] = number
+                words.append(word)
         return words
 
     def order_end(self) -> None:
         """Tells all agents to kill their ranks."""
-        self._words.set(_END_KEY, "1")
+        self._words.set(_END_KEY, self._secret.seal(_END_KEY, _END))
 
     def end_ordered(self) -> bool:
         """Whether the launcher said so.
@@ -61,11 +116,28 @@ class ControlStore:
         Raises:
             RuntimeError: the launcher is gone.
         """
-        return bool(self._words.check([_END_KEY]))
+        order = look_up(self._words, _END_KEY)
+        if order is not None and self._secret.unseal(_END_KEY, order) != _END:
+            self._warn()
+            return False
+        return order is not None
 
-    def meeting(self) -> Store:
-        """The part in which the elastic agents agree on ranks."""
-        return PrefixStore("agents", self._store)
+    def meeting(self, num_nodes: int) -> Store:
+        """The part in which the elastic agents of so many nodes wait for each other's end."""
+        # The connection is another one: the server closes it where a stranger has spoiled a number.
+        store = HashStore() if num_nodes == 1 else reach_store(self.host, self.port)
+        return PrefixStore(self._secret.name("agents"), store)
+
+    def _warn(self) -> None:
+        """Says it once: a stranger could fill a disk with it."""
+        if not self._warned:
+            self._warned = True
+            logging.getLogger(__name__).warning(
+                "somebody who does not belong to this start wrote to its control store (%s port %d): dropped; "
+                "docs/slurm.md, Ports and strangers, says how to keep others off",
+                self.host,
+                self.port,
+            )
 
 
 class NumberedNodes(RendezvousHandler):
@@ -92,7 +164,7 @@ class NumberedNodes(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         address = RendezvousStoreInfo(self._control.host, self._control.port)
-        return RendezvousInfo(self._control.meeting(), self._node, self._num_nodes, address)
+        return RendezvousInfo(self._control.meeting(self._num_nodes), self._node, self._num_nodes, address)
 
     def num_nodes_waiting(self) -> int:
         return 0

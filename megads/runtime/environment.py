@@ -17,6 +17,7 @@ from megads.errors import ConfigError
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
 _HEARTBEATS_VARIABLE = "MEGADS_HEARTBEATS"
+_SECRET_VARIABLE = "MEGADS_SECRET_FILE"
 
 REHEARSAL_VARIABLE = "MEGADS_REHEARSAL"
 """Names the folder of the rehearsal that a batch script takes part in; see `resilience.rehearsal.notes`."""
@@ -63,6 +64,17 @@ def launcher_pid() -> int | None:
     """Returns the pid of the launcher that started this rank, or None for a process started by hand."""
     value = os.environ.get(_LAUNCHER_PID_VARIABLE)
     return int(value) if value else None
+
+
+def secret_file() -> Path | None:
+    """Returns where the secret of this rank's start is (megads.runtime.run_secret); None for one started by hand."""
+    value = os.environ.get(_SECRET_VARIABLE)
+    return Path(value) if value else None
+
+
+def store_address() -> tuple[str, int]:
+    """Returns host and port of the store at which the ranks meet, as torch's elastic agent tells them."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def available_cores() -> int:
@@ -181,6 +193,28 @@ def rank_variables(
     if cuda and capability is not None and capability < BLACKWELL:
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def meeting_variables(secret: Path, one_machine: bool) -> dict[str, str]:
+    """Returns what the environment of an elastic agent and of its ranks must hold for them to find each other.
+
+    Args:
+        secret: file of the start's secret.
+        one_machine: all ranks are on it.
+    """
+    # Every node has as many ranks: a node's first rank follows from its number, and nobody who writes to the agents'
+    # store can give out others.
+    variables = {_SECRET_VARIABLE: str(secret.absolute()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+    return variables | (loopback_variables() if one_machine else {})
+
+
+def loopback_variables() -> dict[str, str]:
+    """Returns what makes gloo and NCCL listen on the loopback; a user's own choice of an interface stays."""
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is None:
+        return {}
+    defaults = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def wait_passively() -> None:

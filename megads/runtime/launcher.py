@@ -26,6 +26,7 @@ from megads.runtime.metrics import EventWriter
 from megads.runtime.node_ranks import NodePart, NodeRanks, Ranks, require_devices
 from megads.runtime.rank_outcome import NodeReport, Outcome, clear_records, judge
 from megads.runtime.run_dir import tracker_log_path
+from megads.runtime.run_secret import start_secret
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.side_process import SideProcess
 from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
@@ -107,8 +108,9 @@ def launch(
         ranks = NodeRanks(spec.node_part(spec.num_ranks))
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)
-    side = _start_side(spec, console)
-    return _Launch(spec, console, side, ranks, scheduler or Scheduler()).run()
+    with start_secret(spec.run_dir, spec.lease):
+        side = _start_side(spec, console)
+        return _Launch(spec, console, side, ranks, scheduler or Scheduler()).run()
 
 
 def _start_side(spec: LaunchSpec, console: Console) -> SideProcess | None:

@@ -22,6 +22,7 @@ from megads.runtime.orphaned_job import send_back_when_orphaned
 from megads.runtime.rank_outcome import NodeReport
 from megads.runtime.rank_process import redirect_output
 from megads.runtime.run_dir import agent_log_path
+from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
@@ -52,7 +53,7 @@ def run_agent(part: NodePart, host: str, port: int) -> NoReturn:
 
     code = EXIT_BUG
     try:
-        control = ControlStore(host, port)
+        control = ControlStore(read_secret(secret_path(part.run_dir, part.lease)), host, port)
         ranks = NodeRanks(part, control)
         report = _report(ranks, control, _note_signals())
         control.say({"word": REPORT, "number": part.node, "report": report.encode()})

@@ -22,6 +22,7 @@ from megads.errors import ConfigError
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, Position
 from megads.runtime.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
+from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -262,6 +263,7 @@ class NodeRanks:
         capability = lowest_compute_capability() if cuda else None
         heartbeats = self._monitor.folder
         variables = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, heartbeats)
+        variables |= environment.meeting_variables(secret_path(part.run_dir, part.lease), part.num_nodes == 1)
         return variables | (environment.HIDDEN_GPUS if part.cpu else {})
 
     def _some_rank_failed(self) -> bool:
@@ -291,7 +293,7 @@ class NodeRanks:
         # The agent reports failures in several screens of text; the launcher reports them in one message.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         part = self.part
-        self._control = self._control or ControlStore(part.address)
+        self._control = self._control or ControlStore(read_secret(secret_path(part.run_dir, part.lease)), part.address)
         worker_spec = WorkerSpec(
             role="default",
             local_world_size=part.num_ranks,

@@ -15,12 +15,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megads.errors import ConfigError
-from megads.runtime import slurm
+from megads.runtime import environment, slurm
 from megads.runtime.heartbeat import Position
+from megads.runtime.listener import LOOPBACK, launcher_address
 from megads.runtime.node_agent import FAILING, REPORT, SIGNALLED, SILENCE
 from megads.runtime.node_ranks import KILL_AFTER_S, POLL_S, NodePart
 from megads.runtime.rank_outcome import NodeReport, lost_nodes
 from megads.runtime.run_dir import srun_log_path
+from megads.runtime.run_secret import read_secret, secret_path
 from megads.runtime.slurm import Allocation, Node
 from megads.runtime.tail import last_line
 
@@ -72,11 +74,12 @@ class SlurmRanks:
         # Imported here: it pulls in torch, for which a refused config should not wait.
         from megads.runtime.control_store import ControlStore
 
-        self._control = ControlStore(self._allocation.nodes[0].address)
+        secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
+        self._control = ControlStore(secret, self._store_address())
         with srun_log_path(self._part.run_dir).open("wb") as log:
             # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
             self._srun = subprocess.Popen(
-                self.command(self._control.port),
+                self.command(f"{self._control.host}:{self._control.port}"),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -125,13 +128,24 @@ class SlurmRanks:
     def description(self) -> dict[str, object]:
         return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
 
-    def command(self, port: int) -> tuple[str, ...]:
-        """The command that starts one agent on every node."""
+    def _store_address(self) -> str:
+        """Where the launcher listens for the agents."""
+        if [node.name for node in self._nodes] == [environment.node_name()]:
+            return LOOPBACK
+        nodes = self._allocation.nodes
+        return launcher_address(nodes[0].address, [node.address for node in nodes])
+
+    def command(self, store: str) -> tuple[str, ...]:
+        """The command that starts one agent on every node.
+
+        Args:
+            store: host and port at which the launcher listens.
+        """
         part, job = self._part, self._allocation
         count = str(len(self._nodes))
         cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
         every_node = [
-            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", f"{job.nodes[0].address}:{port}"),
+            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", store),
             *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),

@@ -93,7 +93,7 @@ def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:
         control: of all ranks.
         clock: names the clock that this rank reads; None is the machine's.
     """
-    clocks = control.gather(_machine_clock() if clock is None else clock)
+    clocks = control.gather(_machine_clock() if clock is None else clock, str)
     first_rank: dict[str, int] = {}
     for rank, name in enumerate(clocks):
         first_rank.setdefault(name, rank)
@@ -107,7 +107,7 @@ def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:
             elif here < distance and here + distance < len(machines):
                 _answer(control, machines[here + distance])
             distance *= 2
-    measured = control.gather(behind_s)
+    measured = control.gather(behind_s, float)
     # Of the machine at which this one's comparison ended, and so on to that of rank 0.
     offset_s, here = 0.0, list(first_rank).index(clocks[control.rank])
     while here > 0:

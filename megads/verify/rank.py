@@ -4,46 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import pickle
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from megads.errors import EXIT_OK
 from megads.runtime.rank_process import run_rank, start_rank
-
-if TYPE_CHECKING:
-    from megads.parallel.config import ParallelConfig
-    from megads.verify.scenario import Scenario
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every rank does.
-
-    Attributes:
-        parallel: the layout.
-        scenarios: trained one after another, each on an engine of its own.
-        corpus: prefix of the dataset that the data path is checked on.
-        timeout_s: longest wait for a peer.
-        defect: module:function, called first; tests break something with it.
-    """
-
-    parallel: ParallelConfig
-    scenarios: tuple[Scenario, ...]
-    corpus: Path
-    timeout_s: float
-    defect: str = ""
-
-
-def job_path(folder: Path) -> Path:
-    """Where the job is."""
-    return folder / "job.pickle"
-
-
-def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its RankRun of every scenario."""
-    return folder / f"rank_{rank:05d}.pickle"
 
 
 def main() -> NoReturn:
@@ -60,10 +25,12 @@ def _work(folder: Path, rank: int) -> int:
     import torch
 
     from megads.runtime.distributed import world
+    from megads.verify.job import Job, result_path
     from megads.verify.layout import build_engine, train_rank
+    from megads.verify.run import write_runs
     from megads.verify.stream import read_stream
 
-    job: Job = pickle.loads(job_path(folder).read_bytes())
+    job = Job.read(folder)
     if job.defect:
         module, function = job.defect.split(":")
         getattr(importlib.import_module(module), function)()
@@ -76,7 +43,7 @@ def _work(folder: Path, rank: int) -> int:
             run.stream = read_stream(job.corpus, scenario, grid.dp.rank, grid.dp.size, needs_tokens=ends)
             runs.append(run)
             del engine
-    result_path(folder, rank).write_bytes(pickle.dumps(runs))
+    write_runs(result_path(folder, rank), runs)
     return EXIT_OK
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from megads.engine.interface import Shard
 from megads.errors import NumericalError
@@ -69,6 +71,30 @@ class RankRun:
     validation: tuple[float, int] = (0.0, 0)
     reductions: set[tuple[str, int]] = field(default_factory=set)
     stream: Stream = field(default_factory=Stream)
+
+
+_PIECES = ("initial", "shards", "held", "gradients")
+
+
+def write_runs(path: Path, runs: Sequence[RankRun]) -> None:
+    """Writes what a rank has for the process that started it: tensors and plain values, no pickled classes."""
+    plain = []
+    for run in runs:
+        content = {**vars(run), "stream": vars(run.stream)}
+        for name in _PIECES:
+            content[name] = [(*piece[:3], torch.from_numpy(piece.values)) for piece in content[name]]
+        plain.append(content)
+    torch.save(plain, path)
+
+
+def read_runs(path: Path) -> list[RankRun]:
+    """Reads what `write_runs` wrote; runs nothing of it."""
+    runs = []
+    for content in torch.load(path, weights_only=True):
+        for name in _PIECES:
+            content[name] = [Piece(key, shape, offset, values.numpy()) for key, shape, offset, values in content[name]]
+        runs.append(RankRun(**{**content, "stream": Stream(**content["stream"])}))
+    return runs
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +12,9 @@ from megads.errors import ConfigError
 from megads.runtime.console import Console
 from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
-from megads.verify.rank import Job, job_path, result_path
+from megads.verify.job import Job, result_path
 from megads.verify.reference import train_reference
-from megads.verify.run import RankRun, Run, join
+from megads.verify.run import Run, join, read_runs
 from megads.verify.scenario import Scenario
 from megads.verify.stream import read_stream
 
@@ -49,14 +48,14 @@ def run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]
             f"{ranks} processes need {needed / 2**30:.1f} GiB, this machine has {available / 2**30:.1f} GiB available: "
             "lower verify.max_ranks, or verify the layout in parts"
         )
-    for old in folder.glob("rank_*.pickle"):
+    for old in folder.glob("rank_*.pt"):
         old.unlink()
-    job_path(folder).write_bytes(pickle.dumps(job))
+    job.write(folder)
     command = ("-m", "megads.verify.rank", str(folder))
     code = launch(LaunchSpec(folder, ranks, command, threads_per_rank=1, cpu=True, saves=False), console).exit_code
     if code:
         return code, []
-    by_rank: list[list[RankRun]] = [pickle.loads(result_path(folder, rank).read_bytes()) for rank in range(ranks)]
+    by_rank = [read_runs(result_path(folder, rank)) for rank in range(ranks)]
     of_scenarios = zip(job.scenarios, zip(*by_rank, strict=True), strict=True)
     return code, [join(runs, scenario.model) for scenario, runs in of_scenarios]
 

@@ -18,8 +18,11 @@ def outcomes() -> list[object]:
             raise OSError(28, "No space left on device", "some/file")
         return control.rank
 
-    results: list[object] = [agreed(control, lambda: control.rank), on_first(control, lambda: f"by {control.rank}")]
-    for action in (lambda: agreed(control, lambda: fail_on(1)), lambda: on_first(control, lambda: fail_on(0))):
+    results: list[object] = [
+        agreed(control, lambda: control.rank),
+        on_first(control, lambda: f"by {control.rank}", str),
+    ]
+    for action in (lambda: agreed(control, lambda: fail_on(1)), lambda: on_first(control, lambda: fail_on(0), int)):
         try:
             results.append(action())
         except CheckpointError as error:

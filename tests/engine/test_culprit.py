@@ -6,7 +6,9 @@ import pytest
 
 from megads.engine.culprit import SHOWN, Symptoms, agree_on_culprit, find_culprit
 from megads.engine.interface import Culprit
+from megads.runtime import control_plane
 from megads.runtime.control_plane import open_control_plane
+from megads.runtime.json_message import encode
 from tests.distributed import run_ranks
 
 FINE = Symptoms(rank=0)
@@ -50,17 +52,13 @@ ManyNames = dict[int, list[tuple[int, str]]]
 
 def _agreed(weights: dict[int, list[str]], gradients: ManyNames) -> tuple[Culprit, int]:
     """The culprit, and the bytes that this rank gave into collectives."""
-    from torch.distributed import distributed_c10d
-
     control, sent = open_control_plane(), []
-    pickled = distributed_c10d._object_to_tensor
 
-    def measured(*args: object) -> tuple[object, object]:
-        tensor, size = pickled(*args)
-        sent.append(tensor.numel())
-        return tensor, size
+    def measured(value: object, kind: object) -> bytes:
+        sent.append(len(encode(value, kind)))
+        return encode(value, kind)
 
-    distributed_c10d._object_to_tensor = measured
+    control_plane.encode = measured
     rank = control.rank
     found = agree_on_culprit(control, weights.get(rank, []), None, gradients.get(rank, []))
     return found, sum(sent)

@@ -162,3 +162,20 @@ def hold_the_interpreter(config: RootConfig, run_dir: Path) -> int:
             ctypes.PyDLL(None).sleep(60)
         dist.all_reduce(torch.ones(()))
     return 0
+
+
+def meet_until_told(config: RootConfig, run_dir: Path) -> int:
+    """Opens a world as training does, rank 1 when `late` is there, and talks in it until `go` is there."""
+    import torch
+
+    from megads.runtime.distributed import world
+
+    rank = rank_environment().rank
+    while rank == 1 and not (run_dir / "late").exists():
+        time.sleep(0.02)
+    with world(torch.device("cpu"), 30.0) as control:
+        (run_dir / f"met_{rank}").touch()
+        while not control.first_decides((run_dir / "go").exists, bool):
+            assert control.gather(f"rank {rank}", str) == ["rank 0", "rank 1"]
+            time.sleep(0.02)
+    return 0

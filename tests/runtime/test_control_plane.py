@@ -1,23 +1,63 @@
-"""Agreement between ranks."""
+"""Agreement between ranks, and what travels for it."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megads.errors import ConfigError
+from megads.errors import ConfigError, Fenced, MegadsError, UnhealthyNode
+from megads.ops.autotune import DeviceBroken
 from megads.runtime.control_plane import ALONE, ControlPlane, open_control_plane
+from megads.runtime.json_message import decode, decode_error, encode, encode_error
 from tests.distributed import run_ranks
+
+
+class Kind(StrEnum):
+    """Of an enum in a message."""
+
+    plain = "plain"
+
+
+class Pair(NamedTuple):
+    """Of a named tuple in a message."""
+
+    number: int
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """Of everything that callers send."""
+
+    where: Path
+    kinds: frozenset[Kind]
+    shape: tuple[int, ...]
+    times: dict[str, float]
+    pair: Pair
+
+
+RECORD = Record(Path("/a/b"), frozenset({Kind.plain}), (2, 3), {"a": math.inf, "b": -0.0, "c": 5e-324}, Pair(1))
 
 
 def _exchanged(control: ControlPlane) -> list[Any]:
     """What a rank gets from everything that a control plane does."""
     rank = control.rank
-    found: list[Any] = [control.gather(rank * 10), control.gather_to_first(rank), control.broadcast(str(rank))]
-    found += [control.broadcast(str(rank), source=control.world_size - 1), control.broadcast_number(rank + 7)]
+    found: list[Any] = [control.gather(rank * 10, int), control.gather_to_first(rank, int)]
+    found += [control.gather("x" * rank, str), control.broadcast(str(rank), str)]
+    found += [control.broadcast(str(rank), str, source=control.world_size - 1), control.broadcast_number(rank + 7)]
     found += [[control.any(rank in flagged) for flagged in ((), (0,), (0, 2))]]
+    found += [control.broadcast(RECORD if rank == 0 else None, Record) == RECORD]
     control.barrier()
     for values in (["same"] * 3, ["old", "new", "old"]):
         try:
@@ -29,10 +69,12 @@ def _exchanged(control: ControlPlane) -> list[Any]:
     def decide() -> str:
         if control.rank:
             raise AssertionError("only rank 0 decides")
-        raise ConfigError("no kernel")
+        raise DeviceBroken("no kernel", "ours")
 
-    with pytest.raises(ConfigError, match="no kernel"):
-        control.first_decides(decide)
+    with pytest.raises(ConfigError, match="no kernel") as raised:
+        control.first_decides(decide, str)
+    assert raised.value.exit_code == ConfigError.exit_code
+    assert control.first_decides(lambda: None, str | None) is None
     return found
 
 
@@ -65,14 +107,74 @@ def test_ranks_agree_through_one_group(backend: str) -> None:
     differs = "the frozen config differs between ranks: {"
     for rank, of_rank in enumerate(found):
         *values, equal, different = of_rank
-        assert values == [[0, 10, 20], [0, 1, 2] if rank == 0 else None, "0", "2", 7, [False, True, True]]
+        gathered = [[0, 10, 20], [0, 1, 2] if rank == 0 else None, ["", "x", "xx"]]
+        assert values == [*gathered, "0", "2", 7, [False, True, True], True]
         assert equal == ""
         assert different.startswith(differs) and "'old': [0, 2]" in different and "'new': [1]" in different
 
 
+def _hears_a_stranger(message: bytes, length: int) -> str:
+    """What rank 0 raises when rank 1 sends these bytes where a text is expected."""
+    control = open_control_plane()
+    if control.rank == 0:
+        with pytest.raises(UnhealthyNode) as raised:
+            control.gather("fine", str)
+        return str(raised.value)
+    own = torch.tensor([length]).view(torch.uint8)
+    lengths = control.gather_bytes(own).view(torch.int64)
+    if 0 < length < 2**20:
+        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+        padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        control.gather_bytes(padded)
+    return ""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("message", "length", "said"),
+    [
+        (b"cos\nsystem\n(S'touch owned'\ntR.", 31, 'rank 1 sent b"cos\\nsystem'),
+        (b"7", 1, "rank 1 sent b'7' where str was expected"),
+        (b"", -1, "rank 1 announces a message of -1 bytes"),
+        (b"", 2**60, "rank 1 announces a message of 1152921504606846976 bytes"),
+    ],
+)
+def test_an_odd_message_is_named(message: bytes, length: int, said: str) -> None:
+    """Catches a pickle that is loaded, a wrong type that goes on into the run, and memory for whatever is announced."""
+    assert said in run_ranks(_hears_a_stranger, 2, message, length)[0]
+
+
+@given(st.floats())
+def test_floats_keep_their_bits(value: float) -> None:
+    """Catches a clock offset or a time that is rounded on its way, and NaN that becomes null."""
+    found = decode(encode(value, float), float, 0)
+    assert math.isnan(found) if math.isnan(value) else struct.pack("d", found) == struct.pack("d", value)
+
+
+def test_values_come_back_as_they_are() -> None:
+    """Catches a tuple that comes back as a list, a path as text, and a name that is no text and stops a message."""
+    for value, kind in ((RECORD, Record), (None, NoneType), ([Path("/a")], list[Path]), (("a", "b"), tuple[str, ...])):
+        found = decode(encode(value, kind), kind, 0)
+        assert found == value and type(found) is type(value)
+    assert decode(encode("a\udc80", str), str, 0) == "a?"
+    with pytest.raises(Exception, match="Expected `int`"):
+        encode("1", int)
+    with pytest.raises(UnhealthyNode, match=r"rank 4 .* where Record was expected \(where: Field required\)"):
+        decode(b'{"kinds": []}', Record, 4)
+
+
+def test_errors_are_those_of_megads() -> None:
+    """Catches an exit code that is another on other ranks, and a class that a peer names and this rank builds."""
+    for error, known in ((Fenced("gone"), Fenced), (DeviceBroken("broken", "ours"), ConfigError)):
+        found = decode_error(*encode_error(error))
+        assert type(found) is known and str(found) == str(error) and found.exit_code == error.exit_code
+    for name in ("SystemExit", "errno", "EXIT_BUG", "__loader__", ""):
+        assert type(decode_error(name, "x")) is MegadsError
+
+
 def _alone_in_company() -> str:
     try:
-        ALONE.gather(1)
+        ALONE.gather(1, int)
     except AssertionError as error:
         return str(error)
     return ""
@@ -81,6 +183,7 @@ def _alone_in_company() -> str:
 @pytest.mark.distributed
 def test_alone() -> None:
     """Catches a tool of one process that needs process groups, and a rank of several that nobody gave the others."""
-    assert ALONE.gather(3) == ALONE.gather_to_first(3) == [3] and ALONE.broadcast(3) == ALONE.broadcast_number(3) == 3
+    assert ALONE.gather(3, int) == ALONE.gather_to_first(3, int) == [3]
+    assert ALONE.broadcast(3, int) == ALONE.broadcast_number(3) == 3
     assert ALONE.any(True) and not ALONE.any(False)
     assert run_ranks(_alone_in_company, 2) == ["a control plane of 1 ranks is used in a world of 2"] * 2

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megads.runtime.environment import (
     RankEnvironment,
     exported,
+    meeting_variables,
     rank_environment,
     rank_variables,
     share_of_cores,
@@ -102,3 +104,16 @@ def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY")
     wait_passively()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches gloo and NCCL that listen where the host's name points to, a user's interface that is not taken, and
+    ranks of several machines that cannot reach each other."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    loopback = meeting_variables(tmp_path, one_machine=True)["GLOO_SOCKET_IFNAME"]
+    assert "127.0.0.1" in [found.address for found in psutil.net_if_addrs()[loopback]]
+    assert meeting_variables(tmp_path, one_machine=True)["NCCL_SOCKET_IFNAME"] == f"={loopback}"
+    assert not [name for name in meeting_variables(tmp_path, one_machine=False) if "IFNAME" in name]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert meeting_variables(tmp_path, one_machine=True)["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -8,15 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megads.runtime.node_ranks import NodePart, NodeRanks, _ended
 from megads.runtime.run_dir import exit_path, failure_path, spare_path
+from megads.runtime.run_secret import start_secret
 
 SLEEP = "import time; time.sleep(600)"
 RANK_1_TAKES_LONGER = "import os, time; time.sleep(2.0 * int(os.environ['RANK']))"
+
+
+@pytest.fixture(autouse=True)
+def secret(tmp_path: Path) -> Iterator[None]:
+    """The launcher's part."""
+    with start_secret(tmp_path, None):
+        yield
 
 
 def started(run_dir: Path, program: str, ranks: int) -> NodeRanks:

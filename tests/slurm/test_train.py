@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -84,16 +85,27 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
 
 
 def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a job that hangs, or burns its nodes, after one rank on another node than the launcher's is gone."""
+    """Catches a job that hangs, or burns its nodes, after one rank on another node than the launcher's is gone; a store
+    that listens on all addresses, and a secret that others can read or that outlives its start."""
     run = training()
     job = run.submit()
     run.wait_for_step(job, 3)
+    launcher = psutil.Process(events_of(run.run_dir, "launch")[0]["pid"])
+    listening = [c.laddr.ip for c in launcher.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    # The addresses of the nodes of this cluster.
+    assert len(listening) == 1 and listening[0].startswith("127.")
+    (secret,) = run.run_dir.glob(".secret*")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    text = secret.read_bytes().strip()
+    files = [path for path in run.run_dir.rglob("*") if path.is_file() and path != secret]
+    assert not [path for path in files if text in path.read_bytes()]
     log = (run.run_dir / "logs" / "rank_00001.log").read_text()
     os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGKILL)
     assert run.jobs.wait_for(job, timeout_s=40) == "FAILED"
     node = events_of(run.run_dir, "launch")[0]["nodes"][1]
     assert run.exit_code(job) == 10
     assert f"rank 1 on {node} was killed by SIGKILL" in run.jobs.output(job)
+    assert not list(run.run_dir.glob(".secret*"))
     again = run.submit()
     assert run.jobs.wait_for(again) == "COMPLETED", run.jobs.output(again)
     assert steps_of(run.run_dir) == reference

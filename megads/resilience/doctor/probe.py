@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from megads.runtime.environment import exported, rank_variables
+from megads.runtime.listener import LOOPBACK, listen
 
 ALL_REDUCE_S = 2.0
 """Longest wait for a collective between two processes of this machine."""
@@ -48,32 +49,32 @@ def probe_gloo() -> dict[str, Any]:
 
 def _all_reduce(variables: Mapping[str, str]) -> str | None:
     """Returns what went wrong between two forked processes, or None."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
     children: dict[int, int] = {}
-    with exported(variables):
+    with exported(variables), listen(LOOPBACK) as server:
         for rank in range(2):
             read_end, write_end = os.pipe()
             child = os.fork()
             if child == 0:
-                _run_rank(rank, port, write_end)
+                _run_rank(rank, server, write_end)
             os.close(write_end)
             children[child] = read_end
     failures = [failure for child, pipe in children.items() if (failure := _outcome(child, pipe))]
     return failures[0] if failures else None
 
 
-def _run_rank(rank: int, port: int, pipe: int) -> None:
-    """The life of a forked rank: writes what went wrong, if anything did, and ends."""
+def _run_rank(rank: int, server: socket.socket, pipe: int) -> None:
+    """The life of a forked rank: writes what went wrong, if anything did, and ends. The first one serves the store."""
     signal.alarm(round(ALL_REDUCE_S) + 1)
     try:
         import torch
         import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         torch.set_num_threads(1)
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", address, timedelta(seconds=ALL_REDUCE_S), world_size=2, rank=rank)
+        limit, port = timedelta(seconds=ALL_REDUCE_S), server.getsockname()[1]
+        descriptor = server.fileno() if rank == 0 else None
+        store = TCPStore(LOOPBACK, port, 2, rank == 0, limit, wait_for_workers=False, master_listen_fd=descriptor)
+        dist.init_process_group("gloo", timeout=limit, store=store, world_size=2, rank=rank)
         value = torch.tensor([rank + 1.0])
         dist.all_reduce(value)
         message = "" if value.item() == 3.0 else f"1 + 2 gave {value.item()}"

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megads.resilience.nodes.config import CheckNodesConfig
 from megads.resilience.nodes.judge import Measured, Pair, first_round, judge_nodes, name_faulty, second_round
+from megads.runtime.environment import exported, loopback_variables
+from megads.runtime.listener import launcher_address
+from megads.runtime.run_secret import Secret
 from megads.runtime.slurm import Allocation
 
 CHECKER = ("-m", "megads.cli.node_checker")
@@ -61,6 +64,16 @@ class Place:
     wrapper: tuple[str, ...] = ()
     command: tuple[str, ...] = CHECKER
 
+    def resolved(self) -> Place:
+        """The same with the host's address as a number, the same for all nodes.
+
+        Raises:
+            ConfigError: a node's name does not resolve here.
+        """
+        if self.allocation is None:
+            return self
+        return replace(self, host=launcher_address(self.host, [node.address for node in self.allocation.nodes]))
+
     def arguments(self, node: str, port: int) -> list[str]:
         """The command that starts the checker of a node."""
         srun = []
@@ -76,20 +89,35 @@ def check_nodes(config: CheckNodesConfig, place: Place) -> Checked:
     """Checks nodes; takes at most about three times config.timeout_s.
 
     Raises:
+        ConfigError: this process cannot listen at the address of its node.
         OSError: a checker cannot be started.
     """
     # Imported here: it pulls in torch, for which a refused config should not wait.
     from megads.resilience.nodes.board import Board
 
-    board = Board(place.host, timeout_s=config.timeout_s)
+    secret, place = Secret.random(), place.resolved()
+    board = Board(secret, place.host, timeout_s=config.timeout_s)
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for node in place.nodes:
-            arguments = place.arguments(node, board.port)
-            started[node] = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+        with exported(loopback_variables() if place.allocation is None else {}):
+            for node in place.nodes:
+                started[node] = _start(place.arguments(node, board.port), secret)
         return _Check(config, board, started).run()
     finally:
         _end(started)
+
+
+def _start(arguments: Sequence[str], secret: Secret) -> subprocess.Popen[bytes]:
+    """Starts a checker and tells it the secret through its input, which srun and containers pass on.
+
+    Nodes need not share a folder for a file of it: whether they do is what the check is to find out.
+    """
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
+    assert process.stdin is not None
+    # One that ended at once is missed later.
+    with suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(f"{secret.encode()}\n".encode())
+    return process
 
 
 def _end(started: Mapping[str, subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,99 @@
+"""The secret of a start: who can read its file, and what it proves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import traceback
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megads.errors import ConfigError, UnhealthyNode
+from megads.runtime.listener import launcher_address, listen
+from megads.runtime.run_secret import Secret, read_secret, secret_path, start_secret
+
+
+def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Catches a secret that others can read, one that outlives its start, and one that is the same at the next."""
+    found = []
+    for lease in (None, 3, 4):
+        path = secret_path(tmp_path, lease)
+        with start_secret(tmp_path, lease):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            found.append(read_secret(path).encode())
+        assert not list(tmp_path.iterdir())
+    assert len(set(found)) == 3 and all(len(text) == 64 for text in found)
+
+
+def test_what_a_killed_start_left_is_replaced(tmp_path: Path) -> None:
+    """Catches an old secret that is trusted, and a link by which somebody learns the new one."""
+    elsewhere, orphan = tmp_path / "elsewhere", secret_path(tmp_path, 1)
+    elsewhere.write_text("a" * 64)
+    secret_path(tmp_path, 2).symlink_to(elsewhere)
+    orphan.write_text("b" * 64)
+    with start_secret(tmp_path, 2):
+        assert read_secret(secret_path(tmp_path, 2)).encode() not in ("a" * 64, "b" * 64)
+        assert elsewhere.read_text() == "a" * 64 and not orphan.exists()
+        with pytest.raises(UnhealthyNode, match="the start that this process belongs to is over"):
+            read_secret(orphan, within_s=0.0)
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a file system that keeps no modes, and a file that somebody has opened to all."""
+    with start_secret(tmp_path, None):
+        path = secret_path(tmp_path, None)
+        path.chmod(0o640)
+        with pytest.raises(UnhealthyNode, match="has mode 640, not 600"):
+            read_secret(path)
+    inner = os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, _mode: inner(descriptor, 0o777))
+    with pytest.raises(ConfigError, match=r"mode 777 where 600 was asked for.*run\.dir"), start_secret(tmp_path, None):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_messages_do_not_tell_it(tmp_path: Path) -> None:
+    """Catches a damaged secret that is quoted in the error of a rank, and from there in logs and events."""
+    path = secret_path(tmp_path, None)
+    path.touch(0o600)
+    path.write_text(f"{'c' * 63}x\n")
+    with pytest.raises(UnhealthyNode) as raised:
+        read_secret(path)
+    assert "ccc" not in "".join(traceback.format_exception(raised.value))
+    assert "what is there is no secret" in str(raised.value)
+    assert "c" * 64 not in repr(Secret.decode("c" * 64))
+
+
+def test_proofs_serve_one_purpose() -> None:
+    """Catches a proof that another secret, another purpose or other parts have too."""
+    ours, theirs = Secret.random(), Secret.random()
+    proofs = [
+        *(secret.proof("a", b"bc", b"d") for secret in (ours, theirs)),
+        *(ours.proof(purpose, *parts) for purpose, *parts in (("b", b"bc", b"d"), ("a", b"b", b"cd"), ("a", b"bcd"))),
+    ]
+    assert len(set(proofs)) == len(proofs)
+    sealed = ours.seal("word", "text with spaces é").encode()
+    assert ours.unseal("word", sealed) == "text with spaces é"
+    for wrong in (sealed[:-1], sealed + b"x", b"", b" ", sealed[65:], b"\xff" * 70, theirs.seal("word", "x").encode()):
+        assert ours.unseal("word", wrong) is None
+    assert ours.unseal("end", sealed) is None
+
+
+def test_where_a_launcher_listens() -> None:
+    """Catches a host name that means 127.0.1.1 on its own machine, at which no other node finds the launcher, and an
+    address that is not this machine's."""
+    assert launcher_address("127.0.0.2", ["127.0.0.2", "127.0.0.3"]) == "127.0.0.2"
+    assert launcher_address("192.0.2.77", ["192.0.2.77", "192.0.2.78"]) == "192.0.2.77"
+    ours = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]
+    for address in ours:
+        if not address.startswith("127."):
+            assert launcher_address("127.0.1.1", ["127.0.1.1", address]) == address
+    with listen(launcher_address("localhost", [])) as server:
+        assert server.getsockname()[0] in ("127.0.0.1", "::1")
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
+        listen("203.0.113.7")
+    with pytest.raises(ConfigError, match=r"the node address no-such-node\.invalid does not resolve"):
+        launcher_address("127.0.0.1", ["no-such-node.invalid"])

@@ -1,0 +1,239 @@
+"""Attacks by somebody who reaches the ports of a run but does not know its secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from megads.resilience.nodes.board import Board
+from megads.runtime.control_store import ControlStore
+from megads.runtime.run_secret import Secret, secret_path
+from tests.runtime.test_launcher import REPOSITORY, Launched
+
+pytestmark = pytest.mark.distributed
+
+IMPOSTOR = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from megads.runtime.admission import admit
+from megads.runtime.control_plane import open_control_plane
+from megads.runtime.run_secret import Secret
+port, prefix, limit = int(sys.argv[1]), sys.argv[2], timedelta(seconds=float(sys.argv[3]))
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=1, world_size=2, timeout=limit)
+print("met", flush=True)
+control = open_control_plane()
+try:
+    admit(control, Secret.random())
+except Exception as error:
+    print(type(error).__name__, flush=True)
+print(control.gather("rank 1", str), flush=True)
+"""
+
+
+class Program:
+    """What a pickle runs when it is loaded: it leaves a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
+    """Starts two ranks that meet; leaves nothing running."""
+    started: list[Launched] = []
+
+    def _start() -> Launched:
+        started.append(Launched(tmp_path / "run", "meet_until_told"))
+        return started[-1]
+
+    yield _start
+    for launched in started:
+        if launched.process.poll() is None:
+            for process in [*psutil.Process(launched.process.pid).children(recursive=True), launched.process]:
+                process.kill()
+            launched.process.communicate()
+
+
+def listening(pid: int) -> list[Any]:
+    """Addresses at which a process and its children listen."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    found = []
+    for process in processes:
+        found += [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return found
+
+
+def store_port(launched: Launched) -> int:
+    """Where the launcher serves its store."""
+    found: list[int] = []
+
+    def look() -> bool:
+        connections = psutil.Process(launched.process.pid).net_connections("inet")
+        found.extend(c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN)
+        return bool(found)
+
+    launched.wait_for(look)
+    return found[0]
+
+
+def stranger(port: int) -> TCPStore:
+    """A client of the store, as anybody can make one."""
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def join(port: int, prefix: str, timeout_s: float) -> subprocess.Popen[str]:
+    """Starts a process that takes itself for rank 1."""
+    command = [sys.executable, "-c", IMPOSTOR, str(port), prefix, str(timeout_s)]
+    variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        command, cwd=REPOSITORY, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def require_unreachable_from_elsewhere(port: int) -> None:
+    """Connects to every other address of this machine, as a neighbour in its network would."""
+    addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]
+    for address in addresses:
+        if not address.startswith("127."):
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection((address, port), timeout=5).close()
+
+
+def require_kept(secret: str, launched: Launched) -> None:
+    """Looks for the secret where others can read it."""
+    for path in launched.run_dir.rglob("*"):
+        if path.is_file() and secret.encode() in path.read_bytes():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    for process in [psutil.Process(launched.process.pid), *psutil.Process(launched.process.pid).children(True)]:
+        assert secret not in " ".join(process.cmdline())
+        assert secret not in " ".join(process.environ().values())
+
+
+def test_a_vandal_runs_nothing(start: Callable[[], Launched], tmp_path: Path) -> None:
+    """Catches a store that listens on all addresses, a value of it that is unpickled, a rank that is admitted under the
+    names that torch gives, garbage that ends a run, and a secret in a log, a file, `ps` or an environment."""
+    launched, mark = start(), tmp_path / "owned"
+    port = store_port(launched)
+    secret = secret_path(launched.run_dir, None)
+    launched.wait_for(secret.exists)
+    text = secret.read_text().strip()
+    (launched.run_dir / "late").touch()
+    launched.wait_for(lambda: all((launched.run_dir / f"met_{rank}").exists() for rank in range(2)))
+
+    assert {address.ip for address in listening(launched.process.pid)} == {"127.0.0.1"}
+    require_unreachable_from_elsewhere(port)
+    require_kept(text, launched)
+    client, program = stranger(port), pickle.dumps(Program(mark))
+    report = json.dumps({"word": "report", "number": 0, "report": {}}).encode()
+    known = client.list_keys()
+    assert known, "the stranger does see the keys"
+    for key in (*known, "end", "control/end", "words/1", "default_pg/0//cpu//0/0", "huge"):
+        client.set(key, b"x" * 2**22 if key == "huge" else program)
+        for value in (program, report, b"\xff\x00"):
+            client.queue_push(key, value)
+    assert "huge" in client.list_keys(), "the server has it all"
+    for address in listening(launched.process.pid):
+        with socket.create_connection(address) as raw:
+            raw.sendall(program + bytes(range(256)) * 16)
+    impostor = join(port, "default_pg", 3)
+    assert impostor.wait(40) != 0 and impostor.communicate()[0] == ""
+
+    (launched.run_dir / "go").touch()
+    code, out, err = launched.end()
+    assert (code, err) == (0, "") and not mark.exists() and not secret.exists()
+    contents = [path.read_bytes() for path in launched.run_dir.rglob("*") if path.is_file()]
+    assert not any(text.encode() in content for content in (*contents, out.encode(), err.encode()))
+
+
+def test_an_impostor_is_not_admitted(start: Callable[[], Launched]) -> None:
+    """Catches a process that reads the store's keys, takes the place of a rank that is late, and is let in."""
+    launched = start()
+    client, prefixes = stranger(store_port(launched)), set[str]()
+
+    def look() -> bool:
+        prefixes.update(key.partition("/")[0] for key in client.list_keys() if key.count("/") > 2)
+        return bool(prefixes)
+
+    launched.wait_for(look)
+    impostor = join(client.port, prefixes.pop(), 20)
+    code, _, err = launched.end()
+    assert code == 9 and "rank 1 of 2 joined with another secret than this start's: nothing of the run" in err
+    assert "Traceback" not in err
+    out = impostor.communicate(timeout=40)[0]
+    assert out.split() == ["met", "UnhealthyNode"], "it met rank 0, which told it nothing"
+    assert not (launched.run_dir / "met_0").exists()
+
+
+def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a forged report or order, one that is said again, words lost behind garbage, an exception in the launcher
+    or in an agent, and a log that a stranger fills."""
+    secret = Secret.random()
+    launcher = ControlStore(secret, "127.0.0.1")
+    agent, other = (ControlStore(secret, "127.0.0.1", launcher.port) for _ in range(2))
+    # He even knows the name under which they talk.
+    forger = PrefixStore(secret.name("control"), stranger(launcher.port))
+    agent.say({"word": "failing", "number": 0})
+    said, theirs = forger.queue_pop("words"), Secret.random().seal("word", '["a", 1, {}]').encode()
+    forgeries = (
+        said,
+        b"",
+        b"\xff\xfe",
+        b'{"word": "report"}',
+        b"x" * 2**22,
+        theirs,
+    )
+    with caplog.at_level(logging.WARNING):
+        for forged in (said, *forgeries):
+            forger.queue_push("words", forged)
+        other.say({"word": "failing", "number": 1})
+        agent.say({"word": "report", "number": 0, "report": {"é": [1]}})
+        forger.queue_push("words", said)
+        # A client does not wait until the server has what it sends.
+        deadline = time.monotonic() + 20
+        while forger.queue_len("words") < len(forgeries) + 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        heard = [(word["word"], word["number"]) for word in launcher.hear()]
+        assert sorted(heard) == [("failing", 0), ("failing", 1), ("report", 0)]
+        assert heard.index(("failing", 0)) < heard.index(("report", 0))
+        assert launcher.hear() == []
+        assert len(caplog.records) == 1 and "does not belong to this start" in caplog.text
+
+    assert not agent.end_ordered()
+    for forged in (*forgeries, secret.seal("word", "end this start").encode()):
+        forger.set("end", forged)
+        assert forger.get("end") == forged and not agent.end_ordered()
+    launcher.order_end()
+    assert launcher.end_ordered() and agent.end_ordered() and other.end_ordered()
+
+
+def test_only_checkers_are_believed() -> None:
+    """Catches a forged measurement, with which a healthy node is rejected, and one that is sent under another name."""
+    secret = Secret.random()
+    coordinator = Board(secret, "127.0.0.1")
+    checker = Board(secret, "127.0.0.1", coordinator.port)
+    forger = PrefixStore(secret.name("board"), stranger(coordinator.port))
+    for forged in (b"{}", b"\xff", secret.seal("board measured/b", "{}").encode()):
+        forger.set("measured/a", forged)
+        assert forger.get("measured/a") == forged and coordinator.get("measured/a") is None
+    checker.put("measured/a", {"errors": {}})
+    assert checker.get("measured/a") == coordinator.get("measured/a") == {"errors": {}}
