@@ -111,6 +111,27 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
     assert steps_of(run.run_dir) == reference
 
 
+def test_a_preempted_job_does_not_wait_for_a_stopped_rank(
+    reference: list[dict], training: Callable[..., Training]
+) -> None:
+    """Catches a rank that hangs on another node than the launcher's, of which nobody hears, and a preempted job that waits
+    for it until SLURM kills it, and is not requeued."""
+    run = training(checkpoint__every_steps=1)
+    job = run.submit()
+    run.wait_for_step(job, 3)
+    log = (run.run_dir / "logs" / "rank_00001.log").read_text()
+    os.kill(int(log.split("pid ")[1].split(",")[0]), signal.SIGSTOP)
+    run.jobs.wait_until(lambda: bool(events_of(run.run_dir, "heartbeat_lost")), "the lost heartbeat", job)
+    run.signal(job, "TERM")
+    assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
+    (launch, again), (lost,) = events_of(run.run_dir, "launch"), events_of(run.run_dir, "heartbeat_lost")
+    assert (lost["rank"], lost["node"], lost["state"]) == (1, launch["nodes"][1], "T") and again["restarts"] == 1
+    (failure,) = events_of(run.run_dir, "failure")
+    assert failure["exit_code"] == 6
+    assert f"rank 1 on {launch['nodes'][1]} cannot: its process is stopped" in failure["message"]
+    assert steps_of(run.run_dir) == reference
+
+
 def test_a_cancelled_job_saves_and_stays_away(reference: list[dict], training: Callable[..., Training]) -> None:
     """Catches scancel that loses the steps since the last checkpoint, and a cancelled run that is back in the queue."""
     run = training()
