@@ -146,6 +146,7 @@ class CheckpointHook:
                     f"{self._failed_saves} saves in a row failed (checkpoint.max_failed_saves = "
                     f"{self._config.max_failed_saves}); {error}",
                     error.previous,
+                    error.disk_full,
                 ) from error
             return
         self._saved_step, self._unproven = step, self._config.keep == 1 and self._engine.grid.rank == 0

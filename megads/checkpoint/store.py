@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 
-from megads.checkpoint.agreement import agreed, on_first
+from megads.checkpoint.agreement import RanksFailed, agreed, on_first
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, newest_manifest, read_manifest
 from megads.checkpoint.software import software
@@ -36,16 +36,12 @@ class SaveError(CheckpointError):
 
     Attributes:
         previous: folder name of the newest checkpoint that is still there, None when there is none.
+        disk_full: a rank had no room.
     """
 
-    def __init__(self, message: str, previous: str | None) -> None:
+    def __init__(self, message: str, previous: str | None, disk_full: bool = False) -> None:
         super().__init__(message)
-        self.previous = previous
-
-    @property
-    def disk_full(self) -> bool:
-        """Whether a rank had no room."""
-        return any(os.strerror(code) in str(self) for code in DISK_FULL)
+        self.previous, self.disk_full = previous, disk_full
 
 
 def save_checkpoint(
@@ -87,10 +83,11 @@ def save_checkpoint(
         parts = control.gather_to_first((stored, sorted(keys)), tuple[list[StoredTensor], list[str]])
         _require_lease(fence, control)
         on_first(control, lambda: _commit(partial, final, replace(run, ledger=ledger()), parts or []), NoneType)
-    except CheckpointError as error:
+    except RanksFailed as error:
         previous = on_first(control, lambda: _give_up(partial), str | None)
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
-        raise SaveError(f"checkpoint of step {run.state['step']} not saved, {state}: {error}", previous) from error
+        message = f"checkpoint of step {run.state['step']} not saved, {state}: {error}"
+        raise SaveError(message, previous, bool(error.errnos.intersection(DISK_FULL))) from error
     if control.rank == 0 and keep:
         remove_old(run_dir, run.state["step"], keep)
     return final

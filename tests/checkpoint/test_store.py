@@ -167,6 +167,7 @@ def save_with_one_full_disk(run_dir: Path) -> list[Any]:
     try:
         save(run_dir, 2, world_size=2)
     except SaveError as error:
+        assert error.disk_full
         outcome = [str(error), error.previous]
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     outcome += [names(run_dir), holds(run_dir, world_size=2)]
@@ -182,6 +183,16 @@ def test_full_disk_on_one_rank(tmp_path: Path) -> None:
         assert "File too large" in message and previous == "step_00000001"
         assert left == ["latest", "step_00000001"]
         assert before[0] == 1 and 1 in before[1] and after[0] == 3
+
+
+def test_a_name_is_no_full_disk(tmp_path: Path) -> None:
+    """Catches the oldest checkpoints removed for room, because a path in the message reads like a full disk."""
+    run_dir = tmp_path / "No space left on device"
+    run_dir.mkdir()
+    (run_dir / "checkpoints").touch()
+    with pytest.raises(SaveError, match="No space left on device") as caught:
+        save(run_dir, 1)
+    assert not caught.value.disk_full
 
 
 def test_no_earlier_checkpoint(tmp_path: Path) -> None:

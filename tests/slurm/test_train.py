@@ -114,8 +114,8 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
 def test_a_preempted_job_does_not_wait_for_a_stopped_rank(
     reference: list[dict], training: Callable[..., Training]
 ) -> None:
-    """Catches a rank that hangs on another node than the launcher's, of which nobody hears, and a preempted job that waits
-    for it until SLURM kills it, and is not requeued."""
+    """Catches a rank that hangs on another node than the launcher's, of which nobody hears, and a preempted job that
+    waits for it until SLURM kills it, and is not requeued."""
     run = training(checkpoint__every_steps=1)
     job = run.submit()
     run.wait_for_step(job, 3)
