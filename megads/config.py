@@ -21,6 +21,7 @@ from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 
 if TYPE_CHECKING:
+    from megads.data.recorded import DataRecord
     from megads.data.runs import TrainSource, ValidationSource
 
 LENGTHS = ("steps", "samples", "tokens")
@@ -339,8 +340,7 @@ def _check_lengths(config: RootConfig) -> None:
     warmup = config.schedule.warmup_samples
     if warmup and warmup >= planned:
         raise ConfigError(
-            f"schedule.warmup_samples = {warmup} does not end within the training of {planned} samples: "
-            "lower the warmup or train longer"
+            f"schedule.warmup_samples = {warmup} does not end within {planned} samples: lower it, or train longer"
         )
 
 
@@ -389,12 +389,12 @@ def planned_steps(config: RootConfig) -> int:
     return batch_size_schedule(config).steps_for(samples)
 
 
-def open_run_data(config: RootConfig) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
+def open_run_data(
+    config: RootConfig, record: DataRecord | None = None
+) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
     """Opens a run's training and validation data, see `megads.data.datasets.open_datasets`."""
     from megads.data.datasets import open_datasets
 
-    schedule = batch_size_schedule(config)
+    train, schedule = config.train, batch_size_schedule(config)
     samples = schedule.samples_after(planned_steps(config))
-    return open_datasets(
-        config.data, config.train.seq_len, config.train.seed, config.model.vocabulary, samples, schedule
-    )
+    return open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)

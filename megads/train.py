@@ -24,7 +24,7 @@ from megads.config import (
 )
 from megads.data.batches import Packing
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
-from megads.data.recorded import record_data, require_recorded
+from megads.data.recorded import read_record, record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.samples import WindowSubset
 from megads.data.unigram import unigram_entropy
@@ -90,7 +90,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
-        train_samples, valid_sets = open_run_data(config)
+        train_samples, valid_sets = open_run_data(config, read_record(run_dir))
         ops = load_ops(config, device, control)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from megads.data.indexed import IndexedDataset
 from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
 from megads.data.mix_history import mixes
 from megads.data.packed import PackedSamples, PackedValidation
+from megads.data.recorded import DataRecord, holds_the_same
 from megads.data.samples import TrainSamples, ValidationSamples, split_documents
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megads.data.skip import skips_of
@@ -35,6 +37,7 @@ def open_datasets(
     vocab_size: int,
     samples: int = 0,
     schedule: BatchSizeSchedule | None = None,
+    record: DataRecord | None = None,
 ) -> tuple[BlendPart | BlendedSamples, dict[str, ValidationSamples | PackedValidation]]:
     """Opens training and validation data and checks that they fit the model and each other.
 
@@ -47,6 +50,7 @@ def open_datasets(
         vocab_size: the model's; every token must be below it.
         samples: that the run is planned for; 0 when that is not known, and no dataset is too small then.
         schedule: which samples a step trains on; None is one a step.
+        record: what the run's data held; None where nobody recorded it.
 
     Returns:
         Training samples, and validation windows by the set's name; none when data.split gives validation nothing.
@@ -57,8 +61,8 @@ def open_datasets(
     """
     config.check()
     items = config.blended
-    datasets = [open_dataset(config, item.path) for item in items]
-    valid_datasets = {name: open_dataset(config, path) for name, path in config.valid_paths.items()}
+    datasets = [open_dataset(config, item.path, record) for item in items]
+    valid_datasets = {name: open_dataset(config, path, record) for name, path in config.valid_paths.items()}
     _check_sidecars([*datasets, *valid_datasets.values()], vocab_size)
     if valid_datasets:
         train_documents = [range(dataset.num_documents) for dataset in datasets]
@@ -174,9 +178,17 @@ def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interle
         )
 
 
-def open_dataset(config: DataConfig, path: str) -> IndexedDataset:
-    """The dataset at a prefix, or its copy on this node where data.stage_to asks for one."""
-    return IndexedDataset(path if config.stage_to is None else staged(path, config.stage_to))
+def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None) -> IndexedDataset:
+    """The dataset at a prefix, or its copy on this node where data.stage_to asks for one.
+
+    Args:
+        config: of the run's data.
+        path: the prefix.
+        record: what the run's data held, to which files are held that are written to from now on.
+    """
+    found = next((some for some in record.datasets if some.path == path), None) if record is not None else None
+    prefix = path if config.stage_to is None else staged(path, config.stage_to)
+    return IndexedDataset(prefix, partial(holds_the_same, found) if found is not None else None)
 
 
 def train_source(

@@ -131,6 +131,13 @@ def content_digest(path: Path) -> str:
     return str(digest.hexdigest())
 
 
+def holds_the_same(record: DatasetRecord, path: Path) -> bool:
+    """Whether a file of a dataset, or of a copy of it, holds what was recorded."""
+    if path == bin_path(path.with_suffix("")):
+        return content_digest(path) == record.content
+    return IndexedDataset(path.with_suffix("")).fingerprint() == record.index
+
+
 def write_record(run_dir: Path, record: DataRecord) -> None:
     """Writes a run's record."""
     with atomic_writer(run_dir / DATA_FILE) as file:

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from megads.data.batches import Packing, assemble
+from megads.data.blend_config import DatasetConfig
+from megads.data.config import DataConfig
+from megads.data.datasets import open_dataset
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter, IntArray
+from megads.data.recorded import record_data
 from megads.data.runs import Runs, SampleSource, blended_runs, token_at
 from megads.data.samples import TrainSamples, ValidationSamples
 from megads.errors import DataError
@@ -143,4 +147,22 @@ def test_data_edited_under_a_run(make_dataset: MakeDataset) -> None:
     with path.open("r+b") as file:
         file.write(content[2:4])
     with pytest.raises(DataError, match=rf"{path}: something wrote to it after.*dataset check input="):
+        read()
+
+
+def test_data_touched_under_a_run(make_dataset: MakeDataset) -> None:
+    """Catches a run that ends because somebody touched its files, lest they be purged, and edits that pass for that."""
+    prefix = make_dataset([40, 40]).prefix
+    config = DataConfig(train=[DatasetConfig(prefix)])
+    samples = ValidationSamples(open_dataset(config, prefix, record_data(config)), range(2), SEQ_LEN)
+
+    def read() -> None:
+        assemble(samples, np.arange(2)[None], VOCAB_SIZE, True, Packing())
+
+    for ending in (".bin", ".idx"):
+        os.utime(f"{prefix}{ending}", (1e9, 1e9))
+        read()
+    with Path(f"{prefix}.bin").open("r+b") as file:
+        file.write(bytes([1, 0]))
+    with pytest.raises(DataError, match="something wrote to it after"):
         read()
