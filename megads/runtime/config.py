@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
-from megads.runtime.duration import parse_duration
+from megads.runtime.duration import LONGEST_WAIT_S, parse_duration
 
 
 class ClusterKind(StrEnum):
@@ -128,8 +128,8 @@ class LoggingConfig:
             raise ConfigError(
                 f"logging.timeline_every_steps = {self.timeline_every_steps}: must be at least 1, or null for none"
             )
-        if self.flush_s < 0:
-            raise ConfigError(f"logging.flush_s = {self.flush_s}: must not be negative")
+        if not 0 <= self.flush_s <= LONGEST_WAIT_S:
+            raise ConfigError(f"logging.flush_s = {self.flush_s}: must be from 0 to {LONGEST_WAIT_S:.0f}")
         if not self.wandb.project or "/" in self.wandb.project:
             raise ConfigError(
                 f"logging.wandb.project = {self.wandb.project!r}: want a name without '/'; "
@@ -213,5 +213,7 @@ class ClusterConfig:
             raise ConfigError(f"cluster.peak_tflops = {self.peak_tflops}: must be positive")
         if self.gpu_memory_gib is not None and self.gpu_memory_gib <= 0:
             raise ConfigError(f"cluster.gpu_memory_gib = {self.gpu_memory_gib}: must be positive")
-        if self.timeout_s <= 0:
-            raise ConfigError(f"cluster.timeout_s = {self.timeout_s}: must be positive")
+        if not 0 < self.timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(
+                f"cluster.timeout_s = {self.timeout_s}: must be positive, and at most {LONGEST_WAIT_S:.0f}"
+            )
