@@ -27,6 +27,7 @@ from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.rank_outcome import Outcome
+from megads.runtime.regular_file import read_regular
 from megads.runtime.run_dir import METRICS_FILE
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.slurm import time_left_s
@@ -194,7 +195,7 @@ class Attempts:
     def _saved_step(self) -> int:
         """The step of the newest checkpoint that was committed."""
         try:
-            name = (checkpoints_folder(self._run_dir) / LATEST_FILE).read_text().strip()
-        except FileNotFoundError:
+            name = read_regular(checkpoints_folder(self._run_dir) / LATEST_FILE).decode().strip()
+            return int(name.rpartition("_")[2])
+        except (OSError, ValueError):
             return 0
-        return int(name.rpartition("_")[2])
