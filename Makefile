@@ -36,7 +36,7 @@ test-slurm: setup ## on a private SLURM of several nodes on this machine; instal
 	@scripts/install_slurm.sh
 	$(PYTHON_BIN)/python -m pytest -m slurm tests/slurm
 
-test-attack: setup ## kills at random, damage to every file, 2,600 made-up command lines: an hour (ROUNDS=20: so many kills)
+test-attack: setup ## kills at random, damage to every file, 2,600 made-up command lines: some two hours (ROUNDS=20: so many kills)
 	$(PYTHON_BIN)/python -m pytest -m attack -s tests/attack $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
 check: setup ## lint, format, types, spelling, YAML, the walls between the rooms

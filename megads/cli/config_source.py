@@ -11,7 +11,9 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-_MOST_BYTES = 1 << 20
+from megads.runtime.regular_file import read_regular, require_bounded_yaml
+
+_MOST_CHARACTERS = 1 << 18
 _MOST_VALUES = 10_000
 """Of one file with its aliases put in; the largest config of a run has some 200."""
 
@@ -41,13 +43,10 @@ def bound_config_files() -> None:
 
 def _require_bounded(path: Path) -> None:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        text = content.decode()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_regular(path).decode()
+        require_bounded_yaml(text, _MOST_CHARACTERS)
+    except (OSError, ValueError) as error:
         raise ConfigLoadError(f"{path}: cannot be read as a config: {error}") from error
-    if len(content) > _MOST_BYTES:
-        raise ConfigLoadError(f"{path}: is larger than {_MOST_BYTES:,} bytes, which no config is")
     # Most files have no alias, and are not parsed twice.
     if "&" not in text or "*" not in text:
         return

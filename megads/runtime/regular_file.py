@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from megads.errors import ConfigError
 
 _MOST_BYTES = 1 << 30
+_MOST_YAML, _MOST_DEPTH = 1 << 20, 100
 
 
 def read_regular(path: Path) -> bytes:
@@ -21,12 +23,17 @@ def read_regular(path: Path) -> bytes:
         OSError: as the system reports it; EINVAL for a pipe, a socket or a device, EFBIG for more than 1 GiB.
     """
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        state = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if state.st_size > _MOST_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as file:
         return file.read()
 
 
@@ -45,6 +52,22 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Returns what a JSON file says; raises OSError and ValueError as the two above do."""
     return parse_json(read_regular(path))
+
+
+def require_bounded_yaml(text: str, most_characters: int = _MOST_YAML) -> None:
+    """Refuses a YAML text that takes minutes to parse: PyYAML reads some 100 KB a second, and brackets within brackets
+    in a time that grows with the square of their depth.
+
+    Raises:
+        ValueError: it is too long, or too deep.
+    """
+    if len(text) > most_characters:
+        raise ValueError(f"it is longer than {most_characters:,} characters, which no config is")
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
+        if depth > _MOST_DEPTH:
+            raise ValueError("it is nested without end")
 
 
 def is_readable(path: Path) -> bool:

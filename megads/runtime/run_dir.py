@@ -11,7 +11,7 @@ import yaml
 
 from megads.errors import ConfigError
 from megads.runtime import environment
-from megads.runtime.regular_file import read_regular
+from megads.runtime.regular_file import read_regular, require_bounded_yaml
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -28,6 +28,7 @@ def recorded_config(path: Path) -> str:
             a reader's environment for a value.
     """
     text = read_regular(path).decode()
+    require_bounded_yaml(text)
     if "${" in text:
         raise ValueError("${...} is never resolved in a file of a run")
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):

@@ -16,7 +16,7 @@ import yaml
 
 from megads.errors import ConfigError
 from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_regular
+from megads.runtime.regular_file import read_regular, require_bounded_yaml
 from megads.sweep.config import Direction, SweepConfig
 from megads.sweep.search import describe
 from megads.sweep.space import Space
@@ -111,6 +111,7 @@ def read_record(folder: Path) -> SweepRecord:
     """
     text = read_regular(folder / SWEEP_FILE)
     try:
+        require_bounded_yaml(text.decode())
         content = yaml.safe_load(text)
         return SweepRecord(content["name"], tuple(content["fixed"]), content["space"], content["settings"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:

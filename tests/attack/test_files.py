@@ -122,7 +122,7 @@ def test_every_damage_of_every_file_is_read(sound: Sound) -> None:
 
 @pytest.mark.attack
 def test_a_run_goes_on_from_every_damage_of_every_file(sound: Sound) -> None:
-    """All of them; hours where it is not cut short with -k."""
+    """All of them."""
     counts: collections.Counter[str] = collections.Counter()
     found = []
     for file in sound.files:
