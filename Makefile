@@ -6,7 +6,7 @@ export VENV
 TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm check bench docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-attack check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,13 +21,13 @@ demo: setup ## train a small model on text found on this machine, from raw text 
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
 
 test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
-	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm" $(TWO_AT_A_TIME)
+	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm and not attack" $(TWO_AT_A_TIME)
 
 test-fast: setup ## tests in one process only, within two minutes
-	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm"
+	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm and not attack"
 
 test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: the first third of them)
-	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm" $(if $(SHARE),--share $(SHARE)) $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
+	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
 
 test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
 	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
@@ -35,6 +35,9 @@ test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of to
 test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may
 	@scripts/install_slurm.sh
 	$(PYTHON_BIN)/python -m pytest -m slurm tests/slurm
+
+test-attack: setup ## kills at random, damage to every file, 2,600 made-up command lines: some two hours (ROUNDS=20: so many kills)
+	$(PYTHON_BIN)/python -m pytest -m attack -s tests/attack $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
 check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/ruff check .

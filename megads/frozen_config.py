@@ -10,12 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megads.config import LENGTHS, RootConfig
 from megads.errors import ConfigError
+from megads.runtime.regular_file import read_regular
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config, recorded_config_path
 
 
@@ -83,8 +84,8 @@ def config_of_start(run_dir: Path, digest: str) -> RootConfig | None:
     Keys that the version of that start did not have take their defaults.
     """
     for path in (recorded_config_path(run_dir, digest), run_dir / CONFIG_FILE):
-        with suppress(OSError, ConfigError):
-            if path.read_text().startswith(f"# sha256 {digest}\n"):
+        with suppress(OSError, ValueError, ConfigError):
+            if read_regular(path).decode().startswith(f"# sha256 {digest}\n"):
                 return load_frozen(path, complete=False)
     return None
 
@@ -100,7 +101,10 @@ def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
         ConfigError: there is no such file, or it does not fit this version's schema.
     """
     try:
-        content = OmegaConf.create(recorded_config(path))
+        text = recorded_config(path)
+        if not isinstance(yaml.safe_load(text), dict):
+            raise ValueError("it holds no keys")
+        content = OmegaConf.create(text)
         config = cast(RootConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RootConfig), content)))
         # A missing key would silently become a default.
         if complete and OmegaConf.to_container(content) != config_dict(config):
@@ -108,7 +112,7 @@ def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
         return config
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: it is written by megads train at its start") from None
-    except (OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a config of this version of megads ({str(error).splitlines()[0]}): "
             "start the run again with its command line, which writes the file anew"

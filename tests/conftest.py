@@ -18,6 +18,9 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--attack-examples", type=int, default=200, help="command lines of each verb that are made up")
+    parser.addoption("--attack-rounds", type=int, default=60, help="kills of a run at random")
+    parser.addoption("--attack-table", metavar="FILE", help="file for the counts of the attacks")
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares; the same tests for the same K and N")
 
 

@@ -81,6 +81,34 @@ def die_after_a_step(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
+KILL_AT = "MEGADS_TESTS_KILL_AT"
+"""Of the environment: a count, and what is killed after so many steps of the saving protocol: run or rank."""
+
+
+def die_in_a_save(config: Any, run_dir: Path) -> int:
+    """The run, or rank 0 alone, is killed before a file or a name among the checkpoints changes for the n-th time."""
+    from megads import train
+
+    left, _, target = os.environ[KILL_AT].partition(" ")
+    changes_left = int(left)
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal changes_left
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not (writes or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")):
+            return
+        if "/checkpoints" not in os.fspath(arguments[0]):
+            return
+        changes_left -= 1
+        if changes_left == 0:
+            os.kill(os.getppid() if target == "run" else os.getpid(), signal.SIGKILL)
+            signal.pause()
+
+    if os.environ.get("RANK", "0") == "0":
+        sys.addaudithook(watch)
+    return train.train(config, run_dir)
+
+
 def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
     """The launcher is killed, and the ranks with it, while the faulty rank computes what backward passes put off."""
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,6 +18,7 @@ from megads.checkpoint.folders import list_checkpoints, step_of
 from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.errors import CheckpointError
 from megads.runtime.metrics import LedgerRecord
+from megads.runtime.regular_file import read_regular
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -202,7 +201,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        manifest = Manifest.decode(_read(path))
+        manifest = Manifest.decode(read_regular(path))
         manifest.check(step_of(folder))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint was never completed") from error
@@ -220,14 +219,6 @@ def newest_manifest(run_dir: Path) -> Manifest | None:
         with suppress(CheckpointError):
             found.append(read_manifest(folder))
     return max(found, key=lambda manifest: manifest.sequence, default=None)
-
-
-def _read(path: Path) -> bytes:
-    """The file's bytes; raises CheckpointError for a pipe or a device, of which a reader might wait forever."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise CheckpointError("it is no regular file: remove it, or put the folder's own in its place")
-        return file.read()
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -213,7 +213,7 @@ def given_folder(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the one that a run's `latest` names."""
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST_FILE).is_file() and not (folder / MANIFEST_FILE).exists():
-            name = (folder / LATEST_FILE).read_text().strip()
+            name = (folder / LATEST_FILE).read_text(errors="replace").strip()
             if step_of(Path(name)) is None or Path(name).name != name:
                 raise CheckpointError(f"{folder / LATEST_FILE} names no checkpoint, but {name[:80]!r}")
             return (folder / name).absolute()

@@ -27,6 +27,7 @@ from megads.runtime.launcher import LaunchSpec, launch
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.rank_outcome import Outcome
+from megads.runtime.regular_file import read_regular
 from megads.runtime.run_dir import METRICS_FILE
 from megads.runtime.scheduler import Scheduler
 from megads.runtime.slurm import time_left_s
@@ -204,7 +205,7 @@ class Attempts:
     def _saved_step(self) -> int:
         """The step of the newest checkpoint that was committed."""
         try:
-            name = (checkpoints_folder(self._run_dir) / LATEST_FILE).read_text(errors="replace").strip()
+            name = read_regular(checkpoints_folder(self._run_dir) / LATEST_FILE).decode(errors="replace").strip()
         except OSError:
             return 0
         return step_of(Path(name)) or 0

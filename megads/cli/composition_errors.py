@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _QUOTED = re.compile(r"'([^']+)'")
@@ -84,7 +85,10 @@ def explain(error: Exception, schema: type) -> str:
     if twice:
         group = twice.group(1) or twice.group(2)
         return f"{group} is chosen twice: write {group}=<option>, without a leading +"
-    return str(error).strip()
+    if isinstance(error, HydraException | OmegaConfBaseException | YAMLError | ValueError):
+        return str(error).strip()
+    # Not meant by Hydra for its users: it failed on what was written.
+    return f"the overrides do not compose ({type(error).__name__}: {error})"
 
 
 def _explain_choice(error: MissingConfigException) -> str:

@@ -6,20 +6,20 @@ import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, is_dataclass
-from typing import Any, cast, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megads.cli.composition_errors import explain, explain_added_key
+from megads.cli.config_source import bound_config_files
+from megads.cli.config_values import require_values
 from megads.cli.groups import config_dir, describe_groups, own_config_dirs
 from megads.cli.reference import describe_keys
 from megads.cli.text_override import as_text
@@ -109,21 +109,8 @@ def typed(config: DictConfig, schema: type) -> Any:
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, schema)) from error
-    _require_texts("", result)
+    require_values(result)
     return result
-
-
-def _require_texts(where: str, config: Any) -> None:
-    """Raises ConfigError for a list of texts that holds something else: OmegaConf takes whole dicts for elements."""
-    hints = get_type_hints(type(config))
-    for name in hints:
-        value, path = getattr(config, name), f"{where}{name}"
-        if is_dataclass(value):
-            _require_texts(f"{path}.", value)
-        elif hints[name] == list[str] and isinstance(value, list):
-            wrong = [item for item in value if not isinstance(item, str)]
-            if wrong:
-                raise ConfigError(f"{path}: {wrong[0]!r} is no text, and a list of texts is wanted: {name}=[a,b]")
 
 
 def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
@@ -148,6 +135,7 @@ def _require_plugins() -> None:
     """
     try:
         Plugins.instance()
+        bound_config_files()
     except Exception as error:
         raise ConfigError(
             f"a Hydra plugin of this environment cannot be loaded, so that no config composes: {error}; "
@@ -188,12 +176,9 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
 
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=verb.name)(task)()
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        print(f"megads {verb.name}: {explain(error, verb.schema)}", file=sys.stderr, flush=True)
-        return ConfigError.exit_code
     except Exception as error:
         # Work is done within `run_point`, which raises nothing: Hydra cannot compose what was written.
-        print(f"megads {verb.name}: the overrides do not compose ({type(error).__name__}: {error})", file=sys.stderr)
+        print(f"megads {verb.name}: {explain(error, verb.schema)}", file=sys.stderr, flush=True)
         return ConfigError.exit_code
     if len(session.results) > 1:
         print(sweep_table(session.results), flush=True)

@@ -13,10 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megads.cli.composition_errors import explain
 from megads.cli.entry import typed
@@ -26,7 +23,6 @@ from megads.sweep.space import Assignment, Choice, Interval, Space
 
 _SETTINGS_GROUP = "hparams_search"
 _SETTINGS_SECTION = "sweep"
-_COMPOSING = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -77,12 +73,10 @@ class Composer:
         Raises:
             ConfigError: it cannot be read, or sweeps over what does not belong to a point.
         """
-        try:
+        with _explained(self._schema):
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
             return self._split(parsed)
-        except _COMPOSING as error:
-            raise ConfigError(explain(error, self._schema)) from error
 
     def _split(self, parsed: Sequence[Override]) -> SweepLine:
         fixed: list[str] = []
@@ -116,7 +110,7 @@ class Composer:
         Raises:
             ConfigError: it does not compose or fit the schema.
         """
-        try:
+        with _explained(self._schema):
             config = compose(
                 self._verb, [*self._search, *overrides, f"hydra.job.num={number}"], return_hydra_config=True
             )
@@ -125,8 +119,6 @@ class Composer:
             with open_dict(config):
                 del config["hydra"]
             return Composed(typed(config, self._schema), choices)
-        except _COMPOSING as error:
-            raise ConfigError(explain(error, self._schema)) from error
 
     def settings(self, line: SweepLine, schema: type) -> Any:
         """The sweep's own section, typed, as the fixed part of a command line composes it.
@@ -134,13 +126,22 @@ class Composer:
         Raises:
             ConfigError: that part does not compose.
         """
-        try:
+        with _explained(self._schema):
             config = compose(self._verb, [*self._search, *line.fixed, *line.settings])
             section = config[_SETTINGS_SECTION]
             assert isinstance(section, DictConfig)
             return typed(section, schema)
-        except _COMPOSING as error:
-            raise ConfigError(explain(error, self._schema)) from error
+
+
+@contextmanager
+def _explained(schema: type) -> Iterator[None]:
+    """Turns whatever stops a config from composing into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(explain(error, schema)) from error
 
 
 def overrides_of(assignment: Assignment) -> list[str]:

@@ -19,6 +19,7 @@ from megads.data.carried_tokenizer import find_tokenizer
 from megads.data.indexed import IntArray
 from megads.data.origin import SampleOrigin, Stretch, sample_origins
 from megads.data.sampler import micro_batch_ids
+from megads.data.tokenizer import tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.placement import choose_device, choose_dtype
@@ -100,13 +101,15 @@ class Explanation:
     def text(self, stretch: Stretch) -> str | None:
         """A stretch's text, None where nothing can decode it."""
         tokenizer = self.tokenizers.get(stretch.dataset)
-        return None if tokenizer is None else str(tokenizer.decode(stretch.tokens.tolist(), skip_special_tokens=False))
+        with tokenizing(f"the tokenizer of {stretch.dataset}"):
+            return None if tokenizer is None else tokenizer.decode(stretch.tokens.tolist(), skip_special_tokens=False)
 
     def token_texts(self, stretch: Stretch) -> list[str]:
         """The text of each of its tokens; empty where nothing can decode them."""
         tokenizer = self.tokenizers.get(stretch.dataset)
         ids = stretch.tokens.tolist()
-        return ["" if tokenizer is None else tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        with tokenizing(f"the tokenizer of {stretch.dataset}"):
+            return ["" if tokenizer is None else tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
 
 def explain(config: WhyConfig) -> Explanation:

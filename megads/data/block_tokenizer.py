@@ -18,7 +18,7 @@ from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, Te
 from megads.data.record_text import Fields
 from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
 from megads.data.text import Document, RejectedLine
-from megads.data.tokenizer import load_tokenizer
+from megads.data.tokenizer import load_tokenizer, tokenizing
 from megads.errors import DataError
 
 BATCH_CHARACTERS = 1 << 20
@@ -93,7 +93,7 @@ class BlockTokenizer:
         """Makes the shard of a block, unless an earlier start did.
 
         Raises:
-            DataError: the input cannot be read, or the disk is full.
+            DataError: the input cannot be read, the tokenizer fails on it, or the disk is full.
         """
         try:
             loaded = block.load()
@@ -113,9 +113,10 @@ class BlockTokenizer:
 
     def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
         built = _ShardBuilder(engine, self._settings)
-        for row in block.rows(self._settings.fields):
-            built.add(row)
-        return built.write(path, block, identity)
+        with tokenizing(self._settings.tokenizer_file):
+            for row in block.rows(self._settings.fields):
+                built.add(row)
+            return built.write(path, block, identity)
 
 
 class _ShardBuilder:

@@ -15,6 +15,24 @@ from megads.errors import ConfigError
 
 SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
+# Learning takes memory for all of it at once, some 100 bytes a token.
+_LARGEST_VOCABULARY = 1 << 24
+
+
+def check_learning(section: str, vocab_size: int | None, min_frequency: int) -> None:
+    """Raises ConfigError on a vocabulary that cannot be learnt.
+
+    Args:
+        section: of the config that holds the two keys, with a dot at its end; or empty.
+        vocab_size: tokens; None where that is left to the text.
+        min_frequency: of a pair that is merged.
+    """
+    if vocab_size is not None and vocab_size < SMALLEST_VOCABULARY:
+        raise ConfigError(f"{section}vocab_size = {vocab_size}: {SMALLEST_WANTED}")
+    if vocab_size is not None and vocab_size > _LARGEST_VOCABULARY:
+        raise ConfigError(f"{section}vocab_size = {vocab_size}: must be at most {_LARGEST_VOCABULARY}")
+    if min_frequency < 1:
+        raise ConfigError(f"{section}min_frequency = {min_frequency}: must be at least 1")
 
 
 class PackingMode(StrEnum):
@@ -253,10 +271,7 @@ class TextTokenizerConfig:
                 f"tokenizer.vocab_size = {self.vocab_size} is for a tokenizer to learn, but tokenizer.path = "
                 f"{self.path} gives one: leave one of them out"
             )
-        if self.vocab_size is not None and self.vocab_size < SMALLEST_VOCABULARY:
-            raise ConfigError(f"tokenizer.vocab_size = {self.vocab_size}: {SMALLEST_WANTED}")
-        if self.min_frequency < 1:
-            raise ConfigError(f"tokenizer.min_frequency = {self.min_frequency}: must be at least 1")
+        check_learning("tokenizer.", self.vocab_size, self.min_frequency)
         if self.end_of_document == "":
             raise ConfigError("tokenizer.end_of_document is empty: give a token, or null to mark no ends")
 

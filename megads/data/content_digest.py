@@ -14,6 +14,7 @@ import xxhash
 from megads.data.progress import ByteProgress
 from megads.errors import DataError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import read_json
 
 _BLOCK_BYTES = 1 << 22
 # A file written a moment ago may be written again within the same tick of the clock: its times prove nothing yet.
@@ -103,7 +104,7 @@ def _digest(path: Path, progress: ByteProgress, done_bytes: int) -> str:
 def _read_memory(memory: Path) -> dict[str, list[Any]]:
     """Returns what is remembered, nothing where the file is missing or damaged."""
     try:
-        content = json.loads(memory.read_bytes())
+        content = read_json(memory)
     except (OSError, ValueError):
         return {}
     if not isinstance(content, dict):

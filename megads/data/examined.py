@@ -14,6 +14,7 @@ from megads.data.indexed import IndexedDataset, IntArray, bin_path, idx_path
 from megads.data.indexed_append import in_pieces
 from megads.data.progress import ByteProgress
 from megads.data.sidecar import file_checksum, read_sidecar, sidecar_path
+from megads.data.tokenizer import tokenizing
 from megads.errors import ConfigError, DataError
 
 # Lengths are counted one by one up to here, longer documents together: 8 MB, however many documents there are.
@@ -63,7 +64,8 @@ def inspect(
         tokens = dataset.document_tokens(number)
         # A character takes four tokens at most, of one byte each.
         shown = tokens[: 4 * max_characters].tolist()
-        text = found.tokenizer.decode(shown, skip_special_tokens=False)
+        with tokenizing(found.path):
+            text = found.tokenizer.decode(shown, skip_special_tokens=False)
         cut = len(shown) < tokens.size or len(text) > max_characters
         yield InspectedDocument(number, tokens.size, text[:max_characters], cut)
 

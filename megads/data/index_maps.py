@@ -22,6 +22,7 @@ from megads.data.indexed import IndexedDataset, IntArray
 from megads.data.verified_once import verify_once
 from megads.errors import ConfigError, DataError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import read_json
 
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.
@@ -225,7 +226,7 @@ def load_epoch_map(directory: Path, key: MapKey) -> EpochMap | None:
     if not record_path.is_file():
         return None
     try:
-        expected = json.loads(record_path.read_text())["files"]
+        expected = read_json(record_path)["files"]
         paths = {field.name: _array_path(directory, key, field.name) for field in fields(EpochMap)}
 
         def verify() -> None:

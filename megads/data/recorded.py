@@ -15,6 +15,7 @@ from megads.data.indexed import IndexedDataset, bin_path
 from megads.data.sidecar import read_sidecar
 from megads.errors import DataError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import read_json
 from megads.runtime.run_dir import DATA_FILE
 
 WHOLE_BYTES = 1 << 26
@@ -154,7 +155,7 @@ def read_record(run_dir: Path) -> DataRecord | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         return DataRecord(tuple(DatasetRecord(**item) for item in content["datasets"]), tuple(content["raw"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

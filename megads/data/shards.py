@@ -19,6 +19,7 @@ import xxhash
 from megads.data.indexed_append import COPY_BYTES
 from megads.errors import DataError
 from megads.runtime.atomic_file import temporary_path
+from megads.runtime.regular_file import parse_json
 
 _LENGTH = struct.Struct("<I")
 
@@ -124,7 +125,7 @@ def open_shard(path: Path) -> Shard:
         if len(start) != _LENGTH.size:
             raise ValueError("truncated")
         try:
-            header = ShardHeader(**json.loads(file.read(_LENGTH.unpack(start)[0])))
+            header = ShardHeader(**parse_json(file.read(_LENGTH.unpack(start)[0])))
         except TypeError as error:
             raise ValueError(str(error)) from error
         sizes = np.frombuffer(file.read(4 * header.sequences), "<i4")

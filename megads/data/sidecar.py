@@ -10,6 +10,7 @@ import xxhash
 
 from megads.errors import DataError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import read_json
 
 FORMAT_VERSION = 1
 _BLOCK_BYTES = 1 << 22
@@ -86,7 +87,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version {version}, only {FORMAT_VERSION} is known")

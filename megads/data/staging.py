@@ -19,6 +19,7 @@ from megads.data.progress import ByteProgress
 from megads.data.sidecar import sidecar_path
 from megads.errors import ConfigError, DataError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import read_json
 
 BLOCK_BYTES = 1 << 23
 
@@ -72,7 +73,7 @@ def _record_path(copy: Path) -> Path:
 def _is_complete(copy: Path) -> bool:
     """Whether the record and files of the sizes that it tells are there."""
     try:
-        sizes = json.loads(_record_path(copy).read_bytes())["bytes"]
+        sizes = read_json(_record_path(copy))["bytes"]
         return all(copy.with_name(name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, TokenizerConfig
+from megads.data.config import TokenizerConfig, check_learning
 from megads.data.progress import ByteProgress
 from megads.data.text import DocumentReader, Rejections
-from megads.errors import ConfigError, DataError
+from megads.errors import DataError
 from megads.runtime.atomic_file import atomic_writer
+
+_PROBE = "A text with 1 number,\n\ta tab, and naïve 漢字 🚀."
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,10 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
         What was made.
 
     Raises:
-        ConfigError: vocab_size has no room for the bytes.
+        ConfigError: vocab_size has no room for the bytes, or more than a vocabulary can have.
         DataError: the input has no documents, or the output cannot be written.
     """
-    if config.vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(f"vocab_size = {config.vocab_size}: {SMALLEST_WANTED}")
+    check_learning("", config.vocab_size, config.min_frequency)
     reader = DocumentReader(config.input, (config.text_field,))
     learnt = learn_tokenizer(
         reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
@@ -124,20 +126,44 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         The tokenizer, with truncation and padding off: either would change documents silently.
 
     Raises:
-        DataError: the file is missing or is no tokenizer.
+        DataError: the file is missing, is no tokenizer, or one that fails on any text.
     """
     if not Path(path).is_file():
         raise DataError(f"{path}: no such tokenizer file; make one with `megads tokenizer input=<files> output={path}`")
+    with tokenizing(path):
+        tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        # Much of what is wrong with a file shows at its first use only.
+        tokenizer.decode(tokenizer.encode(_PROBE).ids)
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise DataError(f"{path}: the tokenizer has no tokens; make one with `megads tokenizer`")
+    return tokenizer
+
+
+@contextmanager
+def tokenizing(path: str | Path) -> Iterator[None]:
+    """Names the file of a tokenizer that cannot be read, or fails on a text.
+
+    A pattern that takes too many steps on some text, or a part that refers to nothing, makes the library panic. A panic
+    is a BaseException, of a class that cannot be imported, and would pass every handler.
+
+    Args:
+        path: the tokenizer file.
+
+    Raises:
+        DataError: in place of what the library raises.
+    """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
+        yield
+    except BaseException as error:
+        # The library raises nothing more special than Exception itself.
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
         raise DataError(
             f"{path}: is not a tokenizer file of Hugging Face `tokenizers`, or is damaged: {error}; "
             "copy it again or make it anew with `megads tokenizer`"
         ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _texts(reader: DocumentReader, every: int, quiet: bool) -> Iterator[str]:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from megads.data.carried_tokenizer import FoundTokenizer
+from megads.data.tokenizer import tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Limits, Stop, check_length, generate
 from megads.evaluate.sampling import Sampling
@@ -136,6 +137,7 @@ class TextGenerator:
             )
         self._config = model.config
         self._model = IncrementalGPT(model)
+        self._found = found
         self._tokenizer = found.tokenizer
         self._sampling = sampling
         self._end_id = _end_id(found, end_of_document)
@@ -147,12 +149,14 @@ class TextGenerator:
 
         Raises:
             ConfigError: it is no valid text, too long for learned positions, or empty where no token begins a document.
+            DataError: the tokenizer fails on it.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the prompt {text!a} is not valid UTF-8 at character {error.start}") from error
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with tokenizing(self._found.path):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if not ids:
             if self._end_id is None:
                 raise ConfigError(
@@ -182,8 +186,9 @@ class TextGenerator:
         for new in generate(self._model, ids, numbers, self._sampling, self._limits):
             speed.tick()
             stream, completion = streams[new.row], completions[new.row]
-            text = "" if new.stop is Stop.end_of_document else stream.push(new.token)
-            text += stream.end() if new.stop else ""
+            with tokenizing(self._found.path):
+                text = "" if new.stop is Stop.end_of_document else stream.push(new.token)
+                text += stream.end() if new.stop else ""
             completion.text += text
             completion.tokens += 1
             completion.stop = new.stop

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
 
@@ -18,11 +16,12 @@ def dataset_prefixes(run_dir: Path) -> list[Path]:
     Paths there are relative to where the run was started: that is here, or the folder that holds runs/.
     """
     try:
-        content = OmegaConf.to_container(OmegaConf.create(recorded_config(run_dir / CONFIG_FILE)))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
+        content = yaml.safe_load(recorded_config(run_dir / CONFIG_FILE))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return []
     # Not load_frozen: a run of an earlier version, whose config lacks today's keys, can still be read.
     data = content.get("data") if isinstance(content, dict) else None
     datasets: Any = data.get("train") if isinstance(data, dict) else None
-    paths = [Path(str(item["path"])) for item in datasets or [] if isinstance(item, dict) and "path" in item]
+    items = datasets if isinstance(datasets, list) else []
+    paths = [Path(str(item["path"])) for item in items if isinstance(item, dict) and "path" in item]
     return [base / path for path in paths for base in (Path(), run_dir.parent.parent)]

@@ -9,6 +9,9 @@ from enum import StrEnum
 from megads.errors import ConfigError
 from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
 
+# Beyond any model; what is planned layer by layer ends.
+_MOST_LAYERS = 10_000
+
 
 class Position(StrEnum):
     """How the model knows the order of its tokens."""
@@ -137,6 +140,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name} = {value}: must be at least 1")
+        if self.num_layers > _MOST_LAYERS:
+            raise ConfigError(f"model.num_layers = {self.num_layers}: must be at most {_MOST_LAYERS}")
         if self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}: "

@@ -26,6 +26,7 @@ import megads
 from megads.errors import ConfigError
 from megads.ops.library import loaded_kernels
 from megads.runtime.environment import user_cache_dir
+from megads.runtime.regular_file import read_json
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -271,7 +272,7 @@ def cache_file(folder: str, key: str) -> Path:
 def read_cached(file: Path) -> Any:
     """The file's content; None where there is no file, or not a whole one."""
     try:
-        return json.loads(file.read_text())
+        return read_json(file)
     except (OSError, ValueError):
         return None
 

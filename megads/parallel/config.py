@@ -18,6 +18,8 @@ from megads.parallel.schedule import (
 
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of the grid of ranks."""
+# Beyond any machine; what is planned rank by rank ends.
+_MOST_RANKS = {"tp": 1024, "cp": 1024, "pp": 1024, "dp": 1 << 17}
 
 ZERO_STAGES = (0, 1, 2, 3)
 """Stages of ZeRO that an engine trains."""
@@ -163,6 +165,9 @@ class ParallelConfig:
         for name in AXES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
+        for name, most in _MOST_RANKS.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at most {most}")
         if sorted(self.rank_order) != sorted(AXES):
             raise ConfigError(
                 f"parallel.rank_order = {self.rank_order}: must name each of {', '.join(AXES)} once, innermost first"

@@ -15,6 +15,7 @@ import torch
 
 from megads.ops.library import loaded_kernels
 from megads.ops.linear import linear_into
+from megads.runtime.regular_file import read_json
 
 KNOWN_BF16_TFLOPS = (
     ("GB200", 2500.0),
@@ -114,7 +115,7 @@ def _cpu_model() -> str:
 def _read_cache(path: Path, key: dict[str, object]) -> float | None:
     """The cached figure, None when there is none, it is damaged or it belongs to another key."""
     try:
-        entry = json.loads(path.read_text())
+        entry = read_json(path)
         tflops = float(entry.pop("tflops"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -18,6 +18,7 @@ from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
 from megads.runtime.metrics import read_json_lines
+from megads.runtime.regular_file import is_readable
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
 
 FloatArray = npt.NDArray[np.float64]
@@ -197,7 +198,7 @@ def _last_of_each(step: FloatArray) -> npt.NDArray[np.intp]:
 
 def _complete_lines(path: Path) -> int:
     """Number of line ends: what a running process is writing right now is not yet a line."""
-    if not path.exists():
+    if not is_readable(path):
         return 0
     with path.open("rb") as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
@@ -208,7 +209,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     try:
         text = recorded_config(path)
         content = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}, ""
     return (content if isinstance(content, dict) else {}), text
 

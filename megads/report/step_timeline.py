@@ -17,6 +17,7 @@ from megads.parallel.schedule_clock import run_clock
 from megads.plan.step_trace import RankTrace, mean_costs, measured_layer_costs, perfetto_trace, simulated_step
 from megads.report.history import RunHistory, number
 from megads.report.step_picture import Panel, draw_steps
+from megads.runtime.regular_file import read_json
 from megads.runtime.span import Span
 
 TIMELINE_FOLDER = "timeline"
@@ -43,7 +44,7 @@ def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
 def _record(path: Path) -> Mapping[str, Any] | None:
     """What a rank wrote; None where it is not that: a process was killed, or the disk was full."""
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
     except (OSError, ValueError):
         return None
     places = isinstance(record, dict) and isinstance(record.get("spans"), list)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
-from megads.runtime.duration import parse_duration
+from megads.runtime.duration import LONGEST_WAIT_S, parse_duration
 from megads.runtime.heartbeat import LOST_AFTER_S
 
 
@@ -134,8 +134,8 @@ class LoggingConfig:
             raise ConfigError(
                 f"logging.timeline_every_steps = {self.timeline_every_steps}: must be at least 1, or null for none"
             )
-        if self.flush_s < 0:
-            raise ConfigError(f"logging.flush_s = {self.flush_s}: must not be negative")
+        if not 0 <= self.flush_s <= LONGEST_WAIT_S:
+            raise ConfigError(f"logging.flush_s = {self.flush_s}: must be from 0 to {LONGEST_WAIT_S:.0f}")
         if not self.wandb.project or "/" in self.wandb.project:
             raise ConfigError(
                 f"logging.wandb.project = {self.wandb.project!r}: want a name without '/'; "
@@ -219,12 +219,15 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
-        for name in ("peak_tflops", "gpu_memory_gib", "timeout_s"):
+        for name in ("peak_tflops", "gpu_memory_gib"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"cluster.{name} = {value}: must be positive")
-        if self.heartbeat_timeout_s is not None and self.heartbeat_timeout_s < LOST_AFTER_S:
-            raise ConfigError(
-                f"cluster.heartbeat_timeout_s = {self.heartbeat_timeout_s}: must be at least {LOST_AFTER_S:.0f}, "
-                "as a busy machine delays heartbeats too; or null"
-            )
+        self._check_timeouts()
+
+    def _check_timeouts(self) -> None:
+        """Within what clocks and timeouts of torch can hold; a busy machine delays heartbeats by seconds."""
+        for name, least_s in (("timeout_s", 0.001), ("heartbeat_timeout_s", LOST_AFTER_S)):
+            value = getattr(self, name)
+            if value is not None and not least_s <= value <= LONGEST_WAIT_S:
+                raise ConfigError(f"cluster.{name} = {value}: must be from {least_s:g} to {LONGEST_WAIT_S:.0f} seconds")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LONGEST_WAIT_S = 86400.0 * 7
+"""Most that a wait can be set to: some of the system's calls count milliseconds in 31 bits."""
 _NO_LIMIT = ("UNLIMITED", "NOT_SET", "INVALID", "")
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megads.runtime.regular_file import read_json
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.tail import Tail
 
@@ -40,7 +41,7 @@ class Position:
     def load(cls, path: Path) -> Position:
         """Reads what `save` wrote; the beginning where there is nothing to read."""
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**read_json(path))
         except (OSError, ValueError, TypeError):
             return cls()
 

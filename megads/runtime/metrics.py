@@ -22,6 +22,7 @@ import xxhash
 
 from megads.errors import DISK_FULL
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import is_readable, parse_json
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 _BLOCK_BYTES = 1 << 20
@@ -41,6 +42,7 @@ class JsonLinesWriter:
         self._waiting: deque[bytes] = deque()
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
+            is_readable(path)
             self._file = path.open("ab", buffering=0)
             self._end_partial_line(self._file)
 
@@ -233,7 +235,7 @@ class EventWriter(JsonLinesWriter):
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the objects of a file of JSON lines, passing over lines cut short by a kill; no file, no objects."""
-    if not path.exists():
+    if not is_readable(path):
         return
     with path.open("rb") as lines:
         for line in lines:
@@ -253,7 +255,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

@@ -11,6 +11,7 @@ import yaml
 
 from megads.errors import ConfigError
 from megads.runtime import environment
+from megads.runtime.regular_file import read_regular, require_bounded_yaml
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -26,7 +27,8 @@ def recorded_config(path: Path) -> str:
         ValueError: something else has written it: an alias, of which a few lines make gigabytes, or ${...}, which takes
             a reader's environment for a value.
     """
-    text = path.read_text()
+    text = read_regular(path).decode()
+    require_bounded_yaml(text)
     if "${" in text:
         raise ValueError("${...} is never resolved in a file of a run")
     if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):

@@ -10,6 +10,8 @@ import json
 import os
 from pathlib import Path
 
+from megads.runtime.regular_file import parse_json, read_regular
+
 INTERRUPTED = "interrupted"
 PREEMPTED = "preempted"
 REQUESTED = "requested"
@@ -47,13 +49,14 @@ def request_stop(run_dir: Path, reason: str) -> None:
 def read_stop(run_dir: Path) -> str | None:
     """Returns why the run was asked to stop, or None when nobody asked."""
     try:
-        text = stop_path(run_dir).read_text(errors="replace")
-    except IsADirectoryError:
-        return REQUESTED
+        text = read_regular(stop_path(run_dir)).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return _linked_reason(stop_path(run_dir))
+    except OSError:
+        # Whatever has the name was made by somebody who wants the run to stop.
+        return _linked_reason(stop_path(run_dir)) or REQUESTED
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         return REQUESTED
     return str(content.get("reason", REQUESTED)) if isinstance(content, dict) else REQUESTED

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from megads.runtime.regular_file import parse_json
 
 _CHUNK_BYTES = 4 * 2**20
 
@@ -21,12 +22,12 @@ class Tail:
     def __init__(self, path: Path, position: int | None = None):
         self._path = path
         if position is None:
-            position = path.stat().st_size if path.exists() else 0
+            position = path.stat().st_size if path.is_file() else 0
         self.position = position
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the objects of the lines completed since the last call, a few megabytes at most; [] at the end."""
-        if not self._path.exists():
+        if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
             # A resume cuts the file back to its checkpoint.
@@ -40,7 +41,7 @@ class Tail:
 
 def read_end(path: Path, num_bytes: int) -> list[dict[str, Any]]:
     """Returns the objects of the whole lines within the last `num_bytes` of a file; no file, no objects."""
-    if not path.exists():
+    if not path.is_file():
         return []
     with path.open("rb") as file:
         start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
@@ -56,7 +57,7 @@ def _objects(text: bytes) -> list[dict[str, Any]]:
     records = []
     for line in text.splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(parse_json(line))
         except ValueError:
             continue
     return [record for record in records if isinstance(record, dict)]
@@ -64,7 +65,7 @@ def _objects(text: bytes) -> list[dict[str, Any]]:
 
 def last_line(path: Path) -> str:
     """Returns the last line of a small text file that says something; empty where there is none."""
-    if not path.exists():
+    if not path.is_file():
         return ""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
+from megads.runtime.duration import LONGEST_WAIT_S
 
 
 class SearchName(StrEnum):
@@ -125,6 +126,8 @@ class SweepConfig:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ConfigError(f"sweep.{key} = {value}: must be positive")
+        if self.poll_s is not None and self.poll_s > LONGEST_WAIT_S:
+            raise ConfigError(f"sweep.poll_s = {self.poll_s}: must be at most {LONGEST_WAIT_S:.0f}")
         if self.search is SearchName.grid and self.trials is not None:
             raise ConfigError(
                 f"sweep.trials = {self.trials}, but a grid has as many points as there are combinations: choose "

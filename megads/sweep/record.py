@@ -16,6 +16,7 @@ import yaml
 
 from megads.errors import ConfigError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.regular_file import read_regular, require_bounded_yaml
 from megads.sweep.config import Direction, SweepConfig
 from megads.sweep.search import describe
 from megads.sweep.space import Space
@@ -108,11 +109,12 @@ def read_record(folder: Path) -> SweepRecord:
         FileNotFoundError: there is none.
         ConfigError: it cannot be read.
     """
-    text = (folder / SWEEP_FILE).read_text()
+    text = read_regular(folder / SWEEP_FILE)
     try:
+        require_bounded_yaml(text.decode())
         content = yaml.safe_load(text)
         return SweepRecord(content["name"], tuple(content["fixed"]), content["space"], content["settings"])
-    except (yaml.YAMLError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{folder / SWEEP_FILE} is no record of a sweep: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megads.errors import ConfigError
+from megads.runtime.duration import LONGEST_WAIT_S
 
 
 @dataclass
@@ -27,3 +28,5 @@ class VerifyConfig:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ConfigError(f"verify.{name} = {value}: must be at least 1")
+        if self.timeout_s > LONGEST_WAIT_S:
+            raise ConfigError(f"verify.timeout_s = {self.timeout_s}: must be at most {LONGEST_WAIT_S:.0f}")

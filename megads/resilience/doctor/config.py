@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megads.errors import ConfigError
+from megads.runtime.duration import LONGEST_WAIT_S
 
 
 @dataclass
@@ -22,5 +23,5 @@ class DoctorConfig:
 
     def check(self) -> None:
         """Raises ConfigError on a wait that is none."""
-        if self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive")
+        if not 0 < self.timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive, and at most {LONGEST_WAIT_S:.0f}")

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from megads.errors import ConfigError
 from megads.runtime.config import ClusterKind
+from megads.runtime.duration import LONGEST_WAIT_S
+
+# Each is a process of its own.
+_MOST_CHECKERS = 256
 
 
 @dataclass
@@ -42,10 +46,10 @@ class CheckNodesConfig:
     def check(self) -> None:
         """Raises ConfigError on what can never be met or means nothing."""
         for name in ("timeout_s", "seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
-        if self.checkers < 1:
-            raise ConfigError(f"checkers = {self.checkers}: must be at least 1")
+            if not 0 < getattr(self, name) <= LONGEST_WAIT_S:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive, and at most {LONGEST_WAIT_S:.0f}")
+        if not 1 <= self.checkers <= _MOST_CHECKERS:
+            raise ConfigError(f"checkers = {self.checkers}: must be from 1 to {_MOST_CHECKERS}")
         if self.checkers > 1 and self.cluster is ClusterKind.slurm:
             raise ConfigError(f"checkers = {self.checkers} with cluster=slurm: there is one on every node of the job")
         for name in ("min_of_median", "min_disk_of_median"):

@@ -1,0 +1,136 @@
+"""Damage to every file that a run has: an answer, or a message that names the file; never another result in silence."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.attack.command_lines import copy_template
+from tests.attack.damage import DAMAGES, READERS, TRAIN, damaged_copy, files_of, write_cut_off_run
+from tests.attack.fork_server import ForkServer, Outcome, fork_server
+from tests.command import steps_of
+
+pytestmark = pytest.mark.distributed
+
+QUICK_READS, QUICK_RESUMES = 20, 2
+"""Of all damages, in `make test`: a resume takes seconds."""
+
+# Who reads which files; everything else is passed over.
+_READ_BY = {
+    "report": ("run/",),
+    "why": ("corpus", "run/"),
+    "generate": ("corpus.json", "corpus.tokenizer", "run/checkpoints", "run/config"),
+    "check": ("corpus",),
+    "inspect": ("corpus",),
+    "dry run": ("corpus",),
+}
+# A page with pictures differs by its times, and its numbers are those of files with remarks of their own.
+_COMPARED = ("why", "generate", "check", "inspect", "dry run")
+
+
+class Sound:
+    """The undamaged run, and what its readers say of it."""
+
+    def __init__(self, root: Path, server: ForkServer) -> None:
+        self.server, self.template, self.folder = server, root / "template", root / "folder"
+        self.template.mkdir()
+        self.steps = write_cut_off_run(self.template, server)
+        self.files = files_of(self.template)
+        self.said = {name: self.in_copy(line) for name, line in READERS.items()}
+        assert not [name for name, outcome in self.said.items() if outcome.code or outcome.defect()], self.said
+
+    def in_copy(self, line: list[str]) -> Outcome:
+        return self.server(copy_template(self.template, self.folder), line)
+
+    def reads(self) -> list[tuple[str, str, str]]:
+        """Every file, damage and reader of it."""
+        return [
+            (file, damage, reader)
+            for reader, starts in _READ_BY.items()
+            for file in self.files
+            if file.startswith(starts)
+            for damage in DAMAGES
+        ]
+
+    def wrong_read(self, file: str, damage: str, reader: str) -> str:
+        """What is wrong with how a reader takes a damage; empty where nothing is."""
+        damaged_copy(self.template, self.folder, file, damage)
+        outcome = self.server(self.folder, READERS[reader])
+        return self._wrong(file, outcome, differs=reader in _COMPARED and outcome.out != self.said[reader].out)
+
+    def wrong_resume(self, file: str, damage: str) -> str:
+        """The same of `megads train`, which goes on with the run."""
+        damaged_copy(self.template, self.folder, file, damage)
+        outcome = self.server(self.folder, TRAIN)
+        run_dir = self.folder / "run"
+        differs = not outcome.code and (not (run_dir / "metrics.jsonl").is_file() or steps_of(run_dir) != self.steps)
+        return self._wrong(file, outcome, differs)
+
+    def _wrong(self, file: str, outcome: Outcome, differs: bool) -> str:
+        events = self.folder / "run" / "events.jsonl"
+        remarks = events.read_text(errors="replace") if events.is_file() else ""
+        name = Path(file).name
+        if outcome.defect():
+            return f"{outcome.defect()}: {outcome.err[-2000:]}"
+        # A file of the dataset is as good as named by its prefix.
+        names = (name, "corpus" if name.startswith("corpus.") else name, Path(file).parent.name)
+        if outcome.code and not any(name in outcome.err for name in names):
+            return f"exit {outcome.code} without the file's name: {outcome.err}"
+        if not outcome.code and differs and not any(name in outcome.out + outcome.err + remarks for name in names):
+            return "another result in silence"
+        return ""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
+    root = tmp_path_factory.mktemp("files")
+    with fork_server(root) as server:
+        yield Sound(root, server)
+
+
+def test_a_damaged_file_is_read(sound: Sound) -> None:
+    """Catches a traceback, a wait without end or an answer from damaged data, from whatever reads a run's files."""
+    for read in random.Random(17).sample(sound.reads(), QUICK_READS):
+        assert not (wrong := sound.wrong_read(*read)), (read, wrong)
+
+
+def test_a_run_goes_on_from_a_damaged_file(sound: Sound) -> None:
+    """Catches a resume that trains on damage, or ends in a traceback."""
+    pairs = [(file, damage) for file in sound.files for damage in DAMAGES]
+    for file, damage in random.Random(17).sample(pairs, QUICK_RESUMES):
+        assert not (wrong := sound.wrong_resume(file, damage)), (file, damage, wrong)
+
+
+@pytest.mark.attack
+def test_every_damage_of_every_file_is_read(sound: Sound) -> None:
+    """All of them."""
+    counts: collections.Counter[str] = collections.Counter()
+    found = []
+    for read in sound.reads():
+        wrong = sound.wrong_read(*read)
+        counts["wrong" if wrong else "sound"] += 1
+        if wrong:
+            found.append((read, wrong))
+            print(f"\n{read}: {wrong}", flush=True)
+    print(f"\ndamaged files read: {dict(counts)}")
+    assert not found, f"{len(found)} of {counts.total()}"
+
+
+@pytest.mark.attack
+def test_a_run_goes_on_from_every_damage_of_every_file(sound: Sound) -> None:
+    """All of them."""
+    counts: collections.Counter[str] = collections.Counter()
+    found = []
+    for file in sound.files:
+        for damage in DAMAGES:
+            wrong = sound.wrong_resume(file, damage)
+            counts["wrong" if wrong else "sound"] += 1
+            if wrong:
+                found.append((file, damage, wrong))
+                print(f"\n{file}, {damage}: {wrong}", flush=True)
+    print(f"\nresumed from damaged files: {dict(counts)}")
+    assert not found, f"{len(found)} of {counts.total()}"

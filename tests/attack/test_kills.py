@@ -1,0 +1,141 @@
+"""SIGKILL to a run at random times and inside the saving protocol, again and again; it must end as if undisturbed."""
+
+from __future__ import annotations
+
+import collections
+import random
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.command import Command, Ended, StartCommand, checkpoint_of, checksums, small_model, steps_of
+from tests.faults import KILL_AT
+
+pytestmark = [pytest.mark.attack, pytest.mark.distributed]
+
+STEPS = 8
+# A start and eight steps, on a busy machine.
+_LONGEST_S = 120.0
+# Files and names of all saves of a run; a count beyond the last is a run that nothing cuts off.
+_CHANGES = 60
+
+
+@dataclass
+class Table:
+    """How the attacks of each kind ended."""
+
+    rows: dict[str, collections.Counter[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    COLUMNS = ("attacks", "recovered bit for bit", "refused with a name", "hangs", "unnamed", "unequal")
+
+    def count(self, kind: str, ending: str, told: str) -> None:
+        row = self.rows.setdefault(kind, collections.Counter())
+        row["attacks"] += 1
+        row[ending] += 1
+        if ending not in self.COLUMNS[1:3]:
+            self.wrong.append(f"{kind}: {ending}: {told}")
+        print(f"{sum(row['attacks'] for row in self.rows.values()):4d}  {kind}: {ending}", flush=True)
+
+    def __str__(self) -> str:
+        lines = [f"| attack | {' | '.join(self.COLUMNS)} |", "|---" * (1 + len(self.COLUMNS)) + "|"]
+        for kind, row in self.rows.items():
+            lines.append(f"| {kind} | {' | '.join(str(row[column]) for column in self.COLUMNS)} |")
+        return "\n".join(lines) + "\n"
+
+
+def kill_random_process(command: Command, draw: random.Random) -> str:
+    """Kills the launcher, one of its processes, or all of them, at a random moment; says what."""
+    delay_s = draw.uniform(0.0, 9.0)
+    target = draw.choice(["launcher", "one process", "everything"])
+    try:
+        command.process.wait(timeout=delay_s)
+    except subprocess.TimeoutExpired:
+        pass
+    else:
+        return "nothing: it had ended"
+    try:
+        processes = command.processes()
+        if target == "launcher":
+            processes[0].kill()
+        elif target == "one process":
+            draw.choice(processes).kill()
+        else:
+            command.kill_everything()
+    except psutil.NoSuchProcess:
+        pass
+    return f"{target} after {delay_s:.2f} s"
+
+
+def ended(command: Command) -> Ended | None:
+    """How a start ended; None where it never did."""
+    try:
+        return command.end(_LONGEST_S)
+    except subprocess.TimeoutExpired:
+        command.kill_everything()
+        return None
+
+
+def recovered(overrides: list[str], run_dir: Path, reference: Path, megads: StartCommand) -> tuple[str, str]:
+    """Starts the same command again until it ends; returns how that went and what was said."""
+    # A rank that outlived its launcher holds the folder for a moment.
+    for _ in range(3):
+        again = ended(megads("train", *overrides, f"run.dir={run_dir}"))
+        if again is None:
+            return "hangs", "the resume"
+        if again.code != 2 or "is in use" not in again.err:
+            break
+        time.sleep(2.0)
+    if again.code:
+        named = str(run_dir) in again.err and "Traceback" not in again.err and again.code in (2, 3, 4)
+        return ("refused with a name" if named else "unnamed"), again.err
+    if steps_of(run_dir) != steps_of(reference):
+        return "unequal", "the ledger"
+    if checksums(checkpoint_of(run_dir, STEPS)) != checksums(checkpoint_of(reference, STEPS)):
+        return "unequal", "the last checkpoint"
+    return "recovered bit for bit", ""
+
+
+def test_kills_at_random(corpus: Path, module_megads: StartCommand, pytestconfig: pytest.Config) -> None:
+    """Catches a moment at which a kill loses what was trained, changes it, or locks the run out."""
+    overrides = small_model(
+        corpus, train__steps=STEPS, checkpoint__every_steps=2, checkpoint__keep=2, parallel__dp=2, model__num_layers=1,
+    )  # fmt: skip
+    folder = module_megads.folder
+    reference = folder / "reference"
+    first = module_megads("train", *overrides, f"run.dir={reference}").end()
+    assert first.code == 0, first.err
+    table, draw = Table(), random.Random(17)
+    for number in range(pytestconfig.getoption("--attack-rounds")):
+        run_dir = folder / f"run-{number}"
+        in_save = number % 2 == 1
+        if in_save:
+            target = draw.choice(["run", "rank"])
+            kind = f"SIGKILL to the {target} inside a save"
+            variables = {KILL_AT: f"{draw.randint(1, _CHANGES)} {target}"}
+            command = module_megads(
+                "train", *overrides, f"run.dir={run_dir}", fault="die_in_a_save", variables=variables
+            )
+            told = variables[KILL_AT]
+        else:
+            command = module_megads("train", *overrides, f"run.dir={run_dir}")
+            told = kill_random_process(command, draw)
+            kind = f"SIGKILL at random to {told.partition(' after')[0]}"
+        cut_off = ended(command)
+        if cut_off is None:
+            table.count(kind, "hangs", told)
+            continue
+        # Killed itself, or told of the process that was.
+        if not (cut_off.code in (0, -9) or "killed by SIGKILL" in cut_off.err) or "Traceback" in cut_off.err:
+            table.count(kind, "unnamed", f"{told}: exit {cut_off.code}: {cut_off.err[-1500:]}")
+            continue
+        ending, said = recovered(overrides, run_dir, reference, module_megads)
+        table.count(kind, ending, f"{told}: {said[-1500:]}")
+    print(f"\n{table}")
+    if pytestconfig.getoption("--attack-table"):
+        Path(pytestconfig.getoption("--attack-table")).write_text(str(table))
+    assert not table.wrong, "\n".join(table.wrong)
