@@ -79,9 +79,15 @@ def continue_data(config: RootConfig, run_dir: Path) -> RootConfig:
 
     Raises:
         CheckpointError: checkpoint.load names none.
-        ConfigError: a change under which the samples to come could not follow those that were trained.
+        ConfigError: a change under which the samples to come could not follow those that were trained; or the user gives
+            a history.
         DataError: a dataset is missing or damaged.
     """
+    if config.data.history:
+        raise ConfigError(
+            f"data.history has {len(config.data.history)} mixes: megads train itself fills it in when a run goes on; "
+            "leave it out, and give data.phases to change the mix at a sample"
+        )
     load, home = config.checkpoint.load, run_dir
     manifest: Manifest | None
     if goes_to_path(load, run_dir):

@@ -75,6 +75,8 @@ def test_a_mix_that_changes_on_resume(corpus: Path, megads: StartCommand) -> Non
     assert places[datasets == 0].tolist() == list(range(42)) and places[datasets == 1].tolist() == list(range(18))
     for step in (1, 4):
         assert megads("why", f"run={run_dir}", f"step={step}", "loss=none").end().code == 0
+    ended = megads("train", *then, "data.history=[{from_sample: 9, weights: {a: 1}}]").end()
+    assert ended.code == 2 and "megads train itself fills it in" in ended.err
     for change, found in (("train.seed=2", 1234), ("train.seq_len=8", 16), ("data.order=megatron", "default")):
         ended = megads("train", *then, change).end()
         key, _, value = change.partition("=")
