@@ -79,8 +79,7 @@ def continue_data(config: RootConfig, run_dir: Path) -> RootConfig:
 
     Raises:
         CheckpointError: checkpoint.load names none.
-        ConfigError: a change under which the samples to come could not follow those that were trained; or the user gives
-            a history.
+        ConfigError: a change under which what comes could not follow what was trained, or a history of the user's.
         DataError: a dataset is missing or damaged.
     """
     if config.data.history:
