@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megads.cli.verb import Invocation, Verb
-from megads.data.config import DatasetAction, DatasetActionConfig
+from megads.data.dataset_action import DatasetAction, DatasetActionConfig
 from megads.errors import EXIT_OK
 
 

@@ -34,7 +34,9 @@ class DatasetConfig:
     path: str = MISSING
     """Prefix of <path>.bin and <path>.idx."""
     weight: float | None = None
-    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit."""
+    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit. In Megatron's
+    order a weight matters for a lone dataset too: with one its samples are those of --data-path 1.0 <prefix>, with null
+    those of --data-path <prefix>."""
     name: str | None = None
     """Name of its validation share in metrics (valid/<name>/loss); null is the last part of the path."""
     max_epochs: float | None = None

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from megads.data.blocks import Block, LoadedBlock
-from megads.data.config import Engine
+from megads.data.config import Engine, TextSpecialTokens
 from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 from megads.data.record_text import Fields
 from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
@@ -35,6 +35,7 @@ class TokenizeSettings:
         end_id: token that ends every document, None for none.
         dtype: token dtype, as numpy spells it.
         engine: hf or fast.
+        text_special_tokens: whether text that spells a special token is text (ignore) or the token (parse).
     """
 
     tokenizer_file: str
@@ -43,11 +44,12 @@ class TokenizeSettings:
     end_id: int | None
     dtype: str
     engine: str = Engine.hf.value
+    text_special_tokens: str = TextSpecialTokens.ignore.value
 
     @cached_property
     def identity(self) -> str:
         """Hash of the settings and of the version of what tokenizes."""
-        settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 1}
+        settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 2}
         return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
 
 
@@ -178,11 +180,11 @@ class _ShardBuilder:
 
 
 def _unchanged_tokenizer(settings: TokenizeSettings) -> Tokenizer:
-    """Loads the tokenizer so that text which spells a special token is ordinary text: only real ends are marked."""
+    """Loads the tokenizer, set for special tokens in the text."""
     tokenizer = load_tokenizer(settings.tokenizer_file)
     if hashlib.sha256(Path(settings.tokenizer_file).read_bytes()).hexdigest() != settings.tokenizer_sha256:
         raise DataError(
             f"{settings.tokenizer_file}: changed while it was in use: start again when nothing writes to it"
         )
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = settings.text_special_tokens == TextSpecialTokens.ignore
     return tokenizer

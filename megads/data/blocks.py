@@ -48,7 +48,8 @@ class Lines:
     def rows(self, fields: Fields) -> Iterator[Document | RejectedLine]:
         """Yields the documents; lines are counted from 1 at the block's start."""
         for number, line in enumerate(io.BytesIO(self.content), start=1):
-            yield from rows_of(json_turns(line, fields, first=self.first and number == 1), self.source, number)
+            for texts in json_turns(line, fields):
+                yield from rows_of(texts, self.source, number)
 
     def load(self) -> Lines:
         """Returns itself: the lines are here already."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from megads.data.config import TextSpecialTokens
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megads.data.tokenizer import load_tokenizer
 from megads.errors import DataError
@@ -20,7 +21,8 @@ class FoundTokenizer:
     """A tokenizer and what is known of it.
 
     Attributes:
-        tokenizer: encodes text that spells a special token as ordinary text, as `megads preprocess` does.
+        tokenizer: encodes text that spells a special token as the dataset's was: as ordinary text, or with
+            text_special_tokens=parse as the token.
         path: its file.
         vocab_size: its largest id + 1.
         end_of_document_id: token that ends every document of the dataset, None where no sidecar tells.
@@ -73,7 +75,8 @@ def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenize
             f"{path} is not the tokenizer with which {prefix} was made: its sha256 starts with {_sha256(path)[:8]}, "
             f"{sidecar_path(prefix)} says {sidecar.tokenizer_sha256[:8]}; give tokenizer=<file> with the right one"
         )
-    tokenizer.encode_special_tokens = True
+    parsed = sidecar is not None and sidecar.text_special_tokens == TextSpecialTokens.parse
+    tokenizer.encode_special_tokens = not parsed
     return FoundTokenizer(
         tokenizer,
         path,

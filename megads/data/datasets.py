@@ -136,7 +136,9 @@ def _train_samples(
     parts: list[BlendPart] = []
     for dataset, part, weight in zip(datasets, documents, weights, strict=True):
         if megatron:
-            wanted = megatron_share(total, weight) if len(datasets) > 1 else total
+            # As there, a dataset that is alone gets the surplus only where a weight makes it a blend of one.
+            blended = len(datasets) > 1 or config.train[0].weight is not None
+            wanted = megatron_share(total, weight) if blended else total
             parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
         else:
             parts.append(train_source(config, dataset, part, seq_len, seed))

@@ -45,6 +45,11 @@ class HuggingFaceEngine:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    @property
+    def parses_special_tokens(self) -> bool:
+        """Whether text that spells a special token is the token."""
+        return not self._tokenizer.encode_special_tokens
+
     def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
         """Returns the ids of all texts, end to end, and how many each has."""
         flat: list[int] = []
@@ -73,8 +78,9 @@ class FastEngine:
         import gigatoken
 
         content = json.loads(Path(tokenizer_file).read_bytes())
-        # It would take text that spells a special token for the token itself; others are tokens in a text too.
-        content["added_tokens"] = [token for token in content.get("added_tokens", []) if not token["special"]]
+        added = content.get("added_tokens", [])
+        # It takes text that spells any added token for the token itself.
+        content["added_tokens"] = [token for token in added if reference.parses_special_tokens or not token["special"]]
         words = [token["content"] for token in content["added_tokens"] if token["single_word"]]
         if words:
             raise ValueError(f"it finds added tokens within words, too, which {words[0]!r} must not be")

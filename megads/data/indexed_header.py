@@ -61,6 +61,15 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     if code not in DTYPES:
         raise refusal(path, 17, f"dtype code {code} is unknown, want one of {sorted(DTYPES)}")
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+    if num_sequences and expected + num_sequences == file_bytes:
+        raise refusal(
+            path,
+            expected,
+            f"a byte for each of the {num_sequences} sequences follows the document index: these are the modes of "
+            "Megatron's multimodal datasets, and megads trains on text only",
+            "write its sequences of text to a dataset without modes: read them with Megatron's IndexedDataset("
+            "multimodal=True), and write them with its IndexedDatasetBuilder(multimodal=False)",
+        )
     if expected != file_bytes:
         state = "truncated" if file_bytes < expected else "longer than that"
         found = (

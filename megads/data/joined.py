@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.data.carried_tokenizer import carried_path, write_carried
+from megads.data.config import TextSpecialTokens
 from megads.data.indexed import Array, IndexedDataset, bin_path, idx_path
 from megads.data.indexed_append import IndexedDatasetAppender, in_pieces
 from megads.data.progress import ByteProgress
@@ -156,6 +157,7 @@ def _joined(sidecars: Sequence[Sidecar]) -> Sidecar:
     reasons: Counter[str] = Counter()
     for sidecar in sidecars:
         reasons.update(sidecar.rejected_reasons)
+    parsed = any(sidecar.text_special_tokens == TextSpecialTokens.parse for sidecar in sidecars)
     examples = [example for sidecar in sidecars for example in sidecar.rejected_examples]
     return dataclasses.replace(
         sidecars[0],
@@ -164,6 +166,7 @@ def _joined(sidecars: Sequence[Sidecar]) -> Sidecar:
         rejected_reasons=dict(reasons),
         rejected_examples=examples[:KEPT_EXAMPLES],
         input_files=[name for sidecar in sidecars for name in sidecar.input_files],
+        text_special_tokens=(TextSpecialTokens.parse if parsed else TextSpecialTokens.ignore).value,
     )
 
 

@@ -26,7 +26,7 @@ from megads.errors import ConfigError, DataError, MegadsError
 from megads.runtime.atomic_file import atomic_writer, sync_directory
 
 # Part of the key: a change of what is made must not find what was made before.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TOKENS = "tokens"
 # Where the dataset carries its tokenizer, whichever way it was made.
 TOKENIZER_FILE = carried_path(TOKENS).name
@@ -174,7 +174,11 @@ class Preparation:
                 max(1, every),
             )
         tokenizing = Tokenizing(
-            str(tokenizer_file), str(folder / TOKENS), self.tokenizer.end_of_document, "tokenizer.end_of_document"
+            str(tokenizer_file),
+            str(folder / TOKENS),
+            self.tokenizer.end_of_document,
+            "tokenizer.end_of_document",
+            self.tokenizer.text_special_tokens,
         )
         sidecar = tokenizing.run(self._reader(), (self.data.text_field,), None, self.tokenizer.engine)
         if tokenizing.kept_shards:
@@ -230,6 +234,7 @@ def plan_preparation(
         ],
         "text_field": data.text_field,
         "end_of_document": tokenizer.end_of_document,
+        "text_special_tokens": tokenizer.text_special_tokens.value,
         "tokenizer": _sha256(content) if content is not None else [vocab_size, tokenizer.min_frequency],
     }
     key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]

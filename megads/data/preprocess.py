@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from megads.data.block_tokenizer import BlockTokenizer, Finished, TokenizeSettings
 from megads.data.blocks import STDIN, Block, block_bytes_of, blocks_of, stdin_blocks
 from megads.data.carried_tokenizer import carried_path, write_carried
-from megads.data.config import Engine, PreprocessConfig
+from megads.data.config import Engine, PreprocessConfig, TextSpecialTokens
 from megads.data.content_digest import file_state, require_unchanged
 from megads.data.engine import choose_engine
 from megads.data.engine_sample import sample_texts
@@ -95,7 +95,9 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     start_s = time.monotonic()
     source = None if config.input == [STDIN] else DocumentReader(config.input, config.fields)
     _refuse_to_overwrite(config, source.files if source else [])
-    tokenizing = Tokenizing(config.tokenizer, config.output, config.end_of_document, "end_of_document")
+    tokenizing = Tokenizing(
+        config.tokenizer, config.output, config.end_of_document, "end_of_document", config.text_special_tokens
+    )
     sidecar = tokenizing.run(source, config.fields, config.workers, config.engine)
     return PreprocessReport(
         config.output, sidecar, time.monotonic() - start_s, tokenizing.kept_shards, tokenizing.engine
@@ -105,23 +107,30 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 class Tokenizing:
     """One way from documents to a dataset and its sidecar.
 
-    Text that spells the end-of-document token is encoded as ordinary text, so that only real ends are marked.
-
     Args:
         tokenizer_file: in the format of Hugging Face `tokenizers`.
         output: prefix of the dataset; one that is there is replaced.
         end_of_document: token appended to every document, or None.
         end_key: the config key it comes from, for messages.
+        text_special_tokens: with ignore, only real ends of documents are marked, whatever a text spells.
 
     Raises:
         ConfigError: the end-of-document token is not in the tokenizer.
         DataError: a damaged tokenizer file.
     """
 
-    def __init__(self, tokenizer_file: str, output: str, end_of_document: str | None, end_key: str) -> None:
+    def __init__(
+        self,
+        tokenizer_file: str,
+        output: str,
+        end_of_document: str | None,
+        end_key: str,
+        text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore,
+    ) -> None:
         tokenizer = load_tokenizer(tokenizer_file)
         self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = text_special_tokens is TextSpecialTokens.ignore
+        self._text_special_tokens = text_special_tokens.value
         self._tokenizer_file = tokenizer_file
         self._tokenizer_text = Path(tokenizer_file).read_bytes()
         self._end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
@@ -165,6 +174,7 @@ class Tokenizing:
             self._end_id,
             self._dtype.str,
             chosen.value,
+            self._text_special_tokens,
         )
         with parts_folder(self._output) as folder:
             make = functools.partial(BlockTokenizer, settings, folder)
@@ -244,6 +254,7 @@ class Tokenizing:
             input_files=[str(path) for path in files],
             bin_checksum=writer.bin_checksum,
             idx_checksum=file_checksum(idx_path(self._output)),
+            text_special_tokens=settings.text_special_tokens,
         )
         write_sidecar(self._output, sidecar)
         shutil.rmtree(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 UTF8_MARK = b"\xef\xbb\xbf"
@@ -28,18 +29,40 @@ Fields = tuple[str, ...]
 """Names of a record's fields that make a document: the text, or what is given and what is learnt by turns."""
 
 
-def json_turns(line: bytes, fields: Fields, *, first: bool = False) -> tuple[str, ...] | NotText | None:
-    """Returns the texts of one line of JSON, why it has none, or None for a blank line.
+def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
+    """Yields the texts of one line of JSON, or why it has none; nothing for a blank line.
+
+    Files that are joined by `cat` keep their byte order marks, which then stand at the start of some line, or between
+    two records where a file did not end with a newline. Marks within a text are part of it.
 
     Args:
         line: the line, its newline included or not.
         fields: those of the object that hold the texts. The last one must not be empty.
-        first: the line is the first of its file, where a byte order mark may stand.
     """
-    if first:
-        line = line.removeprefix(UTF8_MARK)
-    if not line.strip():
-        return None
+    for record in _records_between_marks(line) if UTF8_MARK in line else (line,):
+        if record.strip():
+            yield _record_turns(record, fields)
+
+
+def _records_between_marks(line: bytes) -> Iterator[bytes]:
+    while True:
+        while (line := line.lstrip()).startswith(UTF8_MARK):
+            line = line.removeprefix(UTF8_MARK)
+        try:
+            text = line.decode()
+            _, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            yield line
+            return
+        record, rest = text[:end].encode(), text[end:].lstrip().encode()
+        if not rest.startswith(UTF8_MARK):
+            yield line
+            return
+        yield record
+        line = rest
+
+
+def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
     try:
         record = json.loads(line.decode())
         if not isinstance(record, dict):

@@ -46,6 +46,8 @@ class Sidecar:
     """XXH3 of the .bin file, 16 hex digits; None where an older version made the dataset."""
     idx_checksum: str | None = None
     """XXH3 of the .idx file."""
+    text_special_tokens: str = "ignore"
+    """parse where special tokens that the text spelled out became tokens, in all of it or in a part."""
     format_version: int = FORMAT_VERSION
     """Of this file."""
 

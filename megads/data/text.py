@@ -54,11 +54,11 @@ class RejectedLine(NamedTuple):
         return f"{self.source}:{self.line}: {self.why}"
 
 
-def rows_of(texts: tuple[str, ...] | NotText | None, source: str, line: int) -> Iterator[Document | RejectedLine]:
-    """Yields the sequences of one record, or that it has none; nothing for a blank line."""
+def rows_of(texts: tuple[str, ...] | NotText, source: str, line: int) -> Iterator[Document | RejectedLine]:
+    """Yields the sequences of one record, or that it has none."""
     if isinstance(texts, NotText):
         yield RejectedLine(source, line, texts)
-    elif texts is not None:
+    else:
         yield from (Document(text, source, line, turn=True) for text in texts[:-1])
         yield Document(texts[-1], source, line)
 
@@ -162,7 +162,8 @@ class DocumentReader:
             for number, line in enumerate(file, start=1):
                 # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
-                yield from rows_of(json_turns(line, self.fields, first=number == 1), str(path), number)
+                for texts in json_turns(line, self.fields):
+                    yield from rows_of(texts, str(path), number)
 
     def _parquet(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
         size = path.stat().st_size

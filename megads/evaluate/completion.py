@@ -145,7 +145,7 @@ class TextGenerator:
         self._limits = Limits(max_new_tokens, ends, found.vocab_size)
 
     def prompt(self, text: str) -> Prompt:
-        """Encodes a prompt; text that spells a special token is ordinary text, as in training.
+        """Encodes a prompt; text that spells a special token is treated as in training.
 
         Raises:
             ConfigError: it is no valid text, too long for learned positions, or empty where no token begins a document.

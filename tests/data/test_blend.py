@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from megads.data.batch_size import BatchSizeSchedule
-from megads.data.batches import Packing, assemble
+from megads.data.batches import PLAIN, Packing, assemble
 from megads.data.blend import BalancedOrder, BlendedSamples, Mix, Phase
 from megads.data.blend_config import DatasetConfig, Order, PhaseConfig, SkipConfig, Weighting
 from megads.data.config import DataConfig, PackingMode
 from megads.data.datasets import open_datasets
 from megads.data.loader import TrainLoader
+from megads.data.megatron_maps import MegatronSamples
 from megads.data.packed import PackedSamples
 from megads.data.samples import TrainSamples
 from megads.errors import ConfigError
@@ -164,6 +165,35 @@ def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
     blend.order = Order.megatron
     with pytest.raises(ConfigError, match=r"best_fit and data\.order = megatron"):
         blend.check()
+
+
+def test_a_lone_dataset_with_a_weight_has_megatrons_surplus(make_dataset: MakeDataset) -> None:
+    """Catches `--data-path 1.0 <prefix>` trained in the order of `--data-path <prefix>`: of 200 samples, Megatron
+    builds and shuffles 201 where a weight makes it a blend of one."""
+    # One epoch holds 200 samples and not 201.
+    dataset = make_dataset([SEQ_LEN] * 200 + [1])
+    config = DataConfig(train=[DatasetConfig(dataset.prefix)], order=Order.megatron, split=[1.0, 0.0])
+
+    def order(weight: float | None, skip: list[SkipConfig]) -> list[int]:
+        config.train[0].weight, config.skip = weight, skip
+        samples, _ = open_datasets(config, SEQ_LEN, 3, VOCAB_SIZE, 200)
+        return [batch_of(samples, number) for number in range(200)]
+
+    def batch_of(samples: TrainSamples | BlendedSamples, number: int) -> int:
+        [batch] = assemble(samples, np.array([[number]]), VOCAB_SIZE, True, PLAIN)
+        assert batch.tokens_bs is not None
+        return hash(tuple(batch.tokens_bs[0].tolist()))
+
+    expected = {built: MegatronSamples(dataset, range(201), SEQ_LEN, 3, built) for built in (200, 201)}
+    wanted = {built: [batch_of(samples, number) for number in range(200)] for built, samples in expected.items()}
+    assert wanted[200] != wanted[201]
+    assert order(None, []) == wanted[200]
+    assert order(1.0, []) == order(0.3, []) == wanted[201]
+    # The end of the stream is what counts: 190 samples and 10 that are left out.
+    config.train[0].weight = 1.0
+    config.skip = [SkipConfig(samples=[0, 10])]
+    skipped, _ = open_datasets(config, SEQ_LEN, 3, VOCAB_SIZE, 190)
+    assert [batch_of(skipped, number) for number in range(190)] == wanted[201][10:]
 
 
 @pytest.mark.parametrize(

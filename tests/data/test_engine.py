@@ -107,6 +107,18 @@ def test_added_tokens_that_are_not_special_are_tokens_in_a_text(tmp_path: Path) 
 
 
 @needs_gigatoken
+def test_special_tokens_in_a_text_are_tokens_where_they_are_parsed(tmp_path: Path) -> None:
+    """Catches a fast engine that knows nothing of special tokens in texts that a chat template made."""
+    path = with_added(tokenizer_of(tmp_path, 600), AddedToken("<|im_end|>", special=True), AddedToken("<think>"))
+    tokenizer = load_tokenizer(path)
+    texts = [text.replace("B", "<|im_end|>").replace("1", "<think>") for text in hard_texts(2000)]
+    fast = FastEngine(path, HuggingFaceEngine(tokenizer))
+    fast.require_equal(texts)
+    assert {0, tokenizer.token_to_id("<|im_end|>")} <= set(fast.encode(texts)[0].tolist())
+    assert choose_engine(Engine.auto, path, tokenizer, ["nothing of the kind"]) is Engine.fast
+
+
+@needs_gigatoken
 def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
     """Catches a fast engine that is taken because no text of the sample has the token that it gets wrong."""
     path = with_added(tokenizer_of(tmp_path, 600), AddedToken("word", single_word=True))

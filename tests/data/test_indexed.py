@@ -126,6 +126,13 @@ def test_a_damaged_index_is_refused(tmp_path: Path, defect: str) -> None:
     assert caught.value.exit_code == 3
 
 
+def test_a_multimodal_dataset_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Catches a dataset of images and text called damaged: its modes, one byte a sequence, are what is too long."""
+    prefix = write_pair(tmp_path, idx_bytes() + bytes([0, 1, 0]))
+    with pytest.raises(DataError, match=r"d.idx: byte 102: .* of the 3 sequences .*multimodal datasets.*text only"):
+        IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("missing", ["d.bin", "d.idx"])
 def test_a_missing_file_is_refused_with_the_command_that_makes_it(tmp_path: Path, missing: str) -> None:
     """Catches a traceback of open() where the user only mistyped the path."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from megads.data.examined import check
 from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megads.data.joined import merge, split
 from megads.data.preprocess import preprocess
-from megads.data.sidecar import read_sidecar
+from megads.data.sidecar import read_sidecar, write_sidecar
 from megads.data.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
 
@@ -91,6 +92,16 @@ def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
     for part in parts.values():
         found = check(part.prefix)
         assert found.checksums_held and found.documents == part.num_documents
+
+
+def test_a_merge_with_parsed_special_tokens_says_so(preprocessed: list[str], tmp_path: Path) -> None:
+    """Catches a prompt of a chat that is read as plain text because the first dataset of a merge was plain."""
+    other = read_sidecar(preprocessed[1])
+    assert other is not None
+    write_sidecar(preprocessed[1], replace(other, text_special_tokens="parse"))
+    merge(preprocessed, str(tmp_path / "all"))
+    made = read_sidecar(tmp_path / "all")
+    assert made is not None and made.text_special_tokens == "parse"
 
 
 def test_what_must_not_be_joined_is_refused(preprocessed: list[str], tmp_path: Path) -> None:

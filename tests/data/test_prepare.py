@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.config import DataConfig, TextSpecialTokens, TextTokenizerConfig
 from megads.data.indexed import IndexedDataset
 from megads.data.prepare import Preparation, Prepared, default_vocab_size, plan_preparation
 from megads.data.tokenizer import load_tokenizer
@@ -103,6 +103,7 @@ def test_other_text_or_settings_make_another(folder: Path) -> None:
         plan(**changes).folder
         for changes in (
             {}, {"text_field": "body"}, {"vocab_size": 300}, {"min_frequency": 3}, {"end_of_document": None},
+            {"text_special_tokens": TextSpecialTokens.parse},
             {"path": str(given)}, {"raw": ["text/c.jsonl", "text/a.txt"]}, {"raw": ["text/a.txt", "text/c.jsonl"]},
         )
     ]  # fmt: skip

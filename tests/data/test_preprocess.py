@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.config import PreprocessConfig, TokenizerConfig
+from megads.data.block_tokenizer import BlockTokenizer, TokenizeSettings
+from megads.data.blocks import Lines
+from megads.data.carried_tokenizer import find_tokenizer
+from megads.data.config import PreprocessConfig, TextSpecialTokens, TokenizerConfig
 from megads.data.indexed import IndexedDataset
 from megads.data.preprocess import preprocess
 from megads.data.sidecar import read_sidecar
 from megads.data.tokenizer import load_tokenizer, train_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
 
+CHAT = "<|im_start|>user\nWhat is 1 < 2?<|im_end|>\n<|im_start|>assistant\nTrue.<|im_end|>\n"
 TEXTS = ["import torch\n", "naïve 🚀 text", "ends with <|endoftext|> in the middle", "x" * 3000, " "]
 
 
@@ -50,6 +54,43 @@ def test_end_to_end(config: PreprocessConfig) -> None:
     assert sorted(path.name for path in Path(config.output).parent.iterdir()) == [
         "corpus.bin", "corpus.idx", "corpus.json", "corpus.tokenizer.json",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def chat(tmp_path: Path) -> PreprocessConfig:
+    """One rendered conversation, and a tokenizer with the special tokens of its template."""
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"text": CHAT}) + "\n")
+    path = str(tmp_path / "tokenizer.json")
+    train_tokenizer(TokenizerConfig(input=[str(tmp_path / "chat.jsonl")], output=path, vocab_size=300))
+    tokenizer = load_tokenizer(path)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(path)
+    return PreprocessConfig(input=[str(tmp_path / "chat.jsonl")], tokenizer=path, output=str(tmp_path / "chat"))
+
+
+@pytest.mark.parametrize(("setting", "turns"), [(TextSpecialTokens.ignore, 0), (TextSpecialTokens.parse, 2)])
+def test_special_tokens_of_a_chat_template(chat: PreprocessConfig, setting: TextSpecialTokens, turns: int) -> None:
+    """Catches turns of a chat that are ordinary text though tokens were asked for, the other way round, and a prompt
+    that is read otherwise than the dataset was."""
+    chat.text_special_tokens = setting
+    assert preprocess(chat).sidecar.text_special_tokens == setting.value
+    [*ids, end_of_document] = IndexedDataset(chat.output).document_tokens(0).tolist()
+    tokenizer = load_tokenizer(chat.tokenizer)
+    marks = [tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert [ids.count(mark) for mark in marks] == [turns, turns] and end_of_document == 0
+    assert tokenizer.decode(ids, skip_special_tokens=False) == CHAT
+    assert find_tokenizer([Path(chat.output)], None).tokenizer.encode(CHAT, add_special_tokens=False).ids == ids
+
+
+def test_parts_with_the_other_special_tokens_are_not_taken(chat: PreprocessConfig, tmp_path: Path) -> None:
+    """Catches a start that goes on from parts in which special tokens were read otherwise."""
+    digest = hashlib.sha256(Path(chat.tokenizer).read_bytes()).hexdigest()
+    block = Lines(chat.input[0], Path(chat.input[0]).read_bytes(), True, 0)
+    kept = [
+        BlockTokenizer(TokenizeSettings(chat.tokenizer, digest, ("text",), 0, "<u2", "hf", setting), tmp_path)(0, block)
+        for setting in ("ignore", "ignore", "parse", "parse", "ignore")
+    ]
+    assert [made.kept for made in kept] == [False, True, False, True, False]
 
 
 def test_no_end_of_document_where_none_is_wanted(config: PreprocessConfig) -> None:

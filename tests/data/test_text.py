@@ -71,6 +71,23 @@ def test_bad_plain_text_is_reported_with_its_line(tmp_path: Path) -> None:
     assert reader.rejected.examples == [f"{tmp_path}/a.txt:2: not UTF-8 (byte 0xfe)"]
 
 
+def test_joined_files_keep_every_record(tmp_path: Path) -> None:
+    """Catches a byte order mark in the middle, as `cat` of several files leaves it, that costs a record or two."""
+    mark = b"\xef\xbb\xbf"
+    parts = [
+        mark + b'{"text": "a"}\n', mark + b'{"text": "b"}', mark + b'{"text": "c"} \r\n', mark, mark, b"\n", mark,
+        b'{"text": "\xef\xbb\xbfd\xef\xbb\xbf"}' + mark + b' {"text": 5}', mark + b'{"text": "e"}' + mark + b"\n",
+        b'{"text": "cut ' + mark + b'{"text": "f"}\n', b'{"text": "g"}',
+    ]  # fmt: skip
+    path = tmp_path / "joined.jsonl"
+    path.write_bytes(b"".join(parts))
+    reader = DocumentReader([str(path)], ("text",))
+    found = [(document.text, document.line) for document in reader]
+    assert found == [("a", 1), ("b", 2), ("c", 2), ("\ufeffd\ufeff", 4), ("e", 4), ("g", 6)]
+    [number, broken] = [example.removeprefix(f"{path}:") for example in reader.rejected.examples]
+    assert number == "4: field 'text' is not text (int)" and broken.startswith("5: not JSON")
+
+
 def test_another_field(tmp_path: Path) -> None:
     """Catches a text_field that is ignored."""
     (tmp_path / "d.jsonl").write_text(json.dumps({"text": "no", "content": "yes"}))
