@@ -171,7 +171,7 @@ class IndexedDataset:
         digest.update(self._bin_bytes.to_bytes(8, "little"))
         for part in (self.sequence_sizes, self.document_index):
             for begin in range(0, part.size, CHUNK):
-                digest.update(part[begin : begin + CHUNK].tobytes())
+                digest.update(part[begin : begin + CHUNK].data)
         return digest.hexdigest()[:16]
 
     def require_whole(self) -> None:
