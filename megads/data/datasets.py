@@ -13,10 +13,12 @@ import numpy as np
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.blend import BalancedOrder, BlendedSamples, BlendPart, Interleaving, Mix, Phase
 from megads.data.blend_config import Order, Weighting
+from megads.data.cached_arrays import ArrayCache
 from megads.data.carried_tokenizer import carried_path
 from megads.data.config import DataConfig, PackingMode
 from megads.data.indexed import IndexedDataset
-from megads.data.megatron_maps import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
+from megads.data.megatron_maps import MegatronSamples, megatron_share
+from megads.data.megatron_order import MegatronOrder, megatron_weights
 from megads.data.mix_history import mixes
 from megads.data.packed import PackedSamples, PackedValidation
 from megads.data.recorded import DataRecord, holds_the_same
@@ -146,7 +148,7 @@ def _train_samples(
         return parts[0]
     order: Interleaving
     if megatron and len(parts) > 1:
-        order = MegatronOrder(weights, total)
+        order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
     else:
         order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
     _check_epochs(config, parts, order, total)

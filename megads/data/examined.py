@@ -150,7 +150,7 @@ def check(prefix: str) -> CheckedDataset:
     Raises:
         DataError: something does not fit; the message says what, and where.
     """
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(prefix, anew=True)
     sidecar = read_sidecar(prefix)
     digest, vocab_size = xxhash.xxh3_64(), sidecar.vocab_size if sidecar else None
     done = 0

@@ -5,30 +5,21 @@ The order of an epoch depends on the dataset, the seed and the epoch alone: a lo
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import hashlib
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from megads.data.cached_arrays import ArrayCache, CachedArrays, OpenArray
 from megads.data.indexed import IndexedDataset, IntArray
-from megads.data.verified_once import verify_once
-from megads.errors import ConfigError, DataError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_json
 
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.
 SMALL_MAP_ENTRIES = 1 << 16
-
-log = logging.getLogger(__name__)
 
 
 def build_sample_index(sizes: npt.NDArray[np.integer[Any]], seq_len: int) -> IntArray:
@@ -138,22 +129,15 @@ def permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[A
 
 
 class EpochMapCache:
-    """Epoch maps on disk: memory-mapped, shared by the ranks of a node, rebuilt where damaged.
-
-    One process of a node builds, the others wait for it. A map is three `.npy` files and a `.json` with their sizes and
-    checksums, written last, and held to them once a node and boot. All are renamed into place and their content is
-    determined by the name, so builders on several nodes that share a disk do no harm.
+    """Epoch maps in an `ArrayCache`; small ones are built whenever they are asked for.
 
     Args:
-        prefix: the dataset's; the cache is `<prefix>.cache/`, or the user's cache where that is not writable.
-        cache_dir: takes its place; must be writable.
+        prefix: the dataset's, see `ArrayCache`.
+        cache_dir: see there.
     """
 
     def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
-        self._configured = cache_dir
-        self._directories = (
-            [Path(cache_dir)] if cache_dir is not None else [Path(f"{prefix}.cache"), Path.home() / ".cache" / "megads"]
-        )
+        self._arrays = ArrayCache(prefix, cache_dir)
 
     def get(self, dataset: IndexedDataset, key: MapKey) -> EpochMap:
         """Returns the map of one epoch, from the cache or built and cached.
@@ -165,91 +149,13 @@ class EpochMapCache:
         samples = dataset.stream(documents).size // key.seq_len
         if len(documents) + samples < SMALL_MAP_ENTRIES:
             return key.build(dataset)
-        for directory in self._directories:
-            found = load_epoch_map(directory, key)
-            if found is not None:
-                return found
-        built: EpochMap | None = None
-        for directory in self._directories:
-            try:
-                with _one_builder(directory, key):
-                    # Another rank of this node may have built it while this one waited.
-                    found = load_epoch_map(directory, key)
-                    if found is not None:
-                        return found
-                    built = built or key.build(dataset)
-                    save_epoch_map(directory, key, built)
-            except OSError as error:
-                if self._configured is not None:
-                    raise ConfigError(
-                        f"data.cache_dir = {self._configured}: cannot write index maps there ({error.strerror}); "
-                        "give a writable folder, or null"
-                    ) from error
-                log.info("no index map cache in %s: %s", directory, error)
-                continue
-            return load_epoch_map(directory, key) or built
-        return built or key.build(dataset)
+        build = functools.cache(lambda: key.build(dataset))
 
+        def write(open_array: OpenArray) -> None:
+            for name, array in vars(build()).items():
+                with open_array(name) as file:
+                    np.save(file, array)
 
-@contextmanager
-def _one_builder(directory: Path, key: MapKey) -> Iterator[None]:
-    """Lets one process of a node build while the others wait; a killed builder's lock goes with it.
-
-    Where the file system has no locks several build the same thing, which does no harm.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{key.name()}.lock"
-    with path.open("ab") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    # A process that still waits holds the open file: it finds the map, or builds it once more.
-    path.unlink(missing_ok=True)
-
-
-def save_epoch_map(directory: Path, key: MapKey, epoch_map: EpochMap) -> None:
-    """Writes a map; raises OSError where the folder cannot be written."""
-    directory.mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, int | str]] = {}
-    for field in fields(epoch_map):
-        path = _array_path(directory, key, field.name)
-        with atomic_writer(path) as file:
-            np.save(file, getattr(epoch_map, field.name))
-        files[field.name] = _file_record(path)
-    with atomic_writer(_record_path(directory, key)) as file:
-        file.write(json.dumps({"key": asdict(cast(Any, key)), "files": files}, indent=1).encode())
-
-
-def load_epoch_map(directory: Path, key: MapKey) -> EpochMap | None:
-    """Returns a cached map, memory-mapped, or None when there is none or it is damaged."""
-    record_path = _record_path(directory, key)
-    if not record_path.is_file():
-        return None
-    try:
-        expected = read_json(record_path)["files"]
-        paths = {field.name: _array_path(directory, key, field.name) for field in fields(EpochMap)}
-
-        def verify() -> None:
-            for name, path in paths.items():
-                if _file_record(path) != expected[name]:
-                    raise ValueError(f"{path.name} does not match its checksum")
-
-        verify_once(list(paths.values()), f"checksums: {json.dumps(expected, sort_keys=True)}", verify)
-        # Plain arrays over the maps: slicing np.memmap objects costs several times as much.
-        return EpochMap(**{name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()})
-    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
-        log.warning("%s: the cached index map is damaged (%s) and will be rebuilt", record_path, error)
-        return None
-
-
-def _file_record(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _array_path(directory: Path, key: MapKey, field: str) -> Path:
-    return directory / f"{key.name()}-{field}.npy"
-
-
-def _record_path(directory: Path, key: MapKey) -> Path:
-    return directory / f"{key.name()}.json"
+        names = [field.name for field in fields(EpochMap)]
+        found = self._arrays.get(CachedArrays(key.name(), asdict(cast(Any, key)), names, "index map"), write)
+        return EpochMap(**found) if found is not None else build()

@@ -20,12 +20,17 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, refusal, unpack_header
+from megads.data.content_digest import file_state
+from megads.data.indexed_check import check_document_index, check_offsets
+from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, unpack_header
+from megads.data.verified_once import computed_once
 from megads.errors import DataError
 from megads.runtime.atomic_file import sync, sync_directory, temporary_path
 
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
 CHUNK = 1 << 20
+LARGE_INDEX_BYTES = 1 << 22
+"""A smaller index is read faster than an answer is looked up."""
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
@@ -47,7 +52,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """A dataset in Megatron's format, memory-mapped and checked in full when opened.
+    """A dataset in Megatron's format, memory-mapped and checked in full when opened, a large one once a node and boot.
 
     A document is one or more consecutive sequences. Sequences lie in `.bin` without gaps (checked), so any run of
     consecutive documents is one contiguous stream of tokens.
@@ -56,12 +61,15 @@ class IndexedDataset:
         prefix: path without the `.bin` and `.idx` endings.
         holds_the_same: tells whether a file that was written to after it was opened holds what it held; None: nobody
             knows.
+        anew: check the index even if a process of this node has done so before.
 
     Raises:
         DataError: a file is missing, empty or corrupt; the message names file, byte offset, value and remedy.
     """
 
-    def __init__(self, prefix: str | Path, holds_the_same: Callable[[Path], bool] | None = None) -> None:
+    def __init__(
+        self, prefix: str | Path, holds_the_same: Callable[[Path], bool] | None = None, anew: bool = False
+    ) -> None:
         self.prefix = str(prefix)
         self._holds_the_same = holds_the_same
         index, tokens = idx_path(prefix), bin_path(prefix)
@@ -71,6 +79,7 @@ class IndexedDataset:
                     f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`"
                 )
         self._path = index
+        self._state, self._anew = file_state(index), anew
         self._written = {path: _written(path) for path in (index, tokens)}
         self.dtype, self.num_sequences, num_entries = read_header(index)
         self.num_documents = num_entries - 1
@@ -79,8 +88,7 @@ class IndexedDataset:
         self._offsets = np.frombuffer(raw, "<i8", self.num_sequences, HEADER.size + 4 * self.num_sequences)
         self.document_index = np.frombuffer(raw, "<i8", num_entries, HEADER.size + 12 * self.num_sequences)
         self._bin_bytes = tokens.stat().st_size
-        end = self._check_offsets()
-        self._check_document_index()
+        end = int(self._once("where the sequences end", self._check_index))
         if end != self._bin_bytes:
             raise DataError(
                 f"{tokens}: has {self._bin_bytes} bytes, {index} describes {end}: "
@@ -156,11 +164,14 @@ class IndexedDataset:
 
     def fingerprint(self) -> str:
         """Returns 16 hex digits that change with the index or the size of `.bin`; it does not read the tokens."""
+        return self._once(f"fingerprint with {self._bin_bytes} bytes of tokens", self._hash_index)
+
+    def _hash_index(self) -> str:
         digest = hashlib.sha256(HEADER.pack(*unpack_header(self._path)))
         digest.update(self._bin_bytes.to_bytes(8, "little"))
         for part in (self.sequence_sizes, self.document_index):
             for begin in range(0, part.size, CHUNK):
-                digest.update(part[begin : begin + CHUNK].tobytes())
+                digest.update(part[begin : begin + CHUNK].data)
         return digest.hexdigest()[:16]
 
     def require_whole(self) -> None:
@@ -199,43 +210,16 @@ class IndexedDataset:
             raise IndexError(f"tokens [{offset}, {offset + wanted}) of {end - begin}")
         return self.all_tokens[begin + offset : begin + offset + wanted]
 
-    def _check_offsets(self) -> int:
-        """Refuses lengths and offsets that do not tile `.bin`; returns the byte at which they end."""
-        end = 0
-        for begin in range(0, self.num_sequences, CHUNK):
-            sizes = self.sequence_sizes[begin : begin + CHUNK].astype(np.int64)
-            if sizes.min() < 0:
-                bad = begin + int(np.argmax(sizes < 0))
-                byte = HEADER.size + 4 * bad
-                raise refusal(self._path, byte, f"sequence {bad} has a length of {self.sequence_sizes[bad]} tokens")
-            ends = end + np.cumsum(sizes) * self.dtype.itemsize
-            expected = np.concatenate(([end], ends[:-1]))
-            wrong = self._offsets[begin : begin + CHUNK] != expected
-            if wrong.any():
-                bad = begin + int(np.argmax(wrong))
-                byte = HEADER.size + 4 * self.num_sequences + 8 * bad
-                found = (
-                    f"sequence {bad} starts at byte {self._offsets[bad]} of the .bin file, its predecessors end at "
-                    f"{expected[bad - begin]} and the .bin file has {self._bin_bytes} bytes"
-                )
-                raise refusal(self._path, byte, found)
-            end = int(ends[-1])
-        return end
+    def _once(self, claim: str, compute: Callable[[], str]) -> str:
+        """What follows from the index: computed once a node where that takes long and the file is the one opened."""
+        if self._anew or self._state[0] < LARGE_INDEX_BYTES or file_state(self._path) != self._state:
+            return compute()
+        return computed_once([self._path], claim, compute)
 
-    def _check_document_index(self) -> None:
-        base = HEADER.size + 12 * self.num_sequences
-        index = self.document_index
-        if index[0] != 0:
-            raise refusal(self._path, base, f"the document index starts at sequence {index[0]}, not 0")
-        for begin in range(0, index.size - 1, CHUNK):
-            steps = np.diff(index[begin : begin + CHUNK + 1])
-            if steps.min() < 0:
-                bad = begin + int(np.argmax(steps < 0)) + 1
-                found = f"the document index decreases from {index[bad - 1]} to {index[bad]}"
-                raise refusal(self._path, base + 8 * bad, found)
-        if index[-1] != self.num_sequences:
-            found = f"the document index ends at sequence {index[-1]}, the dataset has {self.num_sequences}"
-            raise refusal(self._path, base + 8 * (index.size - 1), found)
+    def _check_index(self) -> str:
+        end = check_offsets(self._path, self.sequence_sizes, self._offsets, self.dtype.itemsize, self._bin_bytes)
+        check_document_index(self._path, self.document_index, self.num_sequences)
+        return str(end)
 
 
 def _written(path: Path) -> tuple[int, int] | None:

@@ -18,15 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.data.index_maps import FORMAT_VERSION, EpochMap, build_sample_index
-from megads.data.indexed import IndexedDataset, IntArray
-from megads.data.runs import ragged_arange
+from megads.data.indexed import IndexedDataset
 from megads.data.samples import TrainSamples
-from megads.errors import ConfigError
 
 SURPLUS = 1.005
 """Megatron builds so many more samples of each dataset of a blend than its share."""
-FEW_DATASETS = 10
-"""Up to so many, a loop of plain Python deals faster than one of array operations."""
 
 
 @dataclass(frozen=True)
@@ -143,75 +139,6 @@ class MegatronSamples(TrainSamples):
         return self._wanted
 
 
-def megatron_weights(weights: Sequence[float]) -> list[float]:
-    """Weights as Megatron-LM normalises them: by NumPy's sum, which adds eight and more in pairs."""
-    shares = np.array(weights, np.float64)
-    return (shares / shares.sum()).tolist()
-
-
 def megatron_share(samples: int, weight: float) -> int:
     """Samples that Megatron-LM builds of a dataset with that share of a blend."""
     return math.ceil(math.ceil(samples * weight) * SURPLUS)
-
-
-class MegatronOrder:
-    """Megatron's blending: each sample goes to the dataset that lags most, the first of equals.
-
-    Its first sample counts as one already due, so a dataset of any weight above 0 is drawn among the first ones,
-    and may be drawn once more than its share allows (Megatron-LM issue 705); `BalancedOrder` does not do this.
-
-    Args:
-        weights: as `megatron_weights` returns them; Megatron-LM normalises them once more for the order, so this does.
-        samples: how many are dealt; numbers beyond start again from 0.
-    """
-
-    def __init__(self, weights: Sequence[float], samples: int) -> None:
-        self._shares = np.array(megatron_weights(weights), np.float64)
-        deal = _deal_few if self._shares.size <= FEW_DATASETS else _deal_many
-        self._datasets = deal(self._shares, samples)
-        counts = np.bincount(self._datasets, minlength=self._shares.size)
-        self._places: IntArray = np.empty(samples, np.int64)
-        self._places[np.argsort(self._datasets, kind="stable")] = ragged_arange(counts)
-
-    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n numbers, and how many it had before that one."""
-        inside = numbers % max(self._datasets.size, 1)
-        return self._datasets[inside].astype(np.int64), self._places[inside]
-
-    def counts(self, total: int) -> IntArray:
-        """Returns int64 [datasets], how many of the numbers below `total` each dataset has."""
-        if total > self._datasets.size:
-            raise ConfigError(f"Megatron's order was made for {self._datasets.size} samples, asked for {total}")
-        return np.bincount(self._datasets[:total], minlength=self._shares.size).astype(np.int64)
-
-
-def _deal_few(shares: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.int16]:
-    """The dataset of each sample. Plain Python, because a call into NumPy takes as long as ten datasets do.
-
-    Each choice depends on the rounding of all before it, so the samples cannot be dealt in one pass.
-    """
-    weights, had = shares.tolist(), [0.0] * shares.size
-    datasets = np.empty(samples, np.int16)
-    dealt = datasets.data
-    for sample in range(samples):
-        due = float(sample or 1)
-        most, chosen = -math.inf, 0
-        for dataset, (weight, count) in enumerate(zip(weights, had, strict=True)):
-            lag = weight * due - count
-            if lag > most:
-                most, chosen = lag, dataset
-        dealt[sample] = chosen
-        had[chosen] += 1.0
-    return datasets
-
-
-def _deal_many(shares: npt.NDArray[np.float64], samples: int) -> npt.NDArray[np.int16]:
-    """The same with an array of lags."""
-    datasets, had, lag = np.empty(samples, np.int16), np.zeros_like(shares), np.empty_like(shares)
-    for sample in range(samples):
-        np.multiply(shares, sample or 1, out=lag)
-        lag -= had
-        chosen = int(lag.argmax())
-        datasets[sample] = chosen
-        had[chosen] += 1
-    return datasets

@@ -5,6 +5,7 @@ Shape suffixes: b = samples, s = sequence length, t = s + 1 tokens of a sample, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -104,30 +105,32 @@ def runs_of_samples(dataset: IndexedDataset, epoch_map: EpochMap, index_rows: In
     return _in_order(dataset, documents, starts, ends, batch_rows[sample])
 
 
-def runs_of_windows(
-    dataset: IndexedDataset, document_starts: IntArray, first_document: int, begins: IntArray, ends: IntArray
-) -> Runs:
+def runs_of_windows(dataset: IndexedDataset, documents: range, begins: IntArray, ends: IntArray) -> Runs:
     """Runs of windows on consecutive documents, one window a row of the batch; an empty window has none.
 
     Args:
         dataset: where the tokens are.
-        document_starts: int64 [documents + 1], position in `.bin` of the documents' first tokens and of their end.
-        first_document: number of the first of these documents.
+        documents: those that the windows lie in.
         begins: int64 [b], position in `.bin` of each window's first token.
         ends: int64 [b], the same of its end, exclusive.
 
     Returns:
         The runs; the loss counts on all of their tokens but the first of a row.
     """
-    first = np.searchsorted(document_starts, begins, side="right") - 1
-    last = np.searchsorted(document_starts, ends - 1, side="right") - 1
+    # Looked up in the index, of which a search reads a few pages: the starts of all documents may be gigabytes.
+    first = _documents_at(dataset, documents, begins)
+    last = _documents_at(dataset, documents, ends - 1)
     counts = np.where(ends > begins, last - first + 1, 0)
     rows = np.repeat(np.arange(begins.size), counts)
-    places = first[rows] + ragged_arange(counts)
-    starts = np.maximum(document_starts[places], begins[rows])
-    return _in_order(
-        dataset, places + first_document, starts, np.minimum(document_starts[places + 1], ends[rows]), rows
-    )
+    numbers = first[rows] + ragged_arange(counts)
+    starts, stops = dataset.document_bounds(numbers)
+    return _in_order(dataset, numbers, np.maximum(starts, begins[rows]), np.minimum(stops, ends[rows]), rows)
+
+
+def _documents_at(dataset: IndexedDataset, documents: range, positions: IntArray) -> IntArray:
+    """The last document that starts at or before each position."""
+    found = [bisect_right(documents, position, key=dataset.document_start) for position in positions.tolist()]
+    return np.array(found, np.int64) + (documents.start - 1)
 
 
 def _in_order(dataset: IndexedDataset, documents: IntArray, starts: IntArray, ends: IntArray, rows: IntArray) -> Runs:

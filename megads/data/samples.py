@@ -111,8 +111,6 @@ class ValidationSamples:
         self.documents = documents
         self.seq_len = seq_len
         self._stream = dataset.stream(documents)
-        sizes = dataset.document_sizes(documents)
-        self._document_starts = dataset.document_start(documents.start) + np.concatenate(([0], np.cumsum(sizes)))
         if self._stream.size < 2:
             raise DataError(
                 f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {self._stream.size} "
@@ -129,11 +127,11 @@ class ValidationSamples:
 
     def runs(self, windows: IntArray) -> list[Runs]:
         """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
-        start, end = self._document_starts[0], self._document_starts[-1]
+        start, end = map(self.dataset.document_start, (self.documents.start, self.documents.stop))
         begins = start + windows * self.seq_len
         ends = np.minimum(begins + self.seq_len + 1, end)
         ends = np.where(windows < len(self), ends, begins)
-        found = runs_of_windows(self.dataset, self._document_starts, self.documents.start, begins, ends)
+        found = runs_of_windows(self.dataset, self.documents, begins, ends)
         sizes = ends - begins
         filled = np.flatnonzero(sizes)
         counted = np.stack((filled, np.zeros_like(filled), sizes[filled] - 1), axis=1)

@@ -1,6 +1,6 @@
-"""Large files are verified once a node and boot, not by every rank at every start.
+"""Large files are verified and hashed once a node and boot, not by every rank at every start.
 
-What was found to be whole is remembered beside the node's other temporary files, under the files' states: size, times
+What was found is remembered beside the node's other temporary files, under the files' states: size, times
 and inode, one of which every write changes. A rank that finds another at work waits for its answer. A node that boots
 looks again.
 """
@@ -18,15 +18,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from megads.data.content_digest import SETTLED_NS, file_state
+from megads.errors import DataError
+from megads.runtime.atomic_file import atomic_writer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def verify_once(files: Sequence[Path], claim: str, verify: Callable[[], None]) -> None:
     """Runs `verify`, unless a process of this node has done so since it booted and the files are what they were.
-
-    Files that changed less than two seconds ago are verified by everybody: another write in the same tick of the clock
-    would leave no trace in their times.
 
     Args:
         files: on whose content alone the answer depends.
@@ -36,20 +35,55 @@ def verify_once(files: Sequence[Path], claim: str, verify: Callable[[], None]) -
     Raises:
         DataError: a file cannot be read.
     """
+
+    def compute() -> str:
+        verify()
+        return "holds"
+
+    computed_once(files, claim, compute)
+
+
+def computed_once(files: Sequence[Path], claim: str, compute: Callable[[], str]) -> str:
+    """Returns what `compute` returns, or returned in a process of this node since it booted, if the files are the same.
+
+    For files that changed less than two seconds ago everybody computes: another write in the same tick of the clock
+    would leave no trace in their times.
+
+    Args:
+        files: on whose content alone the answer depends.
+        claim: what is computed of them, with all else that it depends on.
+        compute: the answer; what it raises is not remembered.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
     states = [file_state(path) for path in files]
     folder = _memory()
     if folder is None or time.time_ns() - max(max(state[1:3]) for state in states) <= SETTLED_NS:
-        verify()
-        return
+        return compute()
     content = [claim, [[str(path.absolute()), *state] for path, state in zip(files, states, strict=True)]]
     memory = folder / hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    if memory.exists():
-        return
+    found = _remembered(memory)
+    if found is not None:
+        return found
     with _lock(memory.with_suffix(".lock")):
-        if not memory.exists():
-            verify()
-            with suppress(OSError):  # a full disk costs only the next start's time
-                memory.touch()
+        found = _remembered(memory)
+        if found is None:
+            found = compute()
+            # A full disk, or a file that changed meanwhile, costs only the next start's time.
+            with suppress(OSError, DataError):
+                if [file_state(path) for path in files] == states:
+                    with atomic_writer(memory) as file:
+                        file.write(json.dumps({"found": found}).encode())
+    return found
+
+
+def _remembered(memory: Path) -> str | None:
+    """What was found before; None where nothing was, or what was written is damaged."""
+    try:
+        return str(json.loads(memory.read_bytes())["found"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def library_path() -> Path:
     Raises:
         KernelsUnavailable: there is no compiler, or torch is too old.
     """
-    parts = [torch_version(), " ".join(FLAGS), compiler_version(find_compiler()), _processor()]
+    parts = [torch_version(), " ".join(FLAGS), compiler_version(find_compiler()), processor()]
     return cached_path(LIBRARY, parts, _sources(".cpp", ".h"))
 
 
@@ -193,7 +193,7 @@ def run_compiler(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
 def _sources(*suffixes: str) -> list[Path]:
     """Those of the CPU's library."""
     found = (path for path in sources_dir().rglob("*") if path.suffix in suffixes)
-    return sorted(path for path in found if "cuda" not in path.relative_to(sources_dir()).parts)
+    return sorted(path for path in found if not {"cuda", "data"} & set(path.relative_to(sources_dir()).parts))
 
 
 def torch_version() -> str:
@@ -229,8 +229,8 @@ def compiler_version(compiler: str) -> str:
     return done.stdout
 
 
-def _processor() -> str:
-    """What -march=native depends on."""
+def processor() -> str:
+    """Returns what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,29 +1,44 @@
 #!/usr/bin/env python3
-"""Benchmark 7: the sample index, and the blending of 10 and 100 datasets against Megatron's greedy rule and the memory.
+"""Benchmark 7: the sample index, and the blending of 2, 10 and 100 datasets against Megatron's greedy rule and memory.
 
-The peer deals as Megatron does, one sample after another (`--peer <folder>` takes the compiled loop of a megatron-core
-that is unpacked there in place of the Python one). The limit writes the same bytes with one `numpy.copyto`.
+Blends in our own order, and in Megatron's (`data.order=megatron`), by our compiled loop. The peer is Megatron's
+loop: `--peer <folder>` takes the compiled one of a megatron-core that is unpacked there, in place of one in Python. The
+limit writes the same bytes with one `numpy.copyto`. `--cached <samples>` deals Megatron's order of so many samples into
+a cache instead, as a launcher does, and opens it as a rank does, with the time and the memory of both.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from megads.data.blend import BalancedOrder
+from megads.data.cached_arrays import ArrayCache
 from megads.data.index_maps import build_sample_index
-from megads.data.megatron_maps import MegatronOrder
+from megads.data.megatron_order import MegatronOrder, _deal_in_python
+from megads.ops.deal import compiled_deal
 from scripts.bench.results import Verdict, add_results_option, against_rate, record
 
 SEQ_LEN = 2048
 ROW = 7
-TARGETS = {"sample index, documents": 1.0, "blend of 10 datasets, samples": 1.0, "blend of 100 datasets, samples": 3.0}
+TARGETS = {
+    "sample index, documents": 1.0,
+    "blend of 10 datasets, samples": 1.0,
+    "blend of 100 datasets, samples": 3.0,
+    "Megatron's blend of 2 datasets, samples": 1.0,
+    "Megatron's blend of 10 datasets, samples": 1.0,
+    "Megatron's blend of 100 datasets, samples": 1.0,
+}
 """By work: how many times as fast as Megatron's C++."""
 Work = Callable[[], object]
 
@@ -71,22 +86,70 @@ def sample_index(documents: int, rounds: int, helpers: object) -> dict[str, floa
     return rates(works, rounds)
 
 
+def some_weights(datasets: int) -> npt.NDArray[np.float64]:
+    """Weights that sum to 1."""
+    weights = np.random.default_rng(1).random(datasets)
+    return weights / weights.sum()
+
+
+def megatrons_loop(weights: npt.NDArray[np.float64], samples: int, helpers: object) -> tuple[int, Work]:
+    """Samples, and Megatron's loop over them: a hundredth of them where it is in Python."""
+    if helpers is None:
+        few = samples // 100
+        return few, lambda: _deal_in_python(weights, np.zeros_like(weights), 0, np.empty(few, np.int16))
+    chosen, places = np.empty(samples, np.int16), np.empty(samples, np.int64)
+    build = helpers.build_blending_indices  # type: ignore[attr-defined]
+    return samples, lambda: build(chosen, places, weights, weights.size, samples, False)
+
+
 def blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[str, float]:
     """Samples a second."""
-    weights = np.random.default_rng(1).random(datasets)
-    weights /= weights.sum()
+    weights = some_weights(datasets)
     order, numbers = BalancedOrder(weights.tolist()), np.arange(samples)
-    few = samples // 100
     works: dict[str, tuple[int, Work]] = {
         "ours": (samples, lambda: order.place(numbers)),
         "limit": (samples, copying(16, samples)),
-        "peer": (few, lambda: MegatronOrder(weights.tolist(), few).place(numbers[:few])),
+        "peer": megatrons_loop(weights, samples, helpers),
     }
-    if helpers is not None:
-        chosen, places = np.empty(samples, np.int16), np.empty(samples, np.int64)
-        build = helpers.build_blending_indices  # type: ignore[attr-defined]
-        works["peer"] = (samples, lambda: build(chosen, places, weights, datasets, samples, False))
     return rates(works, rounds)
+
+
+def megatrons_blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[str, float]:
+    """Samples a second that are dealt in Megatron's order."""
+    weights, dealt = some_weights(datasets), np.empty(samples, np.int16)
+    deal = compiled_deal(print)
+    works: dict[str, tuple[int, Work]] = {
+        "ours": (samples, lambda: deal(weights, np.zeros_like(weights), 0, dealt)),
+        "limit": (samples, copying(2, samples)),
+        "peer": megatrons_loop(weights, samples, helpers),
+    }
+    return rates(works, rounds)
+
+
+def cached_order(datasets: int, samples: int, folder: str) -> None:
+    """Opens Megatron's order of so many samples in a cache, dealt there if need be; prints time and memory."""
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    order = MegatronOrder(some_weights(datasets).tolist(), samples, ArrayCache("", folder))
+    opened = time.perf_counter()
+    order.place(np.arange(samples // 2, samples // 2 + 2048))
+    placed = time.perf_counter()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    print(
+        f"{datasets} datasets, {samples:,} samples: open {opened - begin:.2f} s, place 2,048 in "
+        f"{(placed - opened) * 1e3:.1f} ms, {grown:.0f} MiB"
+    )
+
+
+def in_processes(samples: int) -> None:
+    """Runs `cached_order` in processes of their own: one that deals, two that open."""
+    for datasets in (2, 10, 100):
+        with tempfile.TemporaryDirectory() as folder:
+            for who in ("deals", "opens first", "opens"):
+                call = f"cached_order({datasets}, {samples}, {folder!r})"
+                command = [sys.executable, "-c", f"from scripts.bench.blend import cached_order; {call}"]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                print(f"{who}: {done.stdout.strip()}", flush=True)
+                time.sleep(3)  # younger files are verified by everybody
 
 
 def verdicts_of(figures: dict[str, dict[str, float]], compiled_peer: bool) -> list[Verdict]:
@@ -114,13 +177,20 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", type=Path, help="folder of an unpacked megatron-core")
+    parser.add_argument("--cached", type=int, help="samples of an order in a cache")
     add_results_option(parser)
     arguments = parser.parse_args()
+    if arguments.cached is not None:
+        in_processes(arguments.cached)
+        return 0
     helpers = peer_helpers(arguments.peer)
     figures = {"sample index, documents": sample_index(arguments.documents, arguments.rounds, helpers)}
     for datasets in (10, 100):
-        name = f"blend of {datasets}, samples"
+        name = f"blend of {datasets} datasets, samples"
         figures[name] = blending(datasets, arguments.samples, arguments.rounds, helpers)
+    for datasets in (2, 10, 100):
+        name = f"Megatron's blend of {datasets} datasets, samples"
+        figures[name] = megatrons_blending(datasets, arguments.samples, arguments.rounds, helpers)
     for name, found in figures.items():
         shown = ", ".join(f"{who} {rate / 1e6:,.2f} M/s" for who, rate in found.items())
         ratios = ", ".join(f"{found['ours'] / rate:.2f} of the {who}" for who, rate in found.items() if who != "ours")

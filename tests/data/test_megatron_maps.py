@@ -7,25 +7,11 @@ import pytest
 
 from megads.data.batches import PLAIN, assemble
 from megads.data.blend import BalancedOrder
-from megads.data.megatron_maps import (
-    MegatronMapKey,
-    MegatronOrder,
-    MegatronSamples,
-    _deal_few,
-    _deal_many,
-    epochs_for,
-    megatron_share,
-)
+from megads.data.megatron_maps import MegatronMapKey, MegatronSamples, epochs_for, megatron_share
+from megads.data.megatron_order import MegatronOrder
 
 from .conftest import VOCAB_SIZE, MakeDataset
 from .one_sample import row_of, tokens_of
-
-
-def test_the_blending_vector() -> None:
-    """Catches an order that is not Megatron's: ties to the first dataset, the first sample counted as due."""
-    datasets, places = MegatronOrder([5, 3, 2], 10).place(np.arange(10))
-    assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
-    assert places.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
 
 
 def test_the_shuffles_are_megatrons(make_dataset: MakeDataset) -> None:
@@ -57,24 +43,6 @@ def test_the_last_epoch_stays_last(make_dataset: MakeDataset) -> None:
     assert sorted(found.document_order[-10:]) == list(range(10))
     assert Counter(found.document_order.tolist()) == dict.fromkeys(range(10), 3)
     assert sorted(found.shuffle[:19]) == list(range(19)) and sorted(found.shuffle[19:]) == list(range(19, 29))
-
-
-@pytest.mark.parametrize("weights", [[1], [1, 1, 1], [0.3, 0.3, 0.4], [1e-9, 1], [3, 1, 4, 1, 5, 9, 2, 6], None])
-def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -> None:
-    """Catches a way of dealing that rounds or breaks ties otherwise than Megatron: one other choice moves all that
-    follow. The definition, spelt out."""
-    shares = np.random.default_rng(0).random(12) if weights is None else np.array(weights, np.float64)
-    shares = shares / shares.sum()
-    had, expected = [0] * shares.size, []
-    for sample in range(3000):
-        lags = [share * max(sample, 1) - count for share, count in zip(shares, had, strict=True)]
-        chosen = lags.index(max(lags))
-        expected.append((chosen, had[chosen]))
-        had[chosen] += 1
-    datasets, places = MegatronOrder(shares.tolist(), 3000).place(np.arange(3000))
-    assert list(zip(datasets.tolist(), places.tolist(), strict=True)) == expected
-    for deal in (_deal_few, _deal_many):
-        assert deal(shares, 3000).tolist() == datasets.tolist()
 
 
 def test_a_blend_of_megatrons_datasets_never_asks_for_more_than_was_built(make_dataset: MakeDataset) -> None:

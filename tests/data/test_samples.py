@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import tracemalloc
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megads.data.batches import PLAIN, assemble
+from megads.data.indexed import IndexedDataset
+from megads.data.indexed_header import HEADER, MAGIC, VERSION
 from megads.data.runs import document_starts
 from megads.data.samples import TrainSamples, ValidationSamples, WindowSubset, split_documents
 from megads.errors import DataError
@@ -69,6 +74,25 @@ def test_document_starts_are_where_documents_ended(make_dataset: MakeDataset) ->
         assert starts[:inside] == starts_by_ends(tokens, end)
         assert set(starts[inside:]) <= {starts[inside - 1]}
     assert starts_bs[-1].tolist() == [0] * SEQ_LEN
+
+
+def test_opening_takes_no_memory_by_the_document(tmp_path: Path) -> None:
+    """Catches ranks that each hold what the mapped index says already: gigabytes at a billion documents."""
+    sizes = np.zeros(500_000, "<i4")
+    sizes[-2:] = 9, 40
+    offsets = (np.cumsum(sizes, dtype="<i8") - sizes) * 2
+    header = HEADER.pack(MAGIC, VERSION, 8, sizes.size, sizes.size + 1)
+    content = [header, sizes.tobytes(), offsets.tobytes(), np.arange(sizes.size + 1, dtype="<i8").tobytes()]
+    (tmp_path / "d.idx").write_bytes(b"".join(content))
+    (tmp_path / "d.bin").write_bytes(bytes(2 * 49))
+    dataset = IndexedDataset(tmp_path / "d")
+    tracemalloc.start()
+    train, held_out = split_documents(dataset, [0.5, 0.5])
+    TrainSamples(dataset, range(held_out.stop), SEQ_LEN, 0)
+    [runs] = ValidationSamples(dataset, range(train.stop, held_out.stop), SEQ_LEN).runs(np.arange(3))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert runs.documents.tolist() == [499_998, 499_998, 499_999, 499_999] and peak < 200_000
 
 
 @pytest.mark.parametrize("tokens,fits", [(SEQ_LEN, False), (SEQ_LEN + 1, True)])

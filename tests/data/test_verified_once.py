@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from megads.data import verified_once
-from megads.data.verified_once import verify_once
+from megads.data import indexed, verified_once
+from megads.data.indexed import IndexedDataset
+from megads.data.verified_once import computed_once, verify_once
+from megads.errors import DataError
 
 
 @pytest.fixture
@@ -113,3 +115,70 @@ def test_ranks_wait_for_the_one_that_reads(file: Path) -> None:
     for thread in ranks:
         thread.join()
     assert len(calls) == 1 and len(ends) == 4 and min(ends) >= calls[0]
+
+
+def test_an_answer_is_remembered(file: Path, tmp_path: Path) -> None:
+    """Catches an answer that is lost or another's, one that a full disk cut short, and one of a file that changed while
+    it was read, which would stand for what it was before."""
+    answers = iter("abcdef")
+    assert [computed_once([file], "digest", lambda: next(answers)) for _ in range(2)] == ["a", "a"]
+    assert computed_once([file], "other digest", lambda: next(answers)) == "b"
+    for memory in tmp_path.glob("megads-verified-*/*"):
+        memory.write_bytes(memory.read_bytes()[:-3])
+    assert [computed_once([file], "digest", lambda: next(answers)) for _ in range(2)] == ["c", "c"]
+    before = file.read_bytes()
+
+    def changes() -> str:
+        file.write_bytes(b"another")
+        return next(answers)
+
+    assert computed_once([file], "third", changes) == "d"
+    status = file.stat()
+    file.write_bytes(before)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert computed_once([file], "third", lambda: next(answers)) == "e"
+
+
+@pytest.fixture
+def prefix(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset whose index counts as large."""
+    monkeypatch.setattr(indexed, "LARGE_INDEX_BYTES", 0)
+    prefix = file.with_name("corpus")
+    with indexed.IndexedDatasetWriter(prefix, "<u2") as writer:
+        for length in (3, 4, 5):
+            writer.append([1] * length)
+    return prefix
+
+
+def test_an_index_is_read_once(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks that all check and hash an index of 20 GB at every start."""
+    digest = IndexedDataset(prefix).fingerprint()
+    with monkeypatch.context() as patch:
+        for name in ("_check_index", "_hash_index"):
+            patch.setattr(IndexedDataset, name, lambda _: pytest.fail("read again"))
+        assert IndexedDataset(prefix).fingerprint() == digest
+        with pytest.raises(pytest.fail.Exception, match="read again"):
+            IndexedDataset(prefix, anew=True)
+    monkeypatch.setattr(indexed, "LARGE_INDEX_BYTES", 1 << 30)
+    assert IndexedDataset(prefix).fingerprint() == digest
+
+
+def test_a_changed_index_is_read_again(prefix: Path) -> None:
+    """Catches a damaged index that is taken for the whole one of the same size and time, and the digest of a file that
+    took the place of the opened one."""
+    opened = IndexedDataset(prefix)
+    digest, path = opened.fingerprint(), indexed.idx_path(prefix)
+    whole, status = path.read_bytes(), path.stat()
+    other = path.with_name("other.idx")
+    other.write_bytes(whole[:34] + bytes([4, 0, 0, 0, 3, 0, 0, 0]) + whole[42:])
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+    assert opened.fingerprint() == digest
+    with pytest.raises(DataError, match="sequence 1 starts at byte 6"):
+        IndexedDataset(prefix)
+    path.write_bytes(whole)
+    assert IndexedDataset(prefix).fingerprint() == digest
+    with indexed.bin_path(prefix).open("ab") as file:
+        file.write(b"ab")
+    with pytest.raises(DataError, match="has 26 bytes"):
+        IndexedDataset(prefix)
