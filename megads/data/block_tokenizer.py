@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +19,13 @@ from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, Te
 from megads.data.record_text import Fields
 from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
 from megads.data.text import Document, RejectedLine
+from megads.data.text_cuts import PIECE_CHARACTERS, TextCutter
 from megads.data.tokenizer import load_tokenizer, tokenizing
 from megads.errors import DataError
 
 BATCH_CHARACTERS = 1 << 20
+LONG_CHARACTERS = 2 * PIECE_CHARACTERS
+"""Longer texts are cut. Pieces of plain text are not, which have up to so many."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ class BlockTokenizer:
     def __init__(self, settings: TokenizeSettings, folder: Path) -> None:
         self._settings = settings
         self._folder = folder
-        self._reference = HuggingFaceEngine(_unchanged_tokenizer(settings))
+        tokenizer = _unchanged_tokenizer(settings)
+        self._cutter = TextCutter(tokenizer)
+        self._reference = HuggingFaceEngine(tokenizer)
         self._engine: TextEngine = self._reference
         if settings.engine == Engine.fast.value:
             self._engine = FastEngine(settings.tokenizer_file, self._reference)
@@ -117,8 +123,21 @@ class BlockTokenizer:
         built = _ShardBuilder(engine, self._settings)
         with tokenizing(self._settings.tokenizer_file):
             for row in block.rows(self._settings.fields):
-                built.add(row)
+                for part in self._parts(row):
+                    built.add(part)
             return built.write(path, block, identity)
+
+    def _parts(self, row: Document | RejectedLine) -> Iterator[Document | RejectedLine]:
+        """Yields a long document in pieces: a tokenizer takes a hundred bytes of memory for a byte of text."""
+        if isinstance(row, RejectedLine) or len(row.text) <= LONG_CHARACTERS:
+            yield row
+            return
+        piece = ""
+        for following in self._cutter.pieces(row.text):
+            if piece:
+                yield row._replace(text=piece, continues=True, turn=False)
+            piece = following
+        yield row._replace(text=piece)
 
 
 class _ShardBuilder:

@@ -1,6 +1,7 @@
 """Cuts the input into blocks that processes tokenize independently of each other.
 
-A block depends on the input alone, not on who tokenizes it: the same input gives the same blocks in every run.
+A block depends on the input and the tokenizer alone, not on who tokenizes it: the same input gives the same blocks in
+every run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from megads.data.plain_text import LastCut
 from megads.data.record_text import Fields, json_turns
 from megads.data.text import Document, DocumentReader, RejectedLine, readable, rows_of
 from megads.data.text_files import COMPRESSED_ENDINGS, JSONL_ENDINGS, decompressed, kind, text_bytes_estimate
@@ -137,12 +139,13 @@ def block_bytes_of(reader: DocumentReader) -> int:
     return min(LARGEST_BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, 1 << wanted.bit_length()))
 
 
-def blocks_of(reader: DocumentReader, block_bytes: int) -> Iterator[Block]:
+def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None = None) -> Iterator[Block]:
     """Yields the blocks of the reader's files, in order.
 
     Args:
         reader: names the files; what is not JSON lines is read through it.
         block_bytes: text in a block, about.
+        last_cut: where plain text may be cut, see `text_pieces`.
 
     Raises:
         DataError: a file cannot be read.
@@ -159,7 +162,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int) -> Iterator[Block]:
             reader.bytes_read += path.stat().st_size
             reported_bytes = reader.bytes_read
             continue
-        for row in reader.read(path):
+        for row in reader.read(path, last_cut):
             pending.append(row)
             pending_bytes += len(row.text) if isinstance(row, Document) else 100
             # A prompt stays with its response.

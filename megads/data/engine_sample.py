@@ -19,6 +19,8 @@ PLACES, DOCUMENTS_OF_PLACE = 40, 5
 """Evenly spaced over the bytes of all files, and documents from each place on."""
 WINDOW_BYTES = 1 << 18
 """Read at each place; a longer line is passed over."""
+LARGEST_TEXT_CHARACTERS = 1 << 18
+"""Of a document; memory for more would grow with the longest."""
 LARGEST_PLAIN_BYTES = 1 << 24
 """A plain text is one document, which is checked to its end before it is believed to be text."""
 
@@ -67,4 +69,4 @@ def _rows_at(path: Path, position: int, fields: Fields) -> Iterator[Document | R
 
 
 def _texts(rows: Iterator[Document | RejectedLine]) -> Iterator[str]:
-    return (row.text for row in rows if not isinstance(row, RejectedLine))
+    return (row.text[:LARGEST_TEXT_CHARACTERS] for row in rows if not isinstance(row, RejectedLine))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-_ROWS = 256
+_ROWS, _BATCH_BYTES = 256, 1 << 24
 _READ_BYTES = 1 << 20
 
 
@@ -43,7 +43,9 @@ def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[str
             for column in columns:
                 _require_text(file, path, column, "text_field" if len(columns) == 1 else "prompt_field, response_field")
             rows, done = max(file.metadata.num_rows, 1), 0
-            for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+            for batch in file.iter_batches(
+                _rows_of_batch(file.metadata, columns), columns=list(columns), use_threads=False
+            ):
                 for values in zip(*(batch.column(column) for column in columns), strict=True):
                     done += 1
                     yield done / rows, _texts(columns, values)
@@ -52,6 +54,17 @@ def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[str
             f"{path}: reading parquet failed: {str(error).splitlines()[0]}; the file is truncated, damaged or no "
             "parquet: make it again or leave it out"
         ) from error
+
+
+def _rows_of_batch(metadata: pq.FileMetaData, columns: Fields) -> int:
+    """Rows that hold about _BATCH_BYTES where the rows are longest, and at most _ROWS."""
+    longest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        chunks = [group.column(place) for place in range(group.num_columns)]
+        text_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in columns)
+        longest = max(longest, text_bytes // max(group.num_rows, 1))
+    return max(1, min(_ROWS, _BATCH_BYTES // longest))
 
 
 def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> None:

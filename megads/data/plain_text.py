@@ -1,14 +1,17 @@
-"""Plain text files of any size, in pieces that tokenize to what the whole would."""
+"""Plain text files of any size, in pieces."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-# Small enough that a batch of pieces keeps every core busy.
-PIECE_CHARACTERS = 1 << 17
+from megads.data import text_cuts
+
 _BLOCK_BYTES = 1 << 17
+
+LastCut = Callable[[str, int, int], int | None]
+"""Returns a place to cut a text between two positions; see `megads.data.text_cuts.TextCutter.last_cut`."""
 
 
 def utf8_fault(file: BinaryIO) -> tuple[int, int] | None:
@@ -26,36 +29,37 @@ def utf8_fault(file: BinaryIO) -> tuple[int, int] | None:
             return None
 
 
-def text_pieces(file: BinaryIO) -> Iterator[str]:
+def text_pieces(file: BinaryIO, last_cut: LastCut | None = None) -> Iterator[str]:
     """Yields a UTF-8 text in pieces, most of them a little longer than PIECE_CHARACTERS.
-
-    A cut is made before a newline, or else a space, that a word follows. GPT-2's pattern, which byte-level tokenizers
-    split text by, begins a new token at such a place, whatever stands before it: the ids are those of the whole text.
 
     Args:
         file: the text, a byte order mark allowed.
+        last_cut: where to cut, so that the pieces tokenize to what the whole would; text is read on where there is no
+            such place. None cuts between words, for a tokenizer that is yet to be learnt.
 
     Yields:
         Pieces that joined give the text; none for an empty one.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    text = ""
+    text, searched = "", 0
     while block := file.read(_BLOCK_BYTES):
         text += decoder.decode(block)
-        if len(text) > PIECE_CHARACTERS:
-            cut = _last_cut(text)
-            yield text[:cut]
-            text = text[cut:]
+        if len(text) - searched > text_cuts.PIECE_CHARACTERS:
+            cut = (last_cut or _between_words)(text, searched, len(text))
+            if cut is not None:
+                yield text[:cut]
+                text = text[cut:]
+            searched = len(text)
     text += decoder.decode(b"", final=True)
     if text:
         yield text
 
 
-def _last_cut(text: str) -> int:
+def _between_words(text: str, begin: int, end: int) -> int:
     """Returns the position of the last newline, or else space, that a word follows; the end, where there is none."""
     for separator in "\n ":
-        position = len(text) - 1
-        while (position := text.rfind(separator, 0, position)) > 0:
+        position = end - 1
+        while (position := text.rfind(separator, begin, position)) > begin:
             if not text[position + 1].isspace():
                 return position
-    return len(text)
+    return end

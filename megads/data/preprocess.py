@@ -31,6 +31,7 @@ from megads.data.record_text import Fields, NotText
 from megads.data.shards import open_shard, shard_path
 from megads.data.sidecar import Sidecar, file_checksum, sidecar_path, write_sidecar
 from megads.data.text import DocumentReader, RejectedLine, Rejections, no_documents
+from megads.data.text_cuts import TextCutter
 from megads.data.tokenizer import embedding_rows, load_tokenizer
 from megads.data.worker_pool import map_in_processes
 from megads.errors import ConfigError, DataError
@@ -161,7 +162,8 @@ class Tokenizing:
             UnhealthyNode: a worker process died.
         """
         states = {path: file_state(path) for path in source.files} if source else {}
-        blocks = blocks_of(source, block_bytes_of(source)) if source else stdin_blocks()
+        last_cut = TextCutter(self._tokenizer).last_cut
+        blocks = blocks_of(source, block_bytes_of(source), last_cut) if source else stdin_blocks()
         first = list(islice(blocks, 2))
         chosen = choose_engine(
             engine, self._tokenizer_file, self._tokenizer, sample_texts(source, first, fields), self._engine_key

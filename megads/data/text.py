@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zstandard import ZstdError
 
 from megads.data.parquet import parquet_rows
-from megads.data.plain_text import text_pieces, utf8_fault
+from megads.data.plain_text import LastCut, text_pieces, utf8_fault
 from megads.data.record_text import Fields, NotText, json_turns
 from megads.data.text_files import (
     PARQUET_ENDINGS,
@@ -141,8 +141,12 @@ class DocumentReader:
         if not found:
             raise no_documents(self.files, self.rejected, self.fields)
 
-    def read(self, path: Path) -> Iterator[Document | RejectedLine]:
+    def read(self, path: Path, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
         """Yields what one file holds, in order; `bytes_read` counts on from the files read before.
+
+        Args:
+            path: the file.
+            last_cut: where plain text may be cut, see `text_pieces`.
 
         Raises:
             DataError: the file cannot be read.
@@ -152,7 +156,7 @@ class DocumentReader:
             if kind(path) in PARQUET_ENDINGS:
                 yield from self._parquet(path, finished_bytes)
             elif kind(path) in TEXT_ENDINGS:
-                yield from self._plain_text(path, finished_bytes)
+                yield from self._plain_text(path, finished_bytes, last_cut)
             else:
                 yield from self._json_lines(path, finished_bytes)
             self.bytes_read = finished_bytes + path.stat().st_size
@@ -171,7 +175,9 @@ class DocumentReader:
             self.bytes_read = finished_bytes + int(share * size)
             yield from rows_of(texts, str(path), number)
 
-    def _plain_text(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
+    def _plain_text(
+        self, path: Path, finished_bytes: int, last_cut: LastCut | None
+    ) -> Iterator[Document | RejectedLine]:
         # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
         with path.open("rb") as raw, decompressed(raw, path) as file:
             fault = utf8_fault(file)
@@ -180,7 +186,7 @@ class DocumentReader:
             return
         piece = ""
         with path.open("rb") as raw, decompressed(raw, path) as file:
-            for following in text_pieces(file):
+            for following in text_pieces(file, last_cut):
                 if piece:
                     yield Document(piece, str(path), 1, continues=True)
                 piece = following

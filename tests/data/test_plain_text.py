@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.data import plain_text
+from megads.data import plain_text, text_cuts
 from megads.data.config import PreprocessConfig, TokenizerConfig
 from megads.data.indexed import IndexedDataset
 from megads.data.plain_text import text_pieces, utf8_fault
@@ -25,7 +25,8 @@ def messy_text(length: int) -> str:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_text, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(text_cuts, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(text_cuts, "REACH", 40)
     # A prime: blocks end inside characters.
     monkeypatch.setattr(plain_text, "_BLOCK_BYTES", 17)
 
