@@ -113,6 +113,8 @@ def test_every_damage_of_every_file_is_read(sound: Sound) -> None:
     for read in sound.reads():
         wrong = sound.wrong_read(*read)
         counts["wrong" if wrong else "sound"] += 1
+        if counts.total() % 100 == 0:
+            print(dict(counts), flush=True)
         if wrong:
             found.append((read, wrong))
             print(f"\n{read}: {wrong}", flush=True)
@@ -129,6 +131,8 @@ def test_a_run_goes_on_from_every_damage_of_every_file(sound: Sound) -> None:
         for damage in DAMAGES:
             wrong = sound.wrong_resume(file, damage)
             counts["wrong" if wrong else "sound"] += 1
+            if counts.total() % 20 == 0:
+                print(dict(counts), flush=True)
             if wrong:
                 found.append((file, damage, wrong))
                 print(f"\n{file}, {damage}: {wrong}", flush=True)
