@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -148,6 +149,7 @@ def _child(order: dict[str, Any]) -> int:
     os.chdir(folder)
     (folder / "tmp").mkdir(exist_ok=True)
     os.environ |= {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": str(folder / ".cache")}
+    tempfile.tempdir = None  # the parent's answer
     for descriptor, name in enumerate((os.devnull, *_NAMES)):
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         opened = os.open(name, flags, 0o600)
