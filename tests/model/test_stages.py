@@ -97,6 +97,9 @@ def test_given_positions_select_learned_embeddings() -> None:
     """Catches an embedding that counts from 0 in a row that continues a document."""
     config = ModelConfig(hidden_size=8, num_heads=2, max_seq_len=10, position=Position.learned, embedding_norm=False)
     embedding, tokens = Embedding(config, 0), torch.tensor([[3, 3], [3, 3]])
+    # Stages come with uninitialised memory, which may hold NaN.
+    for parameter in embedding.parameters():
+        torch.nn.init.normal_(parameter)
     info = BatchInfo(sample_ids=torch.tensor([0, 1]), position_ids_bs=torch.tensor([[0, 1], [7, 2]]))
     expected = embedding.word(tokens) + embedding.position(info.position_ids_bs)
     assert torch.equal(embedding(tokens, info), expected)
