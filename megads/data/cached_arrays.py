@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megads.data.verified_once import verify_once
 from megads.errors import ConfigError, DataError
 from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.environment import user_cache_dir
 from megads.runtime.regular_file import read_json
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -58,9 +59,7 @@ class ArrayCache:
 
     def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
         self._configured = cache_dir
-        self._directories = (
-            [Path(cache_dir)] if cache_dir is not None else [Path(f"{prefix}.cache"), Path.home() / ".cache" / "megads"]
-        )
+        self._directories = [Path(cache_dir)] if cache_dir is not None else [Path(f"{prefix}.cache"), user_cache_dir()]
 
     def get(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> Arrays | None:
         """Returns the arrays, from the cache or written to it first; None where no folder takes them.

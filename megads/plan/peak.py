@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from megads.ops.library import loaded_kernels
 from megads.ops.linear import linear_into
+from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.environment import user_cache_dir
 from megads.runtime.regular_file import read_json
 
 KNOWN_BF16_TFLOPS = (
@@ -78,7 +79,7 @@ def device_peak_tflops(
     key = {"device": name, "threads": threads, "dtype": str(dtype), "torch": torch.__version__, "kernels": kernels}
     key |= {"clock": "processor time" if device.type == "cpu" else "time"}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_dir if cache_dir is not None else Path.home() / ".cache" / "megads"
+    folder = cache_dir if cache_dir is not None else user_cache_dir()
     path = folder / f"peak_{digest}.json"
     cached = _read_cache(path, key)
     if cached is not None:
@@ -124,13 +125,10 @@ def _read_cache(path: Path, key: dict[str, object]) -> float | None:
 
 def _write_cache(path: Path, entry: dict[str, object]) -> None:
     """Replaces the entry atomically; a folder that cannot be written only costs the next run a measurement."""
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            json.dump(entry, file)
-        Path(file.name).replace(path)
-    except OSError:
-        pass
+        with atomic_writer(path) as file:
+            file.write(json.dumps(entry).encode())
 
 
 def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int, fused: bool) -> float:
