@@ -97,8 +97,10 @@ def heartbeat(folder: Path | None, rank: int) -> Iterator[Heartbeat]:
         folder: of the monitor; None sends none, as in a process that was started by hand.
         rank: of this process.
     """
-    own = Heartbeat(_record(folder, rank))
-    threading.Thread(target=own.beat, name="heartbeat", daemon=True).start()
+    record = _record(folder, rank)
+    own = Heartbeat(record)
+    if record is not None:
+        threading.Thread(target=own.beat, name="heartbeat", daemon=True).start()
     yield own
     own.end()
 
@@ -118,7 +120,7 @@ def _record(folder: Path | None, rank: int) -> mmap.mmap | None:
 
 
 @dataclass(frozen=True)
-class Position:
+class RankPosition:
     """What is known of a rank from its heartbeats.
 
     Attributes:
@@ -168,7 +170,7 @@ class _Seen:
     changes: int = 0
     silent_s: float = 0.0
     phase_s: float = 0.0
-    position: Position | None = None
+    position: RankPosition | None = None
     said: bool = False
 
 
@@ -198,7 +200,7 @@ class HeartbeatMonitor:
             self._temporary.cleanup()
             self._temporary = None
 
-    def look(self, pids: Mapping[int, int]) -> list[Position]:
+    def look(self, pids: Mapping[int, int]) -> list[RankPosition]:
         """Reads all heartbeats if that is due; returns the ranks that fell silent, or are heard again, since then.
 
         Args:
@@ -221,11 +223,11 @@ class HeartbeatMonitor:
             seen.said = lost
         return changed
 
-    def positions(self) -> list[Position]:
+    def positions(self) -> list[RankPosition]:
         """Of all ranks that send heartbeats, as of the last look."""
         return [seen.position for _, seen in sorted(self._seen.items()) if seen.position is not None]
 
-    def _read(self, path: Path, rank: int, pid: int, seen: _Seen, passed_s: float) -> Position | None:
+    def _read(self, path: Path, rank: int, pid: int, seen: _Seen, passed_s: float) -> RankPosition | None:
         """None for a rank that has sent none yet, or its last."""
         try:
             beats, changes, step, phase = _RECORD.unpack(path.read_bytes())
@@ -236,24 +238,24 @@ class HeartbeatMonitor:
         seen.silent_s = 0.0 if (beats, changes) != (seen.beats, seen.changes) else seen.silent_s + passed_s
         seen.phase_s = 0.0 if changes != seen.changes else seen.phase_s + passed_s
         seen.beats, seen.changes = beats, changes
-        state = process_state(pid) if seen.silent_s >= STOPPED_AFTER_S else ""
+        state = "".join(process_stat(pid)[:1]) if seen.silent_s >= STOPPED_AFTER_S else ""
         if state in ("", "Z") and seen.silent_s >= STOPPED_AFTER_S:
             return None
         words = phase.rstrip(b"\0").decode(errors="replace")
-        return Position(rank, step, words, seen.phase_s, seen.silent_s, state, self._node)
+        return RankPosition(rank, step, words, seen.phase_s, seen.silent_s, state, self._node)
 
 
-def process_state(pid: int) -> str:
-    """The kernel's letter for the state of a process, see proc(5); empty where there is no such process."""
-    with suppress(OSError, IndexError):
-        # The name before it may hold spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
+def process_stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on, see proc(5); none where there is no such process."""
+    with suppress(OSError):
+        # The name before them may hold spaces and brackets.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
-def render_positions(positions: Iterable[Position]) -> str:
+def render_positions(positions: Iterable[RankPosition]) -> str:
     """Where ranks are, those at the same place together: ranks 0-2 in step 7, engine; rank 3 in step 7, data."""
-    places: dict[tuple[int, str], list[Position]] = {}
+    places: dict[tuple[int, str], list[RankPosition]] = {}
     for position in positions:
         places.setdefault((position.step, position.phase), []).append(position)
     shown = []

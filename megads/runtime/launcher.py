@@ -21,7 +21,7 @@ from types import FrameType
 from megads.errors import MegadsError, Preempted, UnhealthyNode
 from megads.runtime import environment
 from megads.runtime.console import Console
-from megads.runtime.heartbeat import Position, render_positions
+from megads.runtime.heartbeat import RankPosition, render_positions
 from megads.runtime.metrics import EventWriter
 from megads.runtime.node_ranks import NodePart, NodeRanks, Ranks, require_devices
 from megads.runtime.rank_outcome import NodeReport, Outcome, clear_records, judge
@@ -140,7 +140,7 @@ class _Launch:
         self._signals: list[int] = []
         self._signals_answered = 0
         self._killed_by_signal = False
-        self._silent: dict[int, Position] = {}
+        self._silent: dict[int, RankPosition] = {}
         self._stop_reason = ""
         self._stop_requested_at: float | None = None
         self._overdue = ""
@@ -266,7 +266,7 @@ class _Launch:
         waited_s = time.monotonic() - self._stop_requested_at
         stopped = [position.name for position in self._silent.values() if position.stopped]
         if stopped and waited_s >= _STOPPED_RANK_S:
-            cause = f"{', '.join(stopped)} cannot: its process is stopped (SIGSTOP)"
+            cause = f"{', '.join(stopped)} cannot: stopped by SIGSTOP"
         elif waited_s >= self._scheduler.stop_timeout_s:
             cause = "run.stop_timeout_s is over"
         else:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megads.errors import ConfigError
 from megads.runtime import environment
-from megads.runtime.heartbeat import HeartbeatMonitor, Position
+from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat
 from megads.runtime.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
 from megads.runtime.run_secret import read_secret, secret_path
 
@@ -50,7 +50,7 @@ class Ranks(Protocol):
         """Kills what still runs, at once; poll to see the end of it."""
         ...
 
-    def silences(self) -> list[Position]:
+    def silences(self) -> list[RankPosition]:
         """Ranks whose heartbeats stopped or came back since the last call."""
         ...
 
@@ -150,8 +150,8 @@ class NodeRanks:
         self._killed: set[int] = set()
         self._hung: dict[int, FailureRecord] = {}
         self._monitor = HeartbeatMonitor(self._node)
-        self._silences: list[Position] = []
-        self._positions: list[Position] = []
+        self._silences: list[RankPosition] = []
+        self._positions: list[RankPosition] = []
         self._returned: set[int] = set()
         self._exits: list[RankExit] = []
         self._failed_at: float | None = None
@@ -195,7 +195,7 @@ class NodeRanks:
         for rank, pid in self._pids().items():
             self._kill(rank, pid)
 
-    def silences(self) -> list[Position]:
+    def silences(self) -> list[RankPosition]:
         """Ranks whose heartbeats stopped or came back since the last call."""
         found, self._silences = self._silences, []
         return found
@@ -311,11 +311,8 @@ class NodeRanks:
 def _ended(pid: int) -> bool:
     """Whether a process has ended or is about to: it is seen although nobody waited for it yet, and although its exit
     may take a while in a driver."""
-    try:
-        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return not _exists(pid)
-    return state in "ZX" or bool(int(numbers[5]) & _PF_EXITING)
+    fields = process_stat(pid)
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) if fields else not _exists(pid)
 
 
 def _exists(pid: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
-from megads.runtime.heartbeat import Position, render_positions
+from megads.runtime.heartbeat import RankPosition, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _FULL_BYTES = 2**20
@@ -82,7 +82,7 @@ class NodeReport:
     exits: Sequence[RankExit] = ()
     killed: Sequence[int] = ()
     returned: Mapping[int, int] = field(default_factory=dict)
-    positions: Sequence[Position] = ()
+    positions: Sequence[RankPosition] = ()
     error: str = ""
     exit_code: int = EXIT_BUG
 
@@ -104,7 +104,7 @@ class NodeReport:
             exits=[RankExit(**end) for end in content["exits"]],
             killed=content["killed"],
             returned={int(rank): code for rank, code in content["returned"].items()},
-            positions=[Position(**position) for position in content["positions"]],
+            positions=[RankPosition(**position) for position in content["positions"]],
             error=content["error"],
             exit_code=content["exit_code"],
         )
@@ -262,7 +262,7 @@ def _rank(rank: int, node: str) -> str:
     return f"rank {rank} on {node}" if node else f"rank {rank}"
 
 
-def hung(position: Position) -> FailureRecord:
+def hung(position: RankPosition) -> FailureRecord:
     """What is recorded of a rank that cannot say anything itself any more."""
     code, now = UnhealthyNode.exit_code, position.silent_s
     began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}

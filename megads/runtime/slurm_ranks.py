@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megads.errors import ConfigError
 from megads.runtime import environment, slurm
-from megads.runtime.heartbeat import Position
+from megads.runtime.heartbeat import RankPosition
 from megads.runtime.listener import LOOPBACK, launcher_address
 from megads.runtime.node_agent import FAILING, REPORT, SIGNALLED, SILENCE
 from megads.runtime.node_ranks import KILL_AFTER_S, POLL_S, NodePart
@@ -62,7 +62,7 @@ class SlurmRanks:
         self._srun_options = srun_options
         self._wrapper = wrapper
         self._reports: dict[int, NodeReport] = {}
-        self._silences: list[Position] = []
+        self._silences: list[RankPosition] = []
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
         self._ended_at: float | None = None
@@ -115,7 +115,7 @@ class SlurmRanks:
             self._ended_at = time.monotonic()
             self._control.order_end()
 
-    def silences(self) -> list[Position]:
+    def silences(self) -> list[RankPosition]:
         """What the agents have said of heartbeats since the last call."""
         found, self._silences = self._silences, []
         return found
@@ -169,7 +169,7 @@ class SlurmRanks:
             self._signalled_at = self._signalled_at or time.monotonic()
             return
         if word["word"] == SILENCE:
-            self._silences.append(Position(**word["position"]))  # type: ignore[arg-type]
+            self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
             return
         number = word["number"]
         assert isinstance(number, int)

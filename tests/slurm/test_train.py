@@ -128,7 +128,7 @@ def test_a_preempted_job_does_not_wait_for_a_stopped_rank(
     assert (lost["rank"], lost["node"], lost["state"]) == (1, launch["nodes"][1], "T") and again["restarts"] == 1
     (failure,) = events_of(run.run_dir, "failure")
     assert failure["exit_code"] == 6
-    assert f"rank 1 on {launch['nodes'][1]} cannot: its process is stopped" in failure["message"]
+    assert f"rank 1 on {launch['nodes'][1]} cannot: stopped by SIGSTOP" in failure["message"]
     assert steps_of(run.run_dir) == reference
 
 
