@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megads.config import LENGTHS, RootConfig
 from megads.errors import ConfigError
-from megads.runtime.regular_file import read_regular
+from megads.runtime.files import read_regular
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config, recorded_config_path
 
 

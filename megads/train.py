@@ -37,26 +37,23 @@ from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
 from megads.model.attention_kinds import AttentionKind
+from megads.monitor.metrics_hook import MetricsHook
 from megads.ops.choice import Kernels, load
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
-from megads.plan.metrics_hook import MetricsHook
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.resume import resume
 from megads.runtime.control_plane import ControlPlane
-from megads.runtime.core_binding import bind_to_share
-from megads.runtime.deterministic import make_deterministic, sum_in_fp32
 from megads.runtime.distributed import world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
-from megads.runtime.garbage_collection import GarbageCollectionHook
 from megads.runtime.heartbeat import Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
-from megads.runtime.stop_signal import StopSignal
+from megads.runtime.process_settings import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 from megads.start_events import record_samples, record_start
 
 VALIDATION_MICRO_BATCHES = 8

@@ -17,8 +17,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from megads.checkpoint.folders import list_checkpoints, step_of
 from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.errors import CheckpointError
+from megads.runtime.files import read_regular
 from megads.runtime.metrics import LedgerRecord
-from megads.runtime.regular_file import read_regular
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1

@@ -25,8 +25,8 @@ from megads.checkpoint.software import software
 from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
-from megads.runtime.atomic_file import atomic_writer, sync_directory
 from megads.runtime.control_plane import ALONE, ControlPlane
+from megads.runtime.files import atomic_writer, sync_directory
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import LedgerRecord
 

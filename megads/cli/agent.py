@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from megads.launch.node_agent import run_agent
+from megads.launch.node_ranks import NodePart
 from megads.runtime.environment import node_name
-from megads.runtime.node_agent import run_agent
-from megads.runtime.node_ranks import NodePart
 
 
 def main() -> NoReturn:

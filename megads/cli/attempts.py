@@ -15,23 +15,22 @@ from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
 from megads.cli.placement import Placement
 from megads.config import RootConfig, planned_steps
 from megads.errors import Preempted, UnhealthyNode
+from megads.launch.launcher import LaunchSpec, launch
+from megads.launch.rank_outcome import Outcome
+from megads.launch.scheduler import Deadline, Scheduler
+from megads.launch.slurm_scheduler import SlurmScheduler
+from megads.monitor.console import Console
+from megads.monitor.live_console import open_console
 from megads.resilience.nodes.check import Place, check_nodes
 from megads.resilience.nodes.config import CheckNodesConfig
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment
-from megads.runtime.console import Console
-from megads.runtime.console_choice import open_console
-from megads.runtime.deadline import Deadline
 from megads.runtime.duration import parse_duration
-from megads.runtime.launcher import LaunchSpec, launch
+from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.rank_outcome import Outcome
-from megads.runtime.regular_file import read_regular
 from megads.runtime.run_dir import METRICS_FILE
-from megads.runtime.scheduler import Scheduler
 from megads.runtime.slurm import time_left_s
-from megads.runtime.slurm_scheduler import SlurmScheduler
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megads.runtime.regular_file import read_regular, require_bounded_yaml
+from megads.runtime.files import read_regular, require_bounded_yaml
 
 _MOST_CHARACTERS = 1 << 18
 _MOST_VALUES = 10_000

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megads.data.examined import LengthStatistics
 from megads.errors import ConfigError, DataError
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 
 _BAR_WIDTH = 40
 

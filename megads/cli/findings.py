@@ -18,7 +18,7 @@ def show(findings: Sequence[Finding]) -> None:
     """Prints a coloured table on a terminal, plain lines elsewhere or without rich."""
     if sys.stdout.isatty():
         try:
-            from megads.runtime.visible_console import VisibleConsole
+            from megads.runtime.terminal import VisibleConsole
 
             VisibleConsole().print(_table(findings))
             return

@@ -8,7 +8,7 @@ import sys
 
 from megads import __version__
 from megads.errors import EXIT_OK, ConfigError
-from megads.runtime.terminal_text import escape_terminal_output
+from megads.runtime.terminal import escape_terminal_output
 
 # Each verb is a module of this package with a VERB; it is imported only when called.
 VERBS = {

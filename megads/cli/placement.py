@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.launch.launcher import LaunchSpec
+from megads.launch.node_ranks import Ranks, require_devices
+from megads.launch.slurm_ranks import SlurmRanks
+from megads.launch.slurm_scheduler import end_chain, send_back
 from megads.runtime.config import ClusterKind
-from megads.runtime.launcher import LaunchSpec
-from megads.runtime.node_ranks import Ranks, require_devices
 from megads.runtime.slurm import Allocation, Job, Node, find_allocation
-from megads.runtime.slurm_ranks import SlurmRanks
-from megads.runtime.slurm_scheduler import end_chain, send_back
 
 
 @dataclass(frozen=True)

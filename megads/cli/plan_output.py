@@ -33,7 +33,7 @@ from megads.plan.memory import MemoryPlan, StageMemory
 from megads.plan.step_time import Outlook, Speed
 from megads.plan.step_trace import perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 
 _TABLE_WIDTH = 176
 """Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""

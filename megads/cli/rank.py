@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from typing import NoReturn
 
-from megads.runtime.rank_process import run_rank, start_rank
+from megads.launch.rank_process import run_rank, start_rank
 
 
 def main() -> NoReturn:

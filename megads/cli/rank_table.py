@@ -12,7 +12,7 @@ from rich.table import Table
 from megads.config import RootConfig
 from megads.parallel.config import AXES
 from megads.plan.places import RankPlace, axes_across_nodes, rank_places, replicas
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 
 MOST_ROWS = 32
 """Ranks up to which each has a row of its own; of more, those with the same weights share one."""

@@ -17,6 +17,7 @@ from megads.cli.findings import show
 from megads.cli.rehearsal_scale import VOCAB_SIZE
 from megads.data.indexed import IndexedDatasetWriter
 from megads.errors import EXIT_OK, ConfigError, MegadsError
+from megads.launch.launcher import EXIT_KILLED
 from megads.resilience.doctor.finding import Finding, Status
 from megads.resilience.rehearsal.life import Life
 from megads.resilience.rehearsal.notes import OUTPUT_FILE, Orders, write_orders
@@ -34,7 +35,6 @@ from megads.resilience.rehearsal.request import Request, read_request
 from megads.resilience.rehearsal.sbatch_options import UnknownOptionError
 from megads.resilience.rehearsal.slurm_conf import ClusterSize
 from megads.runtime.environment import REHEARSAL_VARIABLE, exported, without_commands
-from megads.runtime.launcher import EXIT_KILLED
 
 _SEPARATOR = "--"
 # Of a node of the private cluster: no job is to wait for room here, since its processes share what there is.

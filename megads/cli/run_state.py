@@ -10,7 +10,7 @@ from megads.errors import EXIT_OK, ConfigError, StopRequested
 from megads.frozen_config import config_dict, load_frozen
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
-from megads.runtime.stop_file import REQUESTED, read_stop, stop_path
+from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 # What changes nothing of what a finished run has computed.
 _ELSEWHERE = ("run", "logging", "cluster")

@@ -14,7 +14,7 @@ from megads.config import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.parallel.schedule import ScheduleName
 from megads.plan.step_time import Outlook, Speed, outlook
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 
 _INTERLEAVED = (2, 3, 4)
 """Virtual stages a rank that are compared."""

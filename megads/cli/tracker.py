@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megads.errors import EXIT_OK, MegadsError
 from megads.frozen_config import config_dict, load_frozen
-from megads.runtime.rank_process import leave_signals_to_the_launcher
+from megads.launch.rank_process import leave_signals_to_the_launcher
+from megads.monitor.tracker_process import track
+from megads.monitor.trackers import RunDescription, wanted_trackers
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.tracker_process import track
-from megads.runtime.trackers import RunDescription, wanted_trackers
 
 
 def main() -> int:

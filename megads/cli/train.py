@@ -26,18 +26,18 @@ from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, batch_size_schedule, check_attention, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
+from megads.launch.launcher import LaunchSpec
 from megads.model.config import ModelConfig
+from megads.monitor.console import Console
+from megads.monitor.live_console import open_console
+from megads.monitor.trackers import wanted_trackers
 from megads.ops.choice import Kernels, choose, prepare
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
-from megads.runtime.console import Console
-from megads.runtime.console_choice import open_console
 from megads.runtime.environment import rehearsal_folder, share_of_cores
-from megads.runtime.launcher import LaunchSpec
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.trackers import wanted_trackers
 from megads.sweep.config import SweepConfig
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from megads.config import RootConfig, batch_size_schedule, open_run_data, planne
 from megads.data.blend_config import DatasetConfig
 from megads.data.config import Engine
 from megads.errors import ConfigError, DataError
-from megads.runtime.console import Console
+from megads.monitor.console import Console
 from megads.runtime.metrics import EventWriter
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from megads.config import Precision, RootConfig
 from megads.errors import EXIT_OK
+from megads.monitor.console import Console as RunConsole
 from megads.parallel.config import AXES, ParallelConfig
-from megads.runtime.console import Console as RunConsole
 from megads.runtime.lease import claimed
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 from megads.verify.causes import likely_cause
 from megads.verify.job import Job
 from megads.verify.scale import Scaled, Wanted, scale

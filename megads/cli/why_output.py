@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megads.cli.why_found import Explanation, Losses, ShownSample
 from megads.data.origin import Stretch
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 
 _WIDTH = 120
 _CONTROL = {code: repr(chr(code))[1:-1] for code in chain(range(32), range(127, 160))}

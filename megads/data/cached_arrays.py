@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from megads.data.verified_once import verify_once
 from megads.errors import ConfigError, DataError
-from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.environment import user_cache_dir
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import atomic_writer, read_json
 
 Arrays = dict[str, npt.NDArray[Any]]
 OpenArray = Callable[[str], AbstractContextManager[BinaryIO]]

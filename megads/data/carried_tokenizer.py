@@ -13,7 +13,7 @@ from megads.data.config import TextSpecialTokens
 from megads.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megads.data.tokenizer import load_tokenizer
 from megads.errors import DataError
-from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.files import atomic_writer
 
 
 @dataclass(frozen=True)

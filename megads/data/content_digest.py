@@ -13,8 +13,7 @@ import xxhash
 
 from megads.data.progress import ByteProgress
 from megads.errors import DataError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import atomic_writer, read_json
 
 _BLOCK_BYTES = 1 << 22
 # A file written a moment ago may be written again within the same tick of the clock: its times prove nothing yet.

@@ -23,7 +23,7 @@ from megads.data.text import DocumentReader
 from megads.data.text_files import text_bytes_estimate
 from megads.data.tokenizer import embedding_rows, learn_tokenizer, load_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
-from megads.runtime.atomic_file import atomic_writer, sync_directory
+from megads.runtime.files import atomic_writer, sync_directory
 
 # Part of the key: a change of what is made must not find what was made before.
 FORMAT_VERSION = 2

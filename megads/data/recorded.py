@@ -14,8 +14,7 @@ from megads.data.config import DataConfig
 from megads.data.indexed import IndexedDataset, bin_path
 from megads.data.sidecar import read_sidecar
 from megads.errors import DataError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.run_dir import DATA_FILE
 
 WHOLE_BYTES = 1 << 26

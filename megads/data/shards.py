@@ -18,8 +18,7 @@ import xxhash
 
 from megads.data.indexed_append import COPY_BYTES
 from megads.errors import DataError
-from megads.runtime.atomic_file import temporary_path
-from megads.runtime.regular_file import parse_json
+from megads.runtime.files import parse_json, temporary_path
 
 _LENGTH = struct.Struct("<I")
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import xxhash
 
 from megads.errors import DataError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import atomic_writer, read_json
 
 FORMAT_VERSION = 1
 _BLOCK_BYTES = 1 << 22

@@ -18,8 +18,7 @@ from megads.data.indexed import IndexedDataset, bin_path, idx_path
 from megads.data.progress import ByteProgress
 from megads.data.sidecar import sidecar_path
 from megads.errors import ConfigError, DataError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import atomic_writer, read_json
 
 BLOCK_BYTES = 1 << 23
 

@@ -14,7 +14,7 @@ from megads.data.config import TokenizerConfig, check_learning
 from megads.data.progress import ByteProgress
 from megads.data.text import DocumentReader, Rejections
 from megads.errors import DataError
-from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.files import atomic_writer
 
 _PROBE = "A text with 1 number,\n\ta tab, and naïve 漢字 🚀."
 

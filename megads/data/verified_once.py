@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megads.data.content_digest import SETTLED_NS, file_state
 from megads.errors import DataError
-from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.files import atomic_writer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megads.batch import MicroBatch
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 
 
 @dataclass(frozen=True)

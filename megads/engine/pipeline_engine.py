@@ -22,8 +22,7 @@ from megads.engine.stage_pipeline import StagePipeline
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
-from megads.runtime.span import Span
-from megads.runtime.spans import SpanRecorder
+from megads.runtime.spans import Span, SpanRecorder
 
 Key = tuple[int, int]
 """A micro-batch and a virtual stage."""

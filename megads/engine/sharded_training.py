@@ -29,7 +29,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.shard_buckets import BUCKET_ELEMENTS, bucket_elements
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 
 
 class ShardedTrainEngine:

@@ -10,8 +10,7 @@ from pathlib import Path
 from megads.engine.interface import TrainEngine
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.span import Span
-from megads.runtime.spans import clock_offset_s
+from megads.runtime.spans import Span, clock_offset_s
 
 
 def timeline_path(run_dir: Path, step: int, rank: int) -> Path:

@@ -26,7 +26,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 
 
 def deepspeed_config(precision: torch.dtype, micro_batch_size: int, replicas: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import megads
 from megads.errors import ConfigError
 from megads.ops.library import loaded_kernels
 from megads.runtime.environment import user_cache_dir
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import read_json
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)

@@ -14,9 +14,8 @@ import torch
 
 from megads.ops.library import loaded_kernels
 from megads.ops.linear import linear_into
-from megads.runtime.atomic_file import atomic_writer
 from megads.runtime.environment import user_cache_dir
-from megads.runtime.regular_file import read_json
+from megads.runtime.files import atomic_writer, read_json
 
 KNOWN_BF16_TFLOPS = (
     ("GB200", 2500.0),

@@ -11,7 +11,7 @@ from typing import Any
 
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule_clock import ScheduleCosts, Timeline
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 
 _SENDS: Mapping[str, tuple[str, int]] = {
     ActionKind.send_activation: (ActionKind.receive_activation, 1),

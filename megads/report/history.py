@@ -17,8 +17,8 @@ import yaml
 from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
+from megads.runtime.files import is_readable
 from megads.runtime.metrics import read_json_lines
-from megads.runtime.regular_file import is_readable
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
 
 FloatArray = npt.NDArray[np.float64]

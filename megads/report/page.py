@@ -9,10 +9,10 @@ from importlib import resources
 from typing import Any
 
 from megads import __version__
+from megads.monitor.console import render_event
 from megads.report.history import RunHistory, StoredCheckpoint, number
 from megads.report.style import palette_css
 from megads.report.summary import Figure, facts, figures, size, status
-from megads.runtime.console import render_event
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_EVENTS = 200

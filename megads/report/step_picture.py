@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from megads.parallel.pipeline_actions import ActionKind
 from megads.plan.step_trace import RankTrace, idle_share
 from megads.report.style import BLUE, GREEN, GRID, INK, MUTED, ORANGE, PINK, REGULAR_INCHES, WIDE_INCHES
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 
 _LOOKS = {
     "forward": (BLUE, (ActionKind.forward,)),

@@ -17,8 +17,8 @@ from megads.parallel.schedule_clock import run_clock
 from megads.plan.step_trace import RankTrace, mean_costs, measured_layer_costs, perfetto_trace, simulated_step
 from megads.report.history import RunHistory, number
 from megads.report.step_picture import Panel, draw_steps
-from megads.runtime.regular_file import read_json
-from megads.runtime.span import Span
+from megads.runtime.files import read_json
+from megads.runtime.spans import Span
 
 TIMELINE_FOLDER = "timeline"
 _FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")

@@ -8,11 +8,11 @@ from pathlib import PurePath
 
 import numpy as np
 
+from megads.monitor.console import render_duration
 from megads.report.history import FloatArray, RunHistory, Validation, number
 from megads.report.series import finite
 from megads.report.step_timeline import layer_costs
 from megads.report.timeline import find_starts
-from megads.runtime.console import render_duration
 
 _EXITS = {0: "finished", 2: "bad configuration", 3: "bad data", 4: "no usable checkpoint", 5: "stopped on request",
           6: "preempted", 7: "numerical failure", 10: "a rank was killed", 130: "killed"}  # fmt: skip

@@ -16,7 +16,7 @@ from megads.report.history import read_history
 from megads.report.page import picture, run_page
 from megads.report.step_timeline import step_trace_json
 from megads.report.style import Chart, house_style, png, svg
-from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import find_run
 
 PAGE_FILE = "report.html"

@@ -1,1 +1,1 @@
-"""Owns the process: environment, process groups, the hook protocol, metrics, timers, logging, launching."""
+"""The ground: environment, process groups, files, locks, the hook protocol, errors of a process."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megads.errors import ConfigError, Fenced
 from megads.runtime import environment
-from megads.runtime.atomic_file import atomic_writer
+from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import create
 from megads.runtime.slurm import Job, ask_job
 

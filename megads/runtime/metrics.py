@@ -21,8 +21,7 @@ from typing import Any
 import xxhash
 
 from megads.errors import DISK_FULL
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import is_readable, parse_json
+from megads.runtime.files import atomic_writer, is_readable, parse_json
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 _BLOCK_BYTES = 1 << 20

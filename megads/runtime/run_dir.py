@@ -11,7 +11,7 @@ import yaml
 
 from megads.errors import ConfigError
 from megads.runtime import environment
-from megads.runtime.regular_file import read_regular, require_bounded_yaml
+from megads.runtime.files import read_regular, require_bounded_yaml
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megads.runtime.feed import is_step
+from megads.monitor.recorder import is_step
+from megads.runtime.files import Tail
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
-from megads.runtime.tail import Tail
 
 TRAINING_LOSS = "loss"
 _LAST_SHARE = 10

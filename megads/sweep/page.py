@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megads.monitor.console import render_duration
 from megads.report.page import document, fact_list, footer, number_cards, table
 from megads.report.style import Chart
 from megads.report.summary import Figure
 from megads.report.write import write_pages
-from megads.runtime.console import render_duration
 from megads.sweep.charts import draw_curves, draw_history, draw_parallel, draw_parameter
 from megads.sweep.points import UNFINISHED, Point, PointState, read_points
 from megads.sweep.ranking import Ranked, ranking

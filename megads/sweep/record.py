@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from megads.errors import ConfigError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.regular_file import read_regular, require_bounded_yaml
+from megads.runtime.files import atomic_writer, read_regular, require_bounded_yaml
 from megads.sweep.config import Direction, SweepConfig
 from megads.sweep.search import describe
 from megads.sweep.space import Space

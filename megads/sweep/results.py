@@ -17,10 +17,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megads.errors import ConfigError
-from megads.runtime.atomic_file import atomic_writer
-from megads.runtime.console import render_duration
+from megads.monitor.console import render_duration
+from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.terminal import VisibleConsole
 from megads.sweep.points import Point, PointState
 from megads.sweep.ranking import Ranked, ranking
 from megads.sweep.record import SweepRecord

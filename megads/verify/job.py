@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.parallel.config import ParallelConfig
-from megads.runtime.json_message import decode, encode
+from megads.runtime.control_plane import decode, encode
 from megads.verify.scenario import Scenario
 
 

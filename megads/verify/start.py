@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from megads.errors import ConfigError
-from megads.runtime.console import Console
-from megads.runtime.launcher import LaunchSpec, launch
+from megads.launch.launcher import LaunchSpec, launch
+from megads.monitor.console import Console
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
 from megads.verify.job import Job, result_path
 from megads.verify.reference import train_reference

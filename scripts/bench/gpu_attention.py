@@ -24,7 +24,7 @@ from megads.ops.attention_trial import AttentionTrial, plain_attention
 from megads.ops.autotune import TuningResult, compare
 from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
-from megads.runtime.deterministic import make_deterministic
+from megads.runtime.process_settings import make_deterministic
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 FORMULA = "scores in memory, plain torch"

@@ -36,11 +36,11 @@ from omegaconf import OmegaConf
 
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, Position
+from megads.monitor.metrics_hook import throughput
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.plan.throughput import throughput
 from megads.runtime.environment import available_cores, exported
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_runs

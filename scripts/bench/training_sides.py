@@ -153,7 +153,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     from megads.ops.choice import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
-    from megads.runtime.deterministic import make_deterministic
+    from megads.runtime.process_settings import make_deterministic
 
     cuda = work.device == "cuda"
     try:

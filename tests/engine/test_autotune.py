@@ -35,12 +35,12 @@ from megads.errors import ConfigError
 from megads.model.attention_choice import AttentionChoice, choice_key
 from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
+from megads.monitor.console import render_event
 from megads.ops.autotune import DeviceBroken, TuningResult
 from megads.ops.choice import Kernels, load
 from megads.ops.config import Implementation, KernelOp, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
-from megads.runtime.console import render_event
 from megads.runtime.metrics import EventWriter, read_json_lines
 from tests.distributed import run_ranks
 

@@ -7,8 +7,7 @@ import pytest
 from megads.engine.culprit import SHOWN, Symptoms, agree_on_culprit, find_culprit
 from megads.engine.interface import Culprit
 from megads.runtime import control_plane
-from megads.runtime.control_plane import open_control_plane
-from megads.runtime.json_message import encode
+from megads.runtime.control_plane import encode, open_control_plane
 from tests.distributed import run_ranks
 
 FINE = Symptoms(rank=0)

@@ -17,7 +17,7 @@ from megads.plan.step_trace import (
     perfetto_trace,
     simulated_step,
 )
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 
 COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5, 2.0], latency=0.25)
 

@@ -21,7 +21,7 @@ from megads.report.step_timeline import draw_step_timeline, read_steps, schedule
 from megads.report.style import house_style
 from megads.report.write import write_report
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.span import Span
+from megads.runtime.spans import Span
 from tests.report.test_write import assert_self_contained
 from tests.report.written_runs import BEGIN, write_events, write_start, write_steps
 

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 
 from megads.errors import ConfigError, Fenced, MegadsError, UnhealthyNode
 from megads.ops.autotune import DeviceBroken
-from megads.runtime.control_plane import ALONE, ControlPlane, open_control_plane
-from megads.runtime.json_message import decode, decode_error, encode, encode_error
+from megads.runtime.control_plane import (
+    ALONE,
+    ControlPlane,
+    decode,
+    decode_error,
+    encode,
+    encode_error,
+    open_control_plane,
+)
 from tests.distributed import run_ranks
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megads.launch.node_ranks import lowest_compute_capability
 from megads.runtime.environment import (
     RankEnvironment,
     exported,
@@ -17,7 +18,6 @@ from megads.runtime.environment import (
     share_of_cores,
     wait_passively,
 )
-from megads.runtime.node_ranks import lowest_compute_capability
 
 
 def test_a_process_started_by_hand_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

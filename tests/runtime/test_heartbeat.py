@@ -22,7 +22,7 @@ from megads.runtime.heartbeat import (
     render_positions,
 )
 from megads.runtime.metrics import read_json_lines
-from tests.runtime.test_launcher import Launched, start
+from tests.launch.test_launcher import Launched, start
 
 __all__ = ["start"]
 

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 from megads.resilience.nodes.board import Board
 from megads.runtime.control_store import ControlStore
 from megads.runtime.run_secret import Secret, secret_path
-from tests.runtime.test_launcher import REPOSITORY, Launched
+from tests.launch.test_launcher import REPOSITORY, Launched
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +31,7 @@ IMPOSTOR = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from megads.runtime.admission import admit
+from megads.runtime.distributed import admit
 from megads.runtime.control_plane import open_control_plane
 from megads.runtime.run_secret import Secret
 port, prefix, limit = int(sys.argv[1]), sys.argv[2], timedelta(seconds=float(sys.argv[3]))

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from megads.errors import ConfigError
+from megads.launch.launcher import EXIT_KILLED
 from megads.resilience.rehearsal.private_slurm import PrivateSlurm
 from megads.resilience.rehearsal.sbatch_options import read_words
-from megads.runtime.launcher import EXIT_KILLED
 from tests.command import REPOSITORY, Ended, StartCommand
 
 GOOD = """#!/bin/bash

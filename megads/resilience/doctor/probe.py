@@ -17,8 +17,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from megads.runtime.control_store import LOOPBACK, listen
 from megads.runtime.environment import exported, rank_variables
-from megads.runtime.listener import LOOPBACK, listen
 
 ALL_REDUCE_S = 2.0
 """Longest wait for a collective between two processes of this machine."""

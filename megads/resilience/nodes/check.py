@@ -13,8 +13,8 @@ from typing import Any
 
 from megads.resilience.nodes.config import CheckNodesConfig
 from megads.resilience.nodes.judge import Measured, Pair, first_round, judge_nodes, name_faulty, second_round
+from megads.runtime.control_store import launcher_address
 from megads.runtime.environment import exported, loopback_variables
-from megads.runtime.listener import launcher_address
 from megads.runtime.run_secret import Secret
 from megads.runtime.slurm import Allocation
 

@@ -1,0 +1,416 @@
+"""Runs a start of a run to its end: starts its ranks, watches them, answers signals, and says how they ended.
+
+The ranks are on this machine (node_ranks) or on the nodes of a SLURM job (slurm_ranks). They are polled, so the main
+thread shows the console and answers signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to save and
+stop; the second kills it, unless the scheduler says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from megads.errors import MegadsError, Preempted, UnhealthyNode
+from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
+from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, judge
+from megads.launch.scheduler import Scheduler
+from megads.monitor.console import Console
+from megads.runtime import environment
+from megads.runtime.heartbeat import RankPosition, render_positions
+from megads.runtime.metrics import EventWriter
+from megads.runtime.run_dir import tracker_log_path
+from megads.runtime.run_secret import start_secret
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
+
+_POLL_S = 0.05
+
+
+class SideProcess:
+    """One process in a session of its own, so that no signal of the terminal reaches it.
+
+    Its standard input is a pipe on which nothing is ever written: its end says that the run is over, however the
+    launcher ended.
+
+    Args:
+        command: arguments after the Python interpreter.
+        log: file that takes what it prints.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path):
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def failure(self) -> str:
+        """How it failed, once it did; empty while it runs and after a good end."""
+        code = self._process.poll()
+        if not code:
+            return ""
+        return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+    def finish(self, limit_s: float, hurry: Callable[[], bool]) -> bool:
+        """Tells it that the run is over, and waits.
+
+        Args:
+            limit_s: longest wait; then it is killed with all that it started.
+            hurry: asked again and again; True ends the wait at once.
+
+        Returns:
+            True when it ended by itself.
+
+        """
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        deadline = time.monotonic() + limit_s
+        while self._process.poll() is None:
+            if time.monotonic() >= deadline or hurry():
+                self._kill()
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+EXIT_KILLED = 130
+# The process beside the ranks keeps to LaunchSpec.flush_s itself; this much later it is taken to hang.
+_FLUSH_MARGIN_S = 2.0
+_KILLED_FLUSH_S = 1.0
+_STOPPED_RANK_S = 10.0
+"""A rank whose process is stopped keeps a request to stop waiting for so long."""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What to start.
+
+    Attributes:
+        run_dir: the run directory.
+        num_ranks: processes to start, over all nodes.
+        command: arguments after the Python interpreter, the same for every rank.
+        threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
+        side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
+        flush_s: how long that process may go on after the ranks.
+        cpu: the ranks compute on the CPU, whatever GPUs there are.
+        saves: the ranks save and stop when asked; where they do not, the first signal kills them.
+        lease: number of this start of the run; None where nobody else can start it.
+        heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
+        cause_of_bus_error: asked when a rank was killed by SIGBUS; the fault that it finds in a mapped file, if any.
+    """
+
+    run_dir: Path
+    num_ranks: int
+    command: tuple[str, ...]
+    threads_per_rank: int | None = None
+    side_command: tuple[str, ...] = ()
+    flush_s: float = 10.0
+    cpu: bool = False
+    saves: bool = True
+    lease: int | None = None
+    heartbeat_timeout_s: float | None = None
+    cause_of_bus_error: Callable[[], MegadsError | None] | None = None
+
+    def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
+        """What one node starts; without a place, all of it."""
+        return NodePart(
+            run_dir=self.run_dir,
+            command=self.command,
+            num_ranks=ranks_per_node,
+            threads_per_rank=self.threads_per_rank or environment.share_of_cores(ranks_per_node),
+            cpu=self.cpu,
+            lease=self.lease,
+            heartbeat_timeout_s=self.heartbeat_timeout_s,
+            **place,  # type: ignore[arg-type]
+        )
+
+
+def launch(
+    spec: LaunchSpec, console: Console, ranks: Ranks | None = None, scheduler: Scheduler | None = None
+) -> Outcome:
+    """Runs the ranks to their end; the caller holds the run directory (lease.claimed).
+
+    Args:
+        spec: what to start.
+        console: shows the run.
+        ranks: where; None starts them on this machine.
+        scheduler: what else may end the run; None is nothing.
+
+    Returns:
+        How they ended. The exit code is what the ranks returned, the first failing rank's own, or 130 when killed by a
+        second signal.
+
+    Raises:
+        ConfigError: there are GPUs, but fewer than ranks; nothing is started.
+        MegadsError: the scheduler says that this start must not go on; its ranks are killed.
+    """
+    if ranks is None:
+        if not spec.cpu:
+            require_devices(spec.num_ranks, "parallel.tp * cp * pp * dp")
+        ranks = NodeRanks(spec.node_part(spec.num_ranks))
+    clear_records(spec.run_dir)
+    clear_stop(spec.run_dir)
+    with start_secret(spec.run_dir, spec.lease):
+        side = _start_side(spec, console)
+        return _Launch(spec, console, side, ranks, scheduler or Scheduler()).run()
+
+
+def _start_side(spec: LaunchSpec, console: Console) -> SideProcess | None:
+    """Starts the process beside the ranks; a run goes on without it."""
+    if not spec.side_command:
+        return None
+    try:
+        return SideProcess(spec.side_command, tracker_log_path(spec.run_dir))
+    except OSError as error:
+        console.say(f"trackers cannot be started ({error}): the run is not recorded by them", "warning")
+        return None
+
+
+class _Launch:
+    """One start of a run's ranks."""
+
+    def __init__(
+        self, spec: LaunchSpec, console: Console, side: SideProcess | None, ranks: Ranks, scheduler: Scheduler
+    ):
+        self._spec = spec
+        self._console = console
+        self._side = side
+        self._side_failed = False
+        self._ranks = ranks
+        self._scheduler = scheduler
+        self._events = EventWriter(spec.run_dir)
+        self._signals: list[int] = []
+        self._signals_answered = 0
+        self._killed_by_signal = False
+        self._silent: dict[int, RankPosition] = {}
+        self._stop_reason = ""
+        self._stop_requested_at: float | None = None
+        self._overdue = ""
+
+    def run(self) -> Outcome:
+        """Starts the ranks, watches them to the end and returns how they ended."""
+        spec = self._spec
+        self._events.write(
+            "launch",
+            ranks=spec.num_ranks,
+            pid=os.getpid(),
+            level="debug",
+            start=spec.lease,
+            **self._scheduler.description(),
+            **self._ranks.description(),
+        )
+        with self._signals_caught():
+            overruled = self._watch()
+            outcome = self._conclude(overruled)
+            self._end_side(killed=outcome.exit_code == EXIT_KILLED or overruled is not None)
+        self._events.close()
+        self._console.close()
+        if overruled is not None:
+            raise overruled
+        return replace(outcome, stopping=bool(self._stop_reason))
+
+    def _watch(self) -> MegadsError | None:
+        """Waits for the end of the ranks; returns why they had to be killed, None when they had not."""
+        overruled: MegadsError | None = None
+        self._ranks.start()
+        while self._ranks.poll():
+            self._console.poll()
+            self._watch_side()
+            self._watch_heartbeats()
+            self._answer_signals()
+            self._enforce_stop()
+            try:
+                self._ask_scheduler()
+            except MegadsError as error:
+                overruled = overruled or error
+                self._ranks.kill()
+        self._console.poll()
+        return overruled
+
+    def _conclude(self, overruled: MegadsError | None) -> Outcome:
+        """Judges how the ranks ended, says so once and records it."""
+        if overruled is not None:
+            self._console.poll()
+            self._console.close()
+            return Outcome(overruled.exit_code)
+        if self._killed_by_signal:
+            cause = "a second signal; the last checkpoint is untouched" if self._spec.saves else "a signal"
+            self._events.write("killed", level="debug", cause=cause, exit_code=EXIT_KILLED)
+            self._console.poll()
+            self._console.say(f"killed by {cause}", "error")
+            self._console.close()
+            return Outcome(EXIT_KILLED)
+        reports = self._ranks.reports()
+        outcome = self._explained(judge(self._spec.run_dir, self._spec.num_ranks, reports))
+        outcome = self._after_a_stop(outcome, reports)
+        if outcome.message:
+            self._events.write(
+                "failure",
+                level="error",
+                rank=outcome.rank,
+                nodes=list(outcome.nodes),
+                exit_code=outcome.exit_code,
+                message=outcome.message,
+                first_sign=outcome.first_sign_s,
+            )
+        self._events.write("exit", exit_code=outcome.exit_code, level="debug")
+        self._console.poll()
+        self._console.close()
+        if outcome.message:
+            with suppress(OSError):
+                sys.stderr.write(f"megads: {outcome.message}\n")
+        return outcome
+
+    def _explained(self, outcome: Outcome) -> Outcome:
+        """The kernel's only word on a mapped file that lost its end is a signal: the file itself says more."""
+        if outcome.signal != signal.SIGBUS or self._spec.cause_of_bus_error is None:
+            return outcome
+        cause = self._spec.cause_of_bus_error()
+        if cause is None:
+            return outcome
+        return replace(outcome, exit_code=cause.exit_code, message=f"{outcome.message}\n  cause: {cause}")
+
+    def _after_a_stop(self, outcome: Outcome, reports: Sequence[NodeReport]) -> Outcome:
+        """A run that was to make room for others goes on later, also where a hung rank or a lost node kept it from
+        saving."""
+        if self._overdue:
+            hung = outcome.exit_code == UnhealthyNode.exit_code
+            found = render_positions(position for report in reports for position in report.positions)
+            message = f"{self._overdue}\n  {outcome.message if hung else found}".rstrip()
+            outcome = replace(outcome, message=message, exit_code=UnhealthyNode.exit_code)
+        if outcome.exit_code == UnhealthyNode.exit_code and self._stop_reason in (PREEMPTED, TIME_LIMIT):
+            return replace(outcome, exit_code=Preempted.exit_code)
+        return outcome
+
+    def _watch_heartbeats(self) -> None:
+        """Names ranks that fall silent, within seconds, and those that are heard again."""
+        for position in self._ranks.silences():
+            if position.lost:
+                self._silent[position.rank], event, text = position, "heartbeat_lost", str(position)
+            else:
+                self._silent.pop(position.rank, None)
+                event, text = "heartbeat_back", "sends heartbeats again"
+            self._events.write(
+                event,
+                level="warning",
+                rank=position.rank,
+                node=position.node,
+                step=position.step,
+                phase=position.phase,
+                state=position.state,
+                message=f"{position.name} {text}",
+            )
+
+    def _enforce_stop(self) -> None:
+        """Kills ranks that do not stop although they were asked to: the last checkpoint counts."""
+        if self._stop_requested_at is None or self._overdue:
+            return
+        waited_s = time.monotonic() - self._stop_requested_at
+        stopped = [position.name for position in self._silent.values() if position.stopped]
+        if stopped and waited_s >= _STOPPED_RANK_S:
+            cause = f"{', '.join(stopped)} cannot: stopped by SIGSTOP"
+        elif waited_s >= self._scheduler.stop_timeout_s:
+            cause = "run.stop_timeout_s is over"
+        else:
+            return
+        self._overdue = f"asked to stop {waited_s:.0f} s ago, but {cause}: killed, the last checkpoint counts"
+        self._ranks.kill()
+
+    def _watch_side(self) -> None:
+        """Says it once when the process beside the ranks fails; what fails within it, it says itself."""
+        if self._side is not None and self._side.failure and not self._side_failed:
+            self._side_failed = True
+            self._warn_of_side(f"the tracker process {self._side.failure}; the training goes on without it")
+
+    def _end_side(self, killed: bool) -> None:
+        """Waits shortly for the process beside the ranks; a further signal ends the wait."""
+        if self._side is None:
+            return
+        limit_s = _KILLED_FLUSH_S if killed else self._spec.flush_s + _FLUSH_MARGIN_S
+        answered = len(self._signals)
+        if not self._side.finish(limit_s, lambda: len(self._signals) > answered):
+            self._side_failed = True
+            self._warn_of_side("the tracker process was killed at the end of the run before it had everything")
+        self._watch_side()
+        self._console.poll()
+
+    def _warn_of_side(self, message: str) -> None:
+        remedy = f"python -m {self._spec.side_command[1]} {self._spec.run_dir} sends what is missing"
+        log = tracker_log_path(self._spec.run_dir)
+        self._events.write("tracker_failed", level="warning", message=f"{message}; {remedy}\n  log: {log}")
+
+    @contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        """Collects signals while the ranks run; handlers only note them, the loop answers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # nohup ignores SIGHUP, and means it.
+        wanted = self._scheduler.signals
+        numbers = [n for n in wanted if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _answer_signals(self) -> None:
+        """The first signal asks ranks that save for a stop, every other one kills where the scheduler has it so."""
+        while self._signals_answered < len(self._signals):
+            number = signal.Signals(self._signals[self._signals_answered])
+            self._signals_answered += 1
+            if not self._spec.saves or (self._signals_answered > 1 and self._scheduler.kills(number)):
+                self._killed_by_signal = True
+                self._ranks.kill()
+            elif self._signals_answered == 1:
+                reason, again = self._scheduler.reason(number), self._scheduler.second_signal
+                self._request_stop(reason, f"{number.name}: saving and stopping after the current step; {again}")
+
+    def _ask_scheduler(self) -> None:
+        """Stops the run where the scheduler wants it."""
+        order = self._scheduler.look()
+        if order is not None:
+            self._request_stop(order.reason, order.message)
+
+    def _request_stop(self, reason: str, message: str) -> None:
+        self._stop_reason, self._stop_requested_at = reason, self._stop_requested_at or time.monotonic()
+        try:
+            request_stop(self._spec.run_dir, reason)
+        except OSError as error:
+            message = f"the run cannot be asked to stop ({error}): it is killed"
+            self._killed_by_signal = True
+            self._ranks.kill()
+        self._events.write("stop_requested", level="debug", reason=reason, cause=message)
+        self._console.say(message, "warning")

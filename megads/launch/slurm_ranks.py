@@ -1,0 +1,194 @@
+"""The ranks of a run on the nodes of a SLURM job: one agent a node, started by srun and told what to do by a store.
+
+srun ends the step when an agent fails or a node goes away; the launcher judges from what the agents said before that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from megads.errors import ConfigError
+from megads.launch.node_agent import FAILING, REPORT, SIGNALLED, SILENCE
+from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart
+from megads.launch.rank_outcome import NodeReport, lost_nodes
+from megads.runtime import environment, slurm
+from megads.runtime.control_store import LOOPBACK, launcher_address
+from megads.runtime.files import last_line
+from megads.runtime.heartbeat import RankPosition
+from megads.runtime.run_dir import srun_log_path
+from megads.runtime.run_secret import read_secret, secret_path
+from megads.runtime.slurm import Allocation, Node
+
+if TYPE_CHECKING:
+    from megads.runtime.control_store import ControlStore
+
+AGENT_MODULE = "megads.cli.agent"
+_STEP_NAME = "megads"
+_WAIT_S = 60
+_CANCEL_AFTER_S = 10.0
+_SIGNAL_SETTLES_S = 1.0
+_GIVE_UP_AFTER_S = 30.0
+
+
+class SlurmRanks:
+    """Ranks on several nodes.
+
+    Args:
+        part: what each node starts; its number and address are filled in on the node.
+        allocation: the job.
+        nodes: those of its nodes that take part, in the order of their ranks.
+        srun_options: further options of srun.
+        wrapper: words before the agent's command, a container's for instance.
+    """
+
+    def __init__(
+        self,
+        part: NodePart,
+        allocation: Allocation,
+        nodes: Sequence[Node],
+        srun_options: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
+    ):
+        self._part = part
+        self._allocation = allocation
+        self._nodes = nodes
+        self._srun_options = srun_options
+        self._wrapper = wrapper
+        self._reports: dict[int, NodeReport] = {}
+        self._silences: list[RankPosition] = []
+        self._failed_at: float | None = None
+        self._signalled_at: float | None = None
+        self._ended_at: float | None = None
+        self._cancelled = False
+        self._control: ControlStore | None = None
+        self._srun: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        # Imported here: it pulls in torch, for which a refused config should not wait.
+        from megads.runtime.control_store import ControlStore
+
+        secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
+        self._control = ControlStore(secret, self._store_address())
+        with srun_log_path(self._part.run_dir).open("wb") as log:
+            # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
+            self._srun = subprocess.Popen(
+                self.command(f"{self._control.host}:{self._control.port}"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Waits a moment and does what is due; False once srun has ended."""
+        assert self._srun is not None and self._control is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._srun.wait(POLL_S)
+        for word in self._control.hear():
+            self._take(word)
+        if self._srun.poll() is not None:
+            return False
+        now = time.monotonic()
+        if self._signalled_at is not None and now - self._signalled_at > _SIGNAL_SETTLES_S:
+            self._signalled_at = None
+            # A failed step is ended by srun with the same signal, which then asks for nothing; the failure is heard of
+            # a little later where an agent died. The launcher answers a signal that it did not get as if it were its
+            # own; one that it got too is only its second.
+            if self._failed_at is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
+            self.kill()
+        if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
+            self._cancel(now)
+        return True
+
+    def kill(self) -> None:
+        """Has every agent kill its ranks."""
+        if self._control is not None and self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self._control.order_end()
+
+    def silences(self) -> list[RankPosition]:
+        """What the agents have said of heartbeats since the last call."""
+        found, self._silences = self._silences, []
+        return found
+
+    def reports(self) -> list[NodeReport]:
+        missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
+        reports = [report for _, report in sorted(self._reports.items())]
+        return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")
+
+    def description(self) -> dict[str, object]:
+        return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
+
+    def _store_address(self) -> str:
+        """Where the launcher listens for the agents."""
+        if [node.name for node in self._nodes] == [environment.node_name()]:
+            return LOOPBACK
+        nodes = self._allocation.nodes
+        return launcher_address(nodes[0].address, [node.address for node in nodes])
+
+    def command(self, store: str) -> tuple[str, ...]:
+        """The command that starts one agent on every node.
+
+        Args:
+            store: host and port at which the launcher listens.
+        """
+        part, job = self._part, self._allocation
+        count = str(len(self._nodes))
+        cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
+        every_node = [
+            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", store),
+            *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
+            *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
+            *(["--lease", str(part.lease)] if part.lease is not None else []),
+            *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
+            *(["--cpu"] if part.cpu else []),
+            *("--", *part.command),
+        ]
+        return (
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
+            # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
+            *("--overlap", "--nodelist", ",".join(node.name for node in self._nodes)),
+            *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
+            *self._srun_options,
+            *self._wrapper,
+            *every_node,
+        )
+
+    def _take(self, word: dict[str, object]) -> None:
+        """Notes what an agent says."""
+        if word["word"] == SIGNALLED:
+            self._signalled_at = self._signalled_at or time.monotonic()
+            return
+        if word["word"] == SILENCE:
+            self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
+            return
+        number = word["number"]
+        assert isinstance(number, int)
+        failed = word["word"] == FAILING
+        if word["word"] == REPORT:
+            report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
+            self._reports[number] = report
+            failed = report.failed
+        if failed and self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _cancel(self, now: float) -> None:
+        """Ends a step whose agents do not: first by the scheduler's hand, then without it."""
+        assert self._srun is not None and self._ended_at is not None
+        if not self._cancelled:
+            self._cancelled = True
+            # Without a controller that answers there is the second way.
+            with suppress(ConfigError):
+                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
+                    slurm.ask("scancel", "--signal=KILL", step)
+        if now - self._ended_at > _GIVE_UP_AFTER_S:
+            self._srun.kill()

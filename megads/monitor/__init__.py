@@ -1,0 +1,1 @@
+"""Observes a run and never steers it: metrics, throughput, console, trackers."""

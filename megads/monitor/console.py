@@ -1,0 +1,289 @@
+"""What the launcher shows of a run: the lines of metrics.jsonl and events.jsonl, each as one readable line.
+
+live_console.LiveConsole shows the same on a terminal as a panel; console_choice.open_console chooses.
+
+The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows a step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from megads.runtime.files import Tail
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.runtime.terminal import visible
+
+_BACKLOG_CHARACTERS = 2**20
+_DRAIN_S = 2.0
+
+
+class Outlet:
+    """Takes text at once and writes it when the other end accepts it.
+
+    A reader that stops reading (Ctrl-S, a stalled connection) costs lines beyond a backlog of 1 MiB, and one that goes
+    away costs all later ones; neither is an error. A stream without a file descriptor is written to directly.
+
+    Args:
+        out: where text goes; nobody else may write to it until `close`.
+    """
+
+    def __init__(self, out: TextIO):
+        self._out = out
+        self._encoding = out.encoding or "utf-8"
+        self._descriptor = _descriptor(out)
+        self._texts: deque[str] = deque()
+        self._backlog = 0
+        self._dropped_texts = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """True when everything has been written: who draws frames draws the next one only now."""
+        return self._backlog == 0
+
+    @property
+    def unicode(self) -> bool:
+        """True when the stream can hold any character."""
+        return self._encoding.lower().replace("-", "").startswith("utf")
+
+    def write(self, text: str) -> None:
+        """Takes a text; returns at once."""
+        if self._descriptor is None:
+            self._out.write(text)
+            self._out.flush()
+            return
+        with self._changed:
+            if self._backlog + len(text) > _BACKLOG_CHARACTERS:
+                self._dropped_texts += 1
+                return
+            if self._dropped_texts:
+                text = f"[{self._dropped_texts} lines not shown: the terminal did not take them]\n{text}"
+                self._dropped_texts = 0
+            self._backlog += len(text)
+            self._texts.append(text)
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Waits for what is left, two seconds at most; what is written later is written the same way."""
+        if self._descriptor is None:
+            return
+        deadline = time.monotonic() + _DRAIN_S
+        with self._changed:
+            while self._backlog and self._changed.wait(max(0.0, deadline - time.monotonic())):
+                continue
+
+    def _run(self) -> None:
+        """Body of the thread."""
+        while True:
+            with self._changed:
+                while not self._texts:
+                    self._changed.wait()
+                text = "".join(self._texts)
+                self._texts.clear()
+            try:
+                self._write_all(text.encode(self._encoding, errors="replace"))
+            except OSError:
+                self._give_up()
+            with self._changed:
+                self._backlog -= len(text)
+                self._changed.notify_all()
+
+    def _write_all(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+
+    def _give_up(self) -> None:
+        """Goes on without a reader: a closed pipe or a lost connection must not end the training.
+
+        The descriptor is replaced, so that Python's own flush at exit does not fail and change the exit code.
+        """
+        assert self._descriptor is not None
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._descriptor)
+        os.close(nowhere)
+
+
+def _descriptor(out: TextIO) -> int | None:
+    """The stream's file descriptor, its own buffer written; None where it has none."""
+    try:
+        descriptor = out.fileno()
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):
+        out.flush()
+    return descriptor
+
+
+_LEVELS = ("debug", "info", "warning", "error")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "start")
+# The launcher says these itself.
+_SAID_ELSEWHERE = ("failure", "config_changed")
+_STEP_TIME_MEMORY = 0.9
+
+
+class Console:
+    """Renders a run's files, from the moment it is made.
+
+    Args:
+        run_dir: the run directory.
+        out: where lines go.
+        level: lowest level shown; steps and ordinary events are "info".
+        every_steps: steps between two step lines; the last step is always shown.
+        total_steps: planned length, or None when unknown; an event with `total_steps` sets it too.
+    """
+
+    def __init__(
+        self, run_dir: Path, out: TextIO, level: str = "info", every_steps: int = 1, total_steps: int | None = None
+    ):
+        self._metrics = Tail(run_dir / METRICS_FILE)
+        self._events = Tail(run_dir / EVENTS_FILE)
+        self._outlet = Outlet(out)
+        self._level = level
+        self._every_steps = every_steps
+        self._total_steps = total_steps
+        self._step_time_s: float | None = None
+
+    def poll(self) -> None:
+        """Shows what the files gained since the last call."""
+        # Events have a time and steps have none, so their order within one poll is a guess: what a start says comes
+        # before the steps, everything else after the step that caused it.
+        events = self._events.read()
+        opening = [event for event in events if event.get("event") in _OPENING_EVENTS]
+        for event in opening:
+            self._show_event(event)
+        for record in self._metrics.read():
+            self._show_metrics(record)
+        for event in events:
+            if event not in opening:
+                self._show_event(event)
+
+    def _show_event(self, event: Mapping[str, Any]) -> None:
+        self._total_steps = event.get("total_steps", self._total_steps)
+        if event.get("event") not in _SAID_ELSEWHERE:
+            self.say(render_event(event), str(event.get("level", "info")))
+
+    def say(self, line: str, level: str = "info") -> None:
+        """Shows one line of the launcher's own, unless its level is below what was asked for."""
+        if self._shows(level):
+            self._print(visible(line), level)
+
+    def close(self) -> None:
+        """Ends what is drawn and waits shortly until it is; lines said later are plain ones."""
+        self._outlet.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _shows(self, level: str) -> bool:
+        return _LEVELS.index(level if level in _LEVELS else "info") >= _LEVELS.index(self._level)
+
+    def _print(self, line: str, level: str) -> None:
+        self._outlet.write(f"{line}\n")
+
+    def _show_metrics(self, record: Mapping[str, Any]) -> None:
+        if "loss" not in record:
+            self.say(render_validation(record))
+            return
+        self._remember_step_time(record.get("step_time_s"))
+        step = int(record.get("step", 0))
+        if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
+            self.say(render_step(record, self._total_steps, self._eta_s(step)))
+
+    def _remember_step_time(self, step_time_s: float | None) -> None:
+        if step_time_s is None:
+            return
+        old = self._step_time_s
+        self._step_time_s = (
+            step_time_s if old is None else _STEP_TIME_MEMORY * old + (1 - _STEP_TIME_MEMORY) * step_time_s
+        )
+
+    def _eta_s(self, step: int) -> float | None:
+        if self._total_steps is None or self._step_time_s is None:
+            return None
+        return max(0, self._total_steps - step) * self._step_time_s
+
+
+def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:
+    """Returns one line for a step, of the keys that are there."""
+    step = f"step {record.get('step', '?')}" + (f"/{total_steps}" if total_steps else "")
+    parts = [step]
+    for key, template in (
+        ("loss", "loss {:.4f}"),
+        ("grad_norm", "grad {:.2f}"),
+        ("lr", "lr {:.1e}"),
+        ("tokens_per_s", "{:,.0f} tok/s"),
+    ):
+        if record.get(key) is not None:
+            parts.append(template.format(record[key]))
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {100 * record['mfu']:.0f}%")
+    if eta_s is not None:
+        parts.append(f"ETA {render_duration(eta_s)}")
+    if record.get("skipped") is not None:
+        parts.append(f"skipped {int(record['skipped'])}")
+    return " | ".join(parts)
+
+
+def render_validation(record: Mapping[str, Any]) -> str:
+    """Returns one line for a validation: every set's loss, perplexity and unigram loss."""
+    parts = [f"validation at step {record.get('step', '?')}"]
+    for key, loss in record.items():
+        if not (key.startswith("valid/") and key.endswith("/loss")):
+            continue
+        name = key.split("/")[1]
+        perplexity = record.get(f"valid/{name}/ppl", math.exp(min(loss, 700.0)))
+        part = f"{name}: loss {loss:.4f} | ppl {perplexity:,.1f}"
+        unigram = record.get(f"valid/{name}/unigram_loss")
+        parts.append(part if unigram is None else f"{part} | unigram loss {unigram:.4f}")
+    return " | ".join(parts)
+
+
+def render_event(event: Mapping[str, Any]) -> str:
+    """Returns one line for an event: its message if it has one, else its fields."""
+    name = str(event.get("event", "event")).replace("_", " ")
+    if event.get("message"):
+        return f"{name}: {event['message']}"
+    fields = [
+        f"{key} {_render_value(key, value)}"
+        for key, value in event.items()
+        if key not in ("time", "event", "level") and value not in (None, "", [], {})
+    ]
+    return f"{name}: {', '.join(fields)}" if fields else name
+
+
+def _render_value(key: str, value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)[:8] if key.endswith("digest") else str(value)
+
+
+def render_duration(seconds: float) -> str:
+    """Returns a duration as 42s, 3m12s, 2h05m or 3d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -1,0 +1,165 @@
+"""The trackers themselves: TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import wandb
+import yaml
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megads.monitor.console import render_event
+from megads.monitor.trackers import RunDescription, details, numbers
+from megads.runtime.config import WandbConfig, WandbMode
+
+# Texts stand at step 0, where no rewinding takes them back.
+_TEXT_STEP = 0
+
+
+class TensorBoardTracker:
+    """Writes event files; readers of them (TensorBoard) may be absent.
+
+    Args:
+        run: the run; files go to <run_dir>/tensorboard.
+        step: last step that was recorded before: whatever earlier files hold beyond it is taken back.
+    """
+
+    rewinds = True
+    first_step: int | None = None
+
+    def __init__(self, run: RunDescription, step: int):
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=10)
+        self.rewind(step)
+        self._add_text("config", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```")
+
+    def rewind(self, step: int) -> None:
+        # TensorBoard drops what earlier files hold from this step on.
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers(record).items()]
+        self._add(Event(step=int(record["step"]), summary=Summary(value=values)))
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        pass  # `finish` writes them all: TensorBoard shows but a sample of a tag's texts.
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
+        self._add_text("events", _markdown(("time", "event", "details"), [_event_row(event) for event in events]))
+        self._add_text("final", _markdown(("name", "value"), [(name, f"{value:.6g}") for name, value in table.items()]))
+        self._writer.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._writer.add_event(event)
+
+    def _add_text(self, tag: str, text: str) -> None:
+        value = Summary.Value(
+            tag=tag,
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tensor=TensorProto(
+                dtype=DT_STRING,
+                string_val=[text.encode()],
+                tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+            ),
+        )
+        self._add(Event(step=_TEXT_STEP, summary=Summary(value=[value])))
+
+
+def _event_row(event: Mapping[str, Any]) -> tuple[str, ...]:
+    moment = time.strftime("%F %T", time.localtime(event.get("time")))
+    return moment, str(event.get("event")), details(event).replace("|", "\\|")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_INIT_TIMEOUT_S = 60
+
+
+class WandbTracker:
+    """One run on wandb, under the run's own id, so that every start of a run continues the same one.
+
+    wandb cannot take back a step. Its history goes by the run's step.
+
+    Args:
+        run: the run.
+        config: project, entity and tags.
+        mode: offline or online.
+    """
+
+    rewinds = False
+
+    def __init__(self, run: RunDescription, config: WandbConfig, mode: WandbMode):
+        self._run = wandb.init(
+            dir=str(run.run_dir),
+            id=run.run_id,
+            name=run.run_id,
+            project=config.project,
+            entity=config.entity,
+            tags=list(config.tags),
+            config=dict(run.config),
+            mode="online" if mode is WandbMode.online else "offline",
+            resume="allow",
+            settings=wandb.Settings(
+                init_timeout=_INIT_TIMEOUT_S,
+                # The run is not this process: its own output, code, usage and requirements say nothing.
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
+                silent=True,
+            ),
+        )
+        self.first_step = int(self._run.starting_step) if mode is WandbMode.online else None
+        self._step = int(self._run.starting_step)
+
+    def rewind(self, step: int) -> None:
+        raise NotImplementedError("wandb cannot take back steps")
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        # A lower step than the last would be refused: a validation made up for after a resume goes to the next row.
+        self._step = max(int(record["step"]), self._step)
+        self._run.log(numbers(record), step=self._step)
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        self._run.write_logs(f"{_moment(event)} {render_event(event)}")
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
+        rows = [(_moment(event), str(event.get("event")), details(event)) for event in events]
+        values = [(name, f"{value:.6g}") for name, value in table.items()]
+        # Html, not wandb.Table: that one is an artifact, for which wandb asks the server before it goes on.
+        panels = {
+            "events": wandb.Html(_html(("time", "event", "details"), rows), inject=False),
+            "final": wandb.Html(_html(("name", "value"), values), inject=False),
+        }
+        self._run.log(panels, step=self._step)
+        self._run.summary.update({f"final/{name}": value for name, value in table.items()})
+        self._run.finish(exit_code=int(table.get("exit_code", 1)))
+
+
+def _moment(event: Mapping[str, Any]) -> str:
+    return time.strftime("%F %T", time.localtime(event.get("time")))
+
+
+def _html(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th align=left>{column}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f"<meta charset=utf-8><table cellpadding=4><tr>{head}</tr>\n{body}</table>"

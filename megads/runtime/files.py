@@ -1,0 +1,197 @@
+"""Files that others may write, kill or replace: read within limits, followed as they grow, written atomically."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megads.errors import ConfigError
+
+
+def temporary_path(path: Path) -> Path:
+    """Returns a name beside `path` that nobody else uses, not even on another host that shares the folder."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary beside `path` that takes its name once it is complete and on disk.
+
+    Concurrent writers are harmless: each has its own temporary, and the last one to finish wins.
+
+    Args:
+        path: the file to make or replace; its folder must exist.
+
+    Yields:
+        The temporary, open for binary writing. An exception removes it and leaves `path` as it was.
+
+    Raises:
+        OSError: as the system reports it (full disk, no permission).
+    """
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            sync(file)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync(file: BinaryIO) -> None:
+    """Forces what was written to `file` onto the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Forces renames in `directory` onto the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_MOST_BYTES = 1 << 30
+_MOST_YAML, _MOST_DEPTH = 1 << 20, 100
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the bytes of a regular file.
+
+    Raises:
+        OSError: as the system reports it; EINVAL for a pipe, a socket or a device, EFBIG for more than 1 GiB.
+    """
+    # Without O_NONBLOCK the opening of a pipe waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if state.st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    except OSError:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns what a JSON text says.
+
+    Raises:
+        ValueError: it is no JSON, or nested more deeply than anything of ours.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested without end") from None
+
+
+def read_json(path: Path) -> Any:
+    """Returns what a JSON file says; raises OSError and ValueError as the two above do."""
+    return parse_json(read_regular(path))
+
+
+def require_bounded_yaml(text: str, most_characters: int = _MOST_YAML) -> None:
+    """Refuses a YAML text that takes minutes to parse: PyYAML reads some 100 KB a second, and brackets within brackets
+    in a time that grows with the square of their depth.
+
+    Raises:
+        ValueError: it is too long, or too deep.
+    """
+    if len(text) > most_characters:
+        raise ValueError(f"it is longer than {most_characters:,} characters, which no config is")
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth = depth + 1 if bracket in "[{" else max(depth - 1, 0)
+        if depth > _MOST_DEPTH:
+            raise ValueError("it is nested without end")
+
+
+def is_readable(path: Path) -> bool:
+    """Whether something is there to read; False where there is nothing.
+
+    Raises:
+        ConfigError: something else than a regular file has the name.
+    """
+    if path.is_file():
+        return True
+    if not os.path.lexists(path):
+        return False
+    raise ConfigError(f"{path} is no regular file: remove it, or put the file in its place, and start again")
+
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+class Tail:
+    """Follows one file.
+
+    Args:
+        path: the file; it need not exist yet.
+        position: byte to start from, the start of a line; None is the end that the file has now.
+    """
+
+    def __init__(self, path: Path, position: int | None = None):
+        self._path = path
+        if position is None:
+            position = path.stat().st_size if path.is_file() else 0
+        self.position = position
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the objects of the lines completed since the last call, a few megabytes at most; [] at the end."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            # A resume cuts the file back to its checkpoint.
+            self.position = min(self.position, file.seek(0, os.SEEK_END))
+            file.seek(self.position)
+            text = file.read(_CHUNK_BYTES)
+        complete = text[: text.rfind(b"\n") + 1]
+        self.position += len(complete)
+        return _objects(complete)
+
+
+def read_end(path: Path, num_bytes: int) -> list[dict[str, Any]]:
+    """Returns the objects of the whole lines within the last `num_bytes` of a file; no file, no objects."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+        file.seek(start)
+        text = file.read(num_bytes)
+    if start:
+        text = text[text.find(b"\n") + 1 :]
+    return _objects(text[: text.rfind(b"\n") + 1])
+
+
+def _objects(text: bytes) -> list[dict[str, Any]]:
+    """Parses lines, passing over those cut short by a kill."""
+    records = []
+    for line in text.splitlines():
+        try:
+            records.append(parse_json(line))
+        except ValueError:
+            continue
+    return [record for record in records if isinstance(record, dict)]
+
+
+def last_line(path: Path) -> str:
+    """Returns the last line of a small text file that says something; empty where there is none."""
+    if not path.is_file():
+        return ""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "")

@@ -1,0 +1,284 @@
+"""The launcher with real processes, torch's real agent and real signals; stand-in ranks are in rank_bodies."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.frozen_config import config_digest, freeze
+from megads.launch.launcher import LaunchSpec, launch
+from megads.monitor.console import Console
+from megads.runtime.config import ClusterConfig
+from megads.runtime.lease import current_holder
+from megads.runtime.metrics import read_json_lines
+
+pytestmark = pytest.mark.distributed
+REPOSITORY = Path(__file__).parents[2]
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from megads.cli.entry import MegadsError
+from megads.frozen_config import load_frozen
+from megads.monitor.console import Console
+from megads.launch.scheduler import Deadline
+from megads.launch.launcher import LaunchSpec, launch
+from megads.runtime.lease import claimed
+from megads.launch.scheduler import Scheduler
+run_dir, ranks, digest, body = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+command = ("-m", "megads.cli.rank", str(run_dir), "--digest", digest, "--entry", "tests.launch.rank_bodies:" + body)
+config = load_frozen(run_dir / "config.yaml")
+spec = LaunchSpec(run_dir, ranks, command, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
+deadline = Deadline(run_dir, None, lambda: None, None, config.run.stop_timeout_s)
+try:
+    with claimed(run_dir):
+        sys.exit(launch(spec, Console(run_dir, sys.stdout), scheduler=Scheduler(deadline=deadline)).exit_code)
+except MegadsError as error:
+    sys.exit(f"{error.exit_code} {error}")
+"""
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two ranks that share a GPU, which NCCL refuses in words that nobody understands."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"= 3 ranks, but this machine has 2 GPUs: lower one of them"):
+        launch(LaunchSpec(tmp_path, 3, ()), Console(tmp_path, io.StringIO()))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Launched:
+    """A launcher in a process of its own, so that signals can be sent to it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        body: str,
+        ranks: int = 2,
+        digest: str | None = None,
+        stop_timeout_s: float | None = None,
+        **cluster: float,
+    ):
+        self.run_dir = run_dir
+        run_dir.mkdir(exist_ok=True)
+        config = RootConfig(cluster=ClusterConfig(**cluster))  # type: ignore[arg-type]
+        config.run.stop_timeout_s = stop_timeout_s
+        freeze(config, run_dir / "config.yaml")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(run_dir), str(ranks), digest or config_digest(config), body],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, timeout_s: float = 40.0) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def rank_pids(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, "the launcher never got there"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def _start(body: str, **options: object) -> Launched:
+        started.append(Launched(tmp_path / "run", body, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield _start
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()
+            launched.process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: Callable[..., Launched]) -> None:
+    """Catches ranks that share the terminal, take every core each, or do not find each other."""
+    launched = start("finish")
+    code, out, err = launched.end()
+    assert (code, out, err) == (0, "", "")
+    logs = [(launched.run_dir / "logs" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert all(f"sum 2 threads {threads}" in log for log in logs)
+
+
+def test_a_returned_code_lets_slow_peers_leave(start: Callable[..., Launched]) -> None:
+    """Catches the agent killing rank 1, still leaving, because rank 0 already ended with code 5."""
+    launched = start("return_five_one_after_another")
+    code, _, err = launched.end()
+    assert (code, err) == (5, "")
+    assert (launched.run_dir / "left_1").exists()
+
+
+def test_the_failing_ranks_code_wins(start: Callable[..., Launched]) -> None:
+    """Catches torchrun's exit 1, blame on a peer that only lost the failing rank, and a peer left in its collective."""
+    launched = start("fail_on_rank_1_while_peers_wait", ranks=3)
+    code, _, err = launched.end()
+    assert code == 7
+    assert err.splitlines()[0] == "megads: rank 1: 6 non-finite steps in a row"
+    assert "rank_00001.log" in err and "Traceback" not in err
+    assert "Traceback" in (launched.run_dir / "logs" / "rank_00001.log").read_text()
+    failure = next(e for e in read_json_lines(launched.run_dir / "events.jsonl") if e["event"] == "failure")
+    assert (failure["rank"], failure["exit_code"]) == (1, 7)
+
+
+def test_a_stopped_peer_does_not_hold_up_the_end(start: Callable[..., Launched]) -> None:
+    """Catches waiting 30 s for a process that cannot answer SIGTERM, and blaming it for the SIGKILL it then got."""
+    launched = start("fail_with_a_bug_while_a_peer_is_stopped")
+    failed = launched.run_dir / "logs" / "failure_00001.json"
+    launched.wait_for(failed.exists)
+    begin = time.monotonic()
+    code, _, err = launched.end()
+    assert time.monotonic() - begin < 10
+    assert code == 1
+    assert "rank 1 failed, ZeroDivisionError: division by zero in the forward" in err
+
+
+def test_kill_nine_of_a_rank_is_named(start: Callable[..., Launched]) -> None:
+    """Catches a lost rank reported as its peers' connection error, and peers that outlive it."""
+    launched = start("wait_in_a_collective", ranks=3)
+    pid_files = [launched.run_dir / f"pid_{rank}" for rank in range(3)]
+    launched.wait_for(lambda: all(path.exists() and path.read_text() for path in pid_files))
+    time.sleep(0.3)
+    pids = [int(path.read_text()) for path in pid_files]
+    os.kill(pids[2], signal.SIGKILL)
+    begin = time.monotonic()
+    code, _, err = launched.end()
+    assert time.monotonic() - begin < 10
+    assert code == 10
+    assert "rank 2 was killed by SIGKILL (out of memory?" in err
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_no_orphan_survives_a_killed_launcher(start: Callable[..., Launched]) -> None:
+    """Catches ranks that train on, unseen: the agent starts them in sessions of their own."""
+    launched = start("step_until_stopped")
+    launched.wait_for(lambda: (launched.run_dir / "metrics.jsonl").exists() and len(launched.rank_pids()) >= 2)
+    pids = launched.rank_pids()
+    launched.process.kill()
+    launched.end()
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])
+def test_first_signal_saves_and_stops(start: Callable[..., Launched], number: signal.Signals, expected: int) -> None:
+    """Catches a signal that kills the ranks, is taken for another, or stays on disk for the next start."""
+    launched = start("step_until_stopped")
+    metrics = launched.run_dir / "metrics.jsonl"
+    launched.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    launched.process.send_signal(number)
+    code, out, err = launched.end()
+    assert (code, err) == (expected, "")
+    assert "step 1 | loss 1.0000" in out
+    assert f"{number.name}: saving and stopping" in out
+    again = start("step_twice", ranks=1)
+    assert again.end()[0] == 0
+    assert not (launched.run_dir / "stop").exists()
+
+
+def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: Callable[..., Launched]) -> None:
+    """Catches a signal that ends in a traceback, or that nobody answers, where the run directory takes no stop file."""
+    launched = start("step_until_stopped")
+    metrics = launched.run_dir / "metrics.jsonl"
+    launched.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    pids = launched.rank_pids()
+    # In the place of the file that the launcher would write: as real a refusal as that of a disk, and for root too.
+    (launched.run_dir / f"stop.{launched.process.pid}.partial").mkdir()
+    launched.process.send_signal(signal.SIGTERM)
+    code, out, err = launched.end()
+    assert (code, err) == (130, "")
+    assert "the run cannot be asked to stop (" in out and "it is killed" in out
+    assert not (launched.run_dir / "stop").exists() and not any(alive(pid) for pid in pids)
+    asked = [
+        event for event in read_json_lines(launched.run_dir / "events.jsonl") if event["event"] == "stop_requested"
+    ]
+    assert len(asked) == 1 and "it is killed" in asked[0]["cause"]
+
+
+def test_a_lost_terminal_changes_nothing(start: Callable[..., Launched]) -> None:
+    """Catches `megads train | head` or a dropped connection that ends the training or changes its exit code."""
+    launched = start("step_until_stopped", ranks=1)
+    assert launched.process.stdout is not None
+    launched.process.stdout.readline()
+    launched.process.stdout.close()
+    metrics = launched.run_dir / "metrics.jsonl"
+    before = metrics.stat().st_size
+    launched.wait_for(lambda: metrics.stat().st_size > before + 100)
+    launched.process.send_signal(signal.SIGHUP)
+    assert launched.process.wait(timeout=40) == 5
+
+
+def test_second_signal_kills_at_once(start: Callable[..., Launched]) -> None:
+    """Catches a run that cannot be ended while it hangs in a collective."""
+    launched = start("wait_in_a_collective")
+    launched.wait_for((launched.run_dir / "pid_0").exists)
+    pids = launched.rank_pids()
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert launched.process.poll() is None
+    launched.process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    code, _, _ = launched.end()
+    assert (code, time.monotonic() - begin < 5) == (130, True)
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_run_directory_in_use_is_refused(start: Callable[..., Launched]) -> None:
+    """Catches two launchers writing one run, and a lock that outlives its holder."""
+    first = start("step_until_stopped", ranks=1)
+    first.wait_for(lambda: (holder := current_holder(first.run_dir)) is not None and holder.pid == first.process.pid)
+    code, _, err = start("finish", ranks=1).end()
+    assert code == 1  # sys.exit with a text
+    assert err.startswith(f"2 the run directory {first.run_dir} is in use by process {first.process.pid}")
+    first.process.kill()
+    first.end()
+    assert start("step_twice", ranks=1).end()[0] == 0
+
+
+def test_ranks_refuse_a_config_that_is_not_the_frozen_one(start: Callable[..., Launched]) -> None:
+    """Catches ranks that train another config than the launcher checked."""
+    code, _, err = start("finish", digest="0" * 64).end()
+    assert code == 2
+    assert "the launcher froze 00000000" in err
+
+
+def test_a_rank_that_cannot_start_is_reported(start: Callable[..., Launched]) -> None:
+    """Catches an import error that nobody sees."""
+    launched = start("no_such_body")
+    code, _, err = launched.end()
+    assert code == 1
+    assert "AttributeError" in err and "no_such_body" in err
+    record = json.loads(next((launched.run_dir / "logs").glob("failure_*.json")).read_text())
+    assert record["consequence"] is False

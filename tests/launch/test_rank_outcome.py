@@ -1,0 +1,208 @@
+"""Who is blamed when several ranks end badly."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from megads.errors import NumericalError
+from megads.launch.rank_outcome import (
+    FailureRecord,
+    NodeReport,
+    Outcome,
+    RankExit,
+    clear_records,
+    judge,
+    lost_nodes,
+    read_exits,
+    read_failures,
+)
+from megads.launch.rank_process import is_lost_peer
+from megads.runtime.run_dir import exit_path, failure_path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    return tmp_path
+
+
+def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, consequence: bool = False) -> None:
+    content = {"rank": rank, "exit_code": code, "kind": "Kind", "user_error": code != 1, "message": f"from {rank}"}
+    failure_path(run_dir, rank).write_text(json.dumps({**content, "monotonic_s": at_s, "consequence": consequence}))
+
+
+def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
+    """Judges a run of one machine."""
+    failures, returned = read_failures(run_dir, range(num_ranks)), read_exits(run_dir, range(num_ranks))
+    return judge(run_dir, num_ranks, [NodeReport("", failures, exits, sorted(killed), returned)])
+
+
+def test_the_earliest_cause_wins_over_earlier_consequences(run_dir: Path) -> None:
+    """Catches blame by rank number, or by who was first to notice."""
+    record(run_dir, 0, at_s=1.0, consequence=True)
+    record(run_dir, 1, code=3, at_s=3.0)
+    record(run_dir, 2, code=7, at_s=2.0)
+    outcome = judged(run_dir, 3, [RankExit(0, 1), RankExit(1, 3), RankExit(2, 7)])
+    assert (outcome.exit_code, outcome.rank) == (7, 2)
+
+
+def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
+    """Catches an out-of-memory kill reported as a lost connection."""
+    record(run_dir, 0, consequence=True)
+    outcome = judged(
+        run_dir, 3, [RankExit(0, 1), RankExit(2, -signal.SIGKILL), RankExit(1, -signal.SIGTERM)], killed=()
+    )
+    assert (outcome.exit_code, outcome.rank) == (10, 2)
+    assert "SIGKILL" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("killer", "code"),
+    [
+        *((name, 10) for name in ("KILL", "TERM", "HUP", "INT", "XCPU", "BUS")),
+        *((name, 1) for name in ("SEGV", "ABRT", "FPE", "ILL")),
+    ],
+)
+def test_a_crash_is_a_bug_and_a_kill_is_none(run_dir: Path, killer: str, code: int) -> None:
+    """Catches 'a bug' for the kernel's want of memory, and a crash that is taken for somebody's kill."""
+    outcome = judged(run_dir, 1, [RankExit(0, -signal.Signals[f"SIG{killer}"])])
+    assert (outcome.exit_code, outcome.rank) == (code, 0)
+    assert f"was killed by SIG{killer}" in outcome.message
+
+
+def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
+    """Catches the first of the ranks that NCCL's watchdog aborted, and its node, taken for the cause of the hang: the
+    restart would leave a healthy node out."""
+    ends = [RankExit(rank, -signal.SIGABRT) for rank in range(4)]
+    reports = [NodeReport("n1", exits=ends[:2]), NodeReport("n2", exits=ends[2:])]
+    outcome = judge(run_dir, 4, reports)
+    assert (outcome.exit_code, outcome.rank, outcome.nodes, outcome.lost) == (1, None, (), False)
+    assert outcome.message.startswith("all 4 ranks aborted (SIGABRT)") and "no rank is known" in outcome.message
+    assert str(run_dir / "logs" / "rank_*.log") in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([-signal.SIGTERM, -signal.SIGABRT, -signal.SIGTERM], 1),
+        ([-signal.SIGABRT, -signal.SIGABRT], 0),
+        ([-signal.SIGSEGV] * 3, 0),
+    ],
+)
+def test_one_that_aborted_is_blamed(run_dir: Path, ends: list[int], rank: int) -> None:
+    """Catches a rank whose library aborted, among peers that were ended for it, for which nobody is named."""
+    outcome = judged(run_dir, 3, [RankExit(number, code) for number, code in enumerate(ends)])
+    assert (outcome.exit_code, outcome.rank) == (1, rank)
+
+
+def test_the_only_rank_is_blamed_for_its_abort(run_dir: Path) -> None:
+    """Catches 'all 1 ranks aborted'."""
+    assert judged(run_dir, 1, [RankExit(0, -signal.SIGABRT)]).rank == 0
+
+
+def test_a_record_goes_before_aborts(run_dir: Path) -> None:
+    """Catches the word of the one rank that knows what happened lost among its peers' aborts."""
+    record(run_dir, 2, code=3)
+    outcome = judged(run_dir, 3, [RankExit(0, -signal.SIGABRT), RankExit(1, -signal.SIGABRT), RankExit(2, 3)])
+    assert (outcome.exit_code, outcome.rank) == (3, 2)
+
+
+def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
+    """Catches 'rank 0 was killed by SIGKILL' when the launcher killed it after rank 1 lost a peer."""
+    record(run_dir, 1, consequence=True)
+    outcome = judged(run_dir, 2, [RankExit(0, -signal.SIGKILL), RankExit(1, 1)], killed={0})
+    assert outcome.rank == 1
+    assert "no rank says why" in outcome.message
+
+
+def test_a_silent_exit_is_blamed_before_lost_peers(run_dir: Path) -> None:
+    """Catches a library's os._exit(3) hidden behind its peers' connection errors."""
+    record(run_dir, 0, consequence=True)
+    outcome = judged(run_dir, 2, [RankExit(0, 1), RankExit(1, 3)])
+    assert (outcome.exit_code, outcome.rank) == (3, 1)
+
+
+def test_success_needs_every_ranks_word(run_dir: Path) -> None:
+    """Catches a rank that left with status 0 in the middle of training."""
+    exit_path(run_dir, 0).write_text('{"rank": 0, "exit_code": 0}')
+    assert judged(run_dir, 2, [], killed=()).exit_code == 1
+    exit_path(run_dir, 1).write_text('{"rank": 1, "exit_code": 6}')
+    assert judged(run_dir, 2, [], killed=()).exit_code == 6
+    clear_records(run_dir)
+    assert list((run_dir / "logs").iterdir()) == []
+
+
+def failure(rank: int, monotonic_s: float, time_s: float, consequence: bool = False) -> FailureRecord:
+    return FailureRecord(rank, 3, "Kind", True, f"from {rank}", monotonic_s, consequence, time_s)
+
+
+def test_failures_of_two_nodes_are_compared_by_the_time_of_day(run_dir: Path) -> None:
+    """Catches clocks compared that count from each node's own start, and a node that nobody names."""
+    reports = [
+        NodeReport("n1", failures=[failure(0, monotonic_s=50.0, time_s=12.0)]),
+        NodeReport("n2", failures=[failure(1, monotonic_s=900.0, time_s=11.0)]),
+    ]
+    carried = [NodeReport.decode(json.loads(json.dumps(report.encode()))) for report in reports]
+    outcome = judge(run_dir, 2, carried)
+    assert (outcome.rank, outcome.message.splitlines()[0]) == (1, "rank 1 on n2: from 1")
+
+
+def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
+    """Catches a node that went away reported as the lost connection of the ranks that noticed."""
+    peer = NodeReport("n1", failures=[failure(0, 1.0, 1.0, consequence=True)], returned={})
+    outcome = judge(run_dir, 2, [peer, *lost_nodes(["n2"], "Node failure on n2")])
+    assert (outcome.exit_code, outcome.rank) == (9, None)
+    assert outcome.message == "node n2: lost, its agent ended without a report (Node failure on n2)"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+        "Read error: Connection reset by peer",
+        "recvBytes failed on SocketImpl",
+        "Socket Timeout",
+    ],
+)
+def test_lost_peers_are_recognised(text: str) -> None:
+    """Catches a consequence taken for a cause."""
+    assert is_lost_peer(RuntimeError(text))
+    wrapped = ValueError("while reducing")
+    wrapped.__cause__ = RuntimeError(text)
+    assert is_lost_peer(wrapped)
+
+
+def test_causes_are_not_lost_peers() -> None:
+    """Catches a user's failure dismissed because of a word in its message."""
+    assert not is_lost_peer(NumericalError("the dataset server said: connection reset"))
+    assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_peer(ValueError("connection reset"))
+
+
+def test_an_orphan_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
+    """Catches a rank of an earlier start, which outlived its launcher, whose failure ends the start that runs now."""
+    (tmp_path / "logs").mkdir()
+    orphan = failure_path(tmp_path, 0, start=1)
+    orphan.write_text(
+        json.dumps(
+            {
+                "rank": 0,
+                "exit_code": 1,
+                "kind": "RuntimeError",
+                "user_error": False,
+                "message": "Connection closed by peer",
+                "monotonic_s": 1.0,
+                "consequence": True,
+            }
+        )
+    )
+    exit_path(tmp_path, 1, start=1).write_text('{"rank": 1, "exit_code": 6}')
+    assert [record.rank for record in read_failures(tmp_path, range(2), start=1)] == [0]
+    assert (read_failures(tmp_path, range(2), start=2), read_exits(tmp_path, range(2), start=2)) == ([], {})
+    clear_records(tmp_path)
+    assert list((tmp_path / "logs").iterdir()) == []

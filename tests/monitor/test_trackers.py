@@ -1,0 +1,311 @@
+"""wandb and TensorBoard, the real ones, beside a run of the real launcher; only the ranks are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.frozen_config import freeze
+from megads.monitor.trackers import wandb_mode, wanted_trackers
+from megads.runtime.config import LoggingConfig, WandbMode
+from megads.runtime.metrics import read_json_lines
+from tests.monitor.wandb_server import WandbServer
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 30
+
+
+def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
+    """Freezes the config of a run into its directory."""
+    config = RootConfig()
+    config.run.id, config.run.dir, config.train.steps = run_dir.name, str(run_dir), steps
+    config.logging.wandb.mode = wandb.get("mode", WandbMode.disabled)
+    config.logging.tensorboard.enabled = wandb.get("tensorboard", False)
+    config.logging.flush_s = wandb.get("flush_s", 20.0)
+    config.logging.wandb.tags = ["a tag"]
+    run_dir.mkdir(parents=True, exist_ok=True)
+    freeze(config, run_dir / "config.yaml")
+    return config
+
+
+def launch(run_dir: Path, body: str = "step_as_planned", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.launch.small_launch", str(run_dir), body],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def warnings_of(run_dir: Path) -> list[str]:
+    return [e["message"] for e in read_json_lines(run_dir / "events.jsonl") if e["event"] == "tracker_failed"]
+
+
+def no_process_left(run_dir: Path) -> bool:
+    """Tells that nothing of the tracker survives: neither its processes nor wandb's own."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+        if not any(str(run_dir) in line for line in lines):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Yields the protobuf records of a .wandb file: a LevelDB log behind a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, payload = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        if room < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        payload += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            yield Record.FromString(payload)
+            payload = b""
+
+
+def wandb_history(run_dir: Path) -> list[tuple[int, str]]:
+    """Returns (step, value) of train/loss over all offline files of a run, oldest first."""
+    rows = []
+    for path in sorted(run_dir.glob("wandb/*run-*/run-*.wandb"), key=lambda path: path.parent.name.split("run-")[1]):
+        for record in wandb_records(path):
+            if record.WhichOneof("record_type") != "history":
+                continue
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "train/loss" in items:
+                rows.append((int(items["_step"]), items["train/loss"]))
+    return rows
+
+
+def tensorboard_scalars(run_dir: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+
+def tensorboard_text(run_dir: Path, tag: str) -> str:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    reader.Reload()
+    return reader.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_json_lines(run_dir / "metrics.jsonl") if "loss" in r}
+
+
+def test_default_records_offline_where_wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a core install that asks for wandb, and WANDB_MODE that is not heard."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert wanted_trackers(LoggingConfig()) == {"wandb": WandbMode.offline}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert wanted_trackers(LoggingConfig()) == {}
+    config = LoggingConfig()
+    config.wandb.mode = WandbMode.online
+    with pytest.raises(ConfigError, match=r"pip install 'megads\[wandb\]'"):
+        wanted_trackers(config)
+    config = LoggingConfig()
+    config.tensorboard.enabled = True
+    with pytest.raises(ConfigError, match=r"pip install 'megads\[tensorboard\]'"):
+        wanted_trackers(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"), [("disabled", "disabled"), ("online", "online"), ("dryrun", "offline"), ("offline", "offline")]
+)
+def test_wandb_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
+    """Catches the user's habit ignored, or stronger than an explicit key."""
+    monkeypatch.setenv("WANDB_MODE", value)
+    config = LoggingConfig()
+    assert wandb_mode(config) == mode
+    config.wandb.mode = WandbMode.disabled
+    assert wandb_mode(config) == "disabled"
+
+
+def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the wandb/ folder of an earlier run, in the working directory, taken for the package."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert wanted_trackers(LoggingConfig()) == {}
+
+
+@pytest.mark.distributed
+def test_both_hold_everything_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+    """Catches lost or doubled steps over a resume, another run id, lost config, events or final table."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "a-run"
+    frozen_run(run, mode=WandbMode.offline, tensorboard=True)
+    (run / "die").touch()
+    assert launch(run).returncode == 10
+    assert max(losses(run)) == 7
+    done = launch(run)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert warnings_of(run) == []
+    truth = losses(run)
+    assert sorted(truth) == list(range(1, STEPS + 1))
+    history = wandb_history(run)
+    assert [step for step, _ in history] == sorted(truth)
+    assert all(float(value) == truth[step] for step, value in history)
+    scalars = tensorboard_scalars(run, "train/loss")
+    assert [step for step, _ in scalars] == sorted(truth)
+    assert all(value == pytest.approx(truth[step], rel=1e-6) for step, value in scalars)
+    assert [step for step, _ in tensorboard_scalars(run, "valid/held_out/loss")] == [10, 20, 30]
+    files = list(run.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and all(path.name == "run-a-run.wandb" for path in files)
+    records = list(wandb_records(max(files)))
+    configs = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+    assert configs[0].run_id == "a-run" and list(configs[0].tags) == ["a tag"]
+    assert any(u.key == "train" and '"seq_len"' in u.value_json for u in configs[0].config.update)
+    summary = {"/".join([u.key, *u.nested_key]) for r in records for u in r.summary.update}
+    assert any("final/loss" in key for key in summary)
+    tables = [path.read_text() for path in run.glob("wandb/*/files/media/html/*.html")]
+    assert any("checkpoint_saved" in text for text in tables)
+    assert "seq_len: 128" in tensorboard_text(run, "config")
+    assert "checkpoint_saved" in tensorboard_text(run, "events")
+    assert "| steps | 30 |" in tensorboard_text(run, "final")
+    assert no_process_left(run)
+
+
+@pytest.mark.distributed
+def test_online_goes_on_with_the_run_that_the_server_has(tmp_path: Path) -> None:
+    """Catches a resumed run that starts a second one, repeats steps or loses those that never arrived."""
+    pytest.importorskip("wandb")
+    run = tmp_path / "a-run"
+    frozen_run(run, mode=WandbMode.online)
+    with WandbServer() as server:
+        environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        (run / "die").touch()
+        assert launch(run, **environment).returncode == 10
+        assert [row["_step"] for row in server.runs["a-run"]] == list(range(1, 8))
+        del server.runs["a-run"][4:]
+        done = launch(run, **environment)
+    assert (done.returncode, done.stderr, warnings_of(run)) == (0, "", [])
+    assert list(server.runs) == ["a-run"]
+    rows = server.runs["a-run"]
+    assert [row["_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["train/loss"] for row in rows] == [pytest.approx(loss) for loss in losses(run).values()]
+    assert any("events" in path and b"checkpoint_saved" in text for path, text in server.files.items())
+    assert any("final" in path and b"exit_code" in text for path, text in server.files.items())
+
+
+def refusing() -> tuple[int, Callable[[], None]]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1], lambda: None
+
+
+def serving(answer: bytes | None) -> tuple[int, Callable[[], None]]:
+    """A server that takes every connection, and answers with something, or never."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+                connections.append(connection)
+                if answer is not None:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                    connection.close()
+            except OSError:
+                if listener.fileno() < 0:
+                    return
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener.getsockname()[1], listener.close
+
+
+BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
+    "refuses": refusing,
+    "never answers": lambda: serving(None),
+    "answers garbage": lambda: serving(b"\x00\xff garbage \r\n\r\n" * 20),
+    "is no wandb": lambda: serving(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello"),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("server", BAD_SERVERS)
+def test_a_bad_server_costs_nothing(tmp_path: Path, server: str) -> None:
+    """Catches a step, the exit code or the end of a run that depends on wandb's server."""
+    pytest.importorskip("wandb")
+    run = tmp_path / "run"
+    frozen_run(run, mode=WandbMode.online, flush_s=15.0)
+    port, close = BAD_SERVERS[server]()
+    try:
+        done = launch(run, WANDB_BASE_URL=f"http://127.0.0.1:{port}", WANDB_API_KEY="a" * 40)
+        left = time.time()
+    finally:
+        close()
+    assert (done.returncode, done.stderr) == (0, "")
+    times = [r["step_time_s"] for r in read_json_lines(run / "metrics.jsonl") if "step_time_s" in r]
+    assert len(times) == STEPS and sorted(times)[STEPS // 2] < 0.5
+    events = list(read_json_lines(run / "events.jsonl"))
+    exited = next(e["time"] for e in events if e["event"] == "exit")
+    assert left - exited < 15.0 + 5.0
+    assert len(warnings_of(run)) == 1
+    assert "wandb" not in (run / "logs" / "rank_00000.log").read_text()
+    assert [step for step, _ in wandb_history(run)] == list(range(1, STEPS + 1)), "recorded offline instead"
+    assert no_process_left(run)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_tracker_costs_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Catches a launcher that waits for its tracker or ends with it."""
+    run = tmp_path / "run"
+    frozen_run(run, steps=60, tensorboard=True, flush_s=0.5)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch.small_launch", str(run), "step_as_planned"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not losses(run):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    for child in psutil.Process(launcher.pid).children():
+        if "megads.cli.tracker" in child.cmdline():
+            child.send_signal(number)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0
+    assert sorted(losses(run)) == list(range(1, 61))
+    assert len(warnings_of(run)) == 1
+    assert out.count("tracker failed: the tracker process") == 1
+    ended = [event["time"] for event in read_json_lines(run / "events.jsonl")]
+    assert ended[-1] - next(e["time"] for e in read_json_lines(run / "events.jsonl") if e["event"] == "exit") < 5
+    by_hand = subprocess.run(
+        [sys.executable, "-m", "megads.cli.tracker", str(run)], cwd=REPOSITORY, timeout=60, check=False
+    )
+    assert by_hand.returncode == 0
+    assert [step for step, _ in tensorboard_scalars(run, "train/loss")] == list(range(1, 61))

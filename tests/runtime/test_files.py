@@ -1,0 +1,96 @@
+"""Files that others may write, kill or replace."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.data.recorded import read_record
+from megads.data.sidecar import read_sidecar
+from megads.errors import ConfigError, DataError
+from megads.evaluate.run_data import dataset_prefixes
+from megads.frozen_config import config_of_start, load_frozen
+from megads.report.step_timeline import read_steps
+from megads.runtime.files import atomic_writer, parse_json, read_regular
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.stop import read_stop
+from megads.sweep.record import read_record as read_sweep
+
+
+def test_a_failure_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
+    """Catches a writer that truncates the target first, or litters the folder."""
+    path = tmp_path / "file"
+    with atomic_writer(path) as file:
+        file.write(b"old")
+    with pytest.raises(RuntimeError), atomic_writer(path) as file:
+        file.write(b"new")
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_at_once_do_not_mix(tmp_path: Path) -> None:
+    """Catches temporaries with a shared name: the content would be a mixture."""
+    path = tmp_path / "file"
+    with atomic_writer(path) as first:
+        first.write(b"first")
+        with atomic_writer(path) as second:
+            second.write(b"second, longer")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+NESTED = "[" * 200_000
+
+
+@pytest.fixture(autouse=True)
+def no_waiting() -> Iterator[None]:
+    """A reader that waits for a writer is killed, and fails."""
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_read(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Catches a wait for a writer that never comes, and a device that is read until the memory is full."""
+    path = tmp_path / "file"
+    make(path)
+    with pytest.raises(OSError, match="file"):
+        read_regular(path)
+    with pytest.raises(ConfigError, match=r"events\.jsonl is no regular file: remove it"):
+        path.rename(tmp_path / "events.jsonl")
+        EventWriter(tmp_path)
+    with pytest.raises(ConfigError, match=r"events\.jsonl is no regular file"):
+        list(read_json_lines(tmp_path / "events.jsonl"))
+
+
+def test_nesting_without_end() -> None:
+    """Catches a parser that runs out of stack, whose error is no ValueError and passes every handler."""
+    with pytest.raises(ValueError, match="nested without end"):
+        parse_json(NESTED)
+
+
+def test_readers_of_a_run_take_whatever_is_there(tmp_path: Path) -> None:
+    """Catches one of them that ends in a traceback."""
+    names = ("corpus.json", "data_record.json", "sweep.yaml", "config.yaml", "events.jsonl", "stop")
+    (tmp_path / "timeline").mkdir()
+    for content in (NESTED, "7", "null", "[]", '"text"', "{}", "NaN", "1" * 5000, "\ufffd"):
+        for name in (*names, "timeline/step_00000002.rank_00000.json"):
+            (tmp_path / name).write_text(content)
+        for read, folder, error in (
+            (read_sidecar, tmp_path / "corpus", DataError),
+            (read_record, tmp_path, DataError),
+            (read_sweep, tmp_path, ConfigError),
+            (load_frozen, tmp_path / "config.yaml", ConfigError),
+        ):
+            with pytest.raises(error):
+                read(folder)
+        assert read_stop(tmp_path) and config_of_start(tmp_path, "0" * 64) is None
+        assert dataset_prefixes(tmp_path) == [] and read_steps(tmp_path) == {}
+        assert all(isinstance(event, dict) for event in read_json_lines(tmp_path / "events.jsonl"))

@@ -1,0 +1,130 @@
+"""Asking a run to stop."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megads.errors import Fenced
+from megads.runtime.control_plane import open_control_plane
+from megads.runtime.lease import Fence, claimed
+from megads.runtime.slurm import Job
+from megads.runtime.stop import (
+    INTERRUPTED,
+    KILL_SWITCH,
+    PREEMPTED,
+    REQUESTED,
+    StopSignal,
+    clear_stop,
+    read_stop,
+    request_stop,
+    stop_path,
+)
+from tests.distributed import run_ranks
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    """Catches a request that is not seen, or seen for ever."""
+    assert read_stop(tmp_path) is None
+    request_stop(tmp_path, INTERRUPTED)
+    assert read_stop(tmp_path) == INTERRUPTED
+    clear_stop(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def on_a_full_disk(run_dir: Path) -> str | None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    request_stop(run_dir, PREEMPTED)
+    return read_stop(run_dir)
+
+
+@pytest.mark.distributed
+def test_on_a_full_disk(tmp_path: Path) -> None:
+    """Catches a preempted run that cannot be asked to stop because its disk is full, and what then stays for ever."""
+    assert run_ranks(on_a_full_disk, 1, tmp_path) == [PREEMPTED]
+    clear_stop(tmp_path)
+    assert read_stop(tmp_path) is None
+    (tmp_path / "stop").symlink_to("nowhere")
+    assert read_stop(tmp_path) == REQUESTED
+
+
+def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
+    """Catches `touch stop` being taken for a broken file, or removed by the very restart it should prevent."""
+    (tmp_path / "stop").touch()
+    assert read_stop(tmp_path) == REQUESTED
+    clear_stop(tmp_path)
+    assert read_stop(tmp_path) == REQUESTED
+
+
+def test_a_folder_counts_and_stays(tmp_path: Path) -> None:
+    """Catches `mkdir stop` that ends rank 0 with a traceback, and a run that is killed at a signal because it was asked
+    to stop before."""
+    (tmp_path / "stop").mkdir()
+    assert read_stop(tmp_path) == REQUESTED
+    clear_stop(tmp_path)
+    assert read_stop(tmp_path) == REQUESTED
+    request_stop(tmp_path, INTERRUPTED)
+    assert read_stop(tmp_path) == REQUESTED
+    assert [path.name for path in tmp_path.iterdir()] == ["stop"]
+
+
+pytestmark = pytest.mark.distributed
+
+
+def _reasons(run_dir: Path) -> list[str]:
+    """What every rank hears: before any request, then after each; only rank 0's folder holds the file."""
+    rank = dist.get_rank()
+    mine = run_dir if rank == 0 else run_dir / "another-node"
+    signal, heard = StopSignal(mine, open_control_plane()), []
+    heard.append(signal.reason())
+    for reason in (INTERRUPTED, PREEMPTED, REQUESTED, "an unknown reason"):
+        if rank == 0:
+            request_stop(run_dir, reason)
+        heard.append(signal.reason())
+    if rank == 0:
+        stop_path(run_dir).write_bytes(b"\xff not json")
+    heard.append(signal.reason())
+    if rank == 0:
+        stop_path(run_dir).unlink()
+    heard.append(signal.reason())
+    return heard
+
+
+def test_all_ranks_hear_what_rank_0_sees(tmp_path: Path) -> None:
+    """Catches ranks that look for the file themselves (they may see it a step later and hang the others), a reason lost
+    on the way, and a signal that sticks."""
+    expected = ["", INTERRUPTED, PREEMPTED, REQUESTED, REQUESTED, REQUESTED, ""]
+    assert run_ranks(_reasons, 3, tmp_path) == [expected] * 3
+
+
+def _switched_off(run_dir: Path) -> list[str]:
+    """What every rank hears before and after somebody touches the kill switch, and when another start takes over."""
+    rank = dist.get_rank()
+    switch = run_dir / "group" / "stop"
+    fence = Fence(run_dir, 1) if rank == 0 else None
+    signal = StopSignal(run_dir, open_control_plane(), fence, switch)
+    heard = [signal.reason()]
+    if rank == 0:
+        switch.parent.mkdir()
+        switch.touch()
+    heard.append(signal.reason())
+    with claimed(run_dir, Job("1", 1, "c")) if rank == 0 else nullcontext():
+        try:
+            signal.reason()
+        except Fenced as error:
+            heard.append(str(error))
+    return heard
+
+
+def test_all_ranks_hear_of_the_kill_switch_and_of_a_takeover(tmp_path: Path) -> None:
+    """Catches a switch that one rank sees and the others do not, and orphans of which only rank 0 ends."""
+    with claimed(tmp_path, Job("1", 0, "c")):
+        heard = run_ranks(_switched_off, 2, tmp_path)
+    assert heard[0] == heard[1]
+    assert heard[0][:2] == ["", KILL_SWITCH] and heard[0][2].startswith("another start of this run took over")

@@ -1,0 +1,147 @@
+"""Hostile text on the way to a terminal, at every outlet: streams, console lines, panel and tables."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.table import Table
+
+from megads.data.config import PreprocessConfig, TokenizerConfig
+from megads.data.preprocess import preprocess
+from megads.data.tokenizer import train_tokenizer
+from megads.monitor.console import Console
+from megads.monitor.live_panel import Look, Moment, RunProgress, panel_lines
+from megads.runtime.metrics import EventWriter
+from megads.runtime.terminal import VisibleConsole, visible
+
+HOSTILE = "a\x1b[2Jb\x07\x9b8mc\rd\u202ee\u2066f\x7f\ttab"
+HARMLESS = r"a\x1b[2Jb\x07\x9b8mc\x0dd\u202ee\u2066f\x7f"
+
+
+def steers(character: str) -> bool:
+    """By Unicode's own tables, not by ours."""
+    steering = unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
+    bidi = unicodedata.bidirectional(character) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    return (steering and character not in "\n\t") or bidi or character in "\u200e\u200f\u061c"
+
+
+@given(st.text(st.characters()))
+def test_nothing_steers_and_nothing_else_changes(text: str) -> None:
+    """Catches a control character that is forgotten, and letters of any script that are taken for one."""
+    assert not any(map(steers, visible(text)))
+    assert visible("".join(c for c in text if not steers(c))) == "".join(c for c in text if not steers(c))
+
+
+def test_every_character_is_known() -> None:
+    """Catches a range that ends one too early."""
+    everything = [chr(code) for code in range(sys.maxunicode + 1)]
+    assert [c for c in everything if steers(c) != (visible(c) != c)] == []
+
+
+def test_console_lines(tmp_path: Path) -> None:
+    """Catches an event of a rank, or a line of the launcher's own, that clears the screen."""
+    out = io.StringIO()
+    with Console(tmp_path, out) as console:
+        EventWriter(tmp_path).write("attention", message=HOSTILE)
+        console.poll()
+        console.say(HOSTILE)
+    assert out.getvalue().count(HARMLESS) == 2 and not any(map(steers, out.getvalue()))
+
+
+def test_the_panel() -> None:
+    """Catches a run's name or a layout in a record that retitles the window."""
+    progress = RunProgress(10)
+    progress.add_event({"event": "start", "step": 0, "total_steps": 10, "layout": "tp1\x1b]0;x\x07"})
+    for columns in (100, 40, 20):
+        lines = panel_lines(progress, Moment("run\x1b[2J", 0.0, 1.0, 1.0), columns, 30, Look(color=False))
+        assert "run\\x1b[2J" in "".join(lines) or columns == 20
+        assert not any(map(steers, "".join(lines)))
+
+
+def test_tables_keep_their_colors() -> None:
+    """Catches a cell that steers the terminal, and an escape of rich's own codes with it."""
+    out = io.StringIO()
+    console = VisibleConsole(file=out, force_terminal=True, color_system="standard", width=100, highlight=False)
+    table = Table("title", style="red")
+    table.add_row(HOSTILE)
+    console.print(table)
+    console.print(HOSTILE)
+    assert out.getvalue().count("\\x1b[2J") == 2 and "\x1b[31m" in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue() and "\u202e" not in out.getvalue()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": HOSTILE}) + "\n")
+    tokenizer = str(tmp_path / "tokenizer.json")
+    train_tokenizer(TokenizerConfig(input=[str(tmp_path / "a.jsonl")], output=tokenizer, vocab_size=257))
+    preprocess(
+        PreprocessConfig(input=[str(tmp_path / "a.jsonl")], tokenizer=tokenizer, output=str(tmp_path / "corpus"))
+    )
+    return tmp_path
+
+
+MEGADS = ("-m", "megads.cli.main")
+STYLED = """
+from megads.runtime.terminal import escape_terminal_output
+from megads.runtime.terminal import VisibleConsole
+escape_terminal_output()
+VisibleConsole(highlight=False).print("styled\x1b[2J", style="red")
+print("plain\x1b[2J")
+"""
+
+
+def on_terminal(folder: Path, *arguments: str) -> str:
+    """What a Python program writes to a terminal, both its streams."""
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # the last holder has closed it
+        pass
+    process.wait(timeout=60)
+    os.close(ours)
+    return shown.decode().replace("\r\n", "\n")
+
+
+def test_results_on_a_terminal_and_in_a_pipe(corpus: Path) -> None:
+    """Catches a document that steers the terminal, and one that a pipe does not get as it is."""
+    arguments = ("dataset", "inspect", "input=corpus")
+    shown = on_terminal(corpus, *MEGADS, *arguments)
+    assert HARMLESS in shown and not any(map(steers, shown))
+    command = [sys.executable, *MEGADS, *arguments]
+    assert HOSTILE in subprocess.run(command, cwd=corpus, stdout=subprocess.PIPE, check=True).stdout.decode()
+
+
+def test_colors_on_a_terminal(tmp_path: Path) -> None:
+    """Catches streams that escape rich's own codes."""
+    assert on_terminal(tmp_path, "-c", STYLED).splitlines() == ["\x1b[31mstyled\\x1b[2J\x1b[0m", "plain\\x1b[2J"]
+
+
+def test_messages_on_a_terminal(tmp_path: Path) -> None:
+    """Catches a value in a message that goes through raw, whoever words the message."""
+    for arguments in ((f"tr{HOSTILE}",), ("dataset", "stats", "input='no\x1b[2J'"), ("train", "experiment='x\x1b[2J'")):
+        shown = on_terminal(tmp_path, *MEGADS, *arguments)
+        assert "\\x1b[2J" in shown and not any(map(steers, shown)), shown
+
+
+def test_messages_in_a_pipe(tmp_path: Path) -> None:
+    """Catches messages that a job's log keeps raw, to be shown on the terminal of whoever reads it."""
+    done = subprocess.run([sys.executable, *MEGADS, f"tr{HOSTILE}"], cwd=tmp_path, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 2 and HARMLESS in done.stderr.decode() and not any(map(steers, done.stderr.decode()))
