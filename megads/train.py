@@ -53,7 +53,8 @@ from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process_settings import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
+from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
+from megads.runtime.stop_signal import StopSignal
 from megads.start_events import record_samples, record_start
 
 VALIDATION_MICRO_BATCHES = 8

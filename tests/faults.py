@@ -172,17 +172,17 @@ def main() -> None:
     """Runs the command line after the fault's name."""
     import dataclasses
 
-    import megads.cli.train as verb
+    import megads.launch.start as start
     from megads.cli.main import run
 
     fault, *arguments = sys.argv[1:]
-    launch_spec = verb.launch_spec
+    launch_spec = start.launch_spec
 
     def with_entry(config: Any) -> Any:
         spec = launch_spec(config)
         return dataclasses.replace(spec, command=(*spec.command, "--entry", f"tests.faults:{fault}"))
 
-    verb.launch_spec = with_entry
+    start.launch_spec = with_entry
     sys.exit(run(arguments))
 
 

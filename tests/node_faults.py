@@ -1,12 +1,12 @@
-"""Checkers that go wrong in a chosen way, in place of megads.resilience.nodes.checker:run_checker."""
+"""Checkers that go wrong in a chosen way, in place of megads.launch.node_check.measure:run_checker."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-from megads.resilience.nodes import checker
-from megads.resilience.nodes.board import Board
+from megads.launch.node_check import measure
+from megads.launch.node_check.board import Board
 
 FAULTY = "/2"
 """End of the name of the node that goes wrong: the third checker on a machine."""
@@ -14,7 +14,7 @@ FAULTY = "/2"
 
 def send_wrong_data(board: Board, node: str) -> None:
     """The faulty node sends one element that is wrong."""
-    right = checker.known_data
+    right = measure.known_data
 
     def wrong(rank: int) -> object:
         data = right(rank)
@@ -23,18 +23,18 @@ def send_wrong_data(board: Board, node: str) -> None:
 
     def exchange(store: object, rank: int, timeout_s: float) -> str:
         # Its own expectation is right: it is its memory, or its adapter, that spoils what it sends.
-        checker.known_data = lambda of: wrong(of) if of == rank else right(of)  # type: ignore[assignment]
+        measure.known_data = lambda of: wrong(of) if of == rank else right(of)  # type: ignore[assignment]
         inner(store, rank, timeout_s)  # type: ignore[arg-type]
         return ""
 
-    inner = checker.exchange
+    inner = measure.exchange
     if node.endswith(FAULTY):
-        checker.exchange = exchange  # type: ignore[assignment]
-    checker.run_checker(board, node)
+        measure.exchange = exchange  # type: ignore[assignment]
+    measure.run_checker(board, node)
 
 
 def stop(board: Board, node: str) -> None:
     """The faulty node hangs before it says a word, as one whose disk or driver does not answer."""
     if node.endswith(FAULTY):
         os.kill(os.getpid(), signal.SIGSTOP)
-    checker.run_checker(board, node)
+    measure.run_checker(board, node)

@@ -20,9 +20,9 @@ import megads.engine.bucket
 from megads.engine.interface import TrainEngine
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
-from megads.verify import checks
-from megads.verify import run as verified
-from megads.verify.checks import (
+from megads.tools.verify import checks
+from megads.tools.verify import run as verified
+from megads.tools.verify.checks import (
     check_curve,
     check_first_step,
     check_initial_weights,
@@ -31,10 +31,10 @@ from megads.verify.checks import (
     relative,
     without_key_bias,
 )
-from megads.verify.layout import build_engine, evaluate, train_rank
-from megads.verify.reference import train_reference
-from megads.verify.run import RankRun, assemble, pieces
-from megads.verify.scenario import MODEL, Scenario, hot_value, initial_weights, step_batches
+from megads.tools.verify.layout import build_engine, evaluate, train_rank
+from megads.tools.verify.run import RankRun, assemble, pieces
+from megads.tools.verify.scenario import MODEL, Scenario, hot_value, initial_weights, step_batches
+from megads.tools.verify.start import train_reference
 from tests.distributed import run_ranks
 
 __all__ = [

@@ -12,13 +12,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from megads.cli.entry import config_dir
-from megads.cli.groups import summary
 from megads.cli.main import VERBS
+from megads.cli.reference import summary
 from megads.cli.train import TrainCommandConfig
 from megads.config import RootConfig, check_config
 from megads.evaluate.config import GenerateConfig
 from megads.plan.parameters import parameter_count
-from megads.report.config import ReportConfig
+from megads.tools.report.config import ReportConfig
 
 CONF = config_dir()
 VERB_OBJECTS = {verb: importlib.import_module(f"megads.cli.{verb}").VERB for verb in VERBS}

@@ -15,7 +15,7 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megads.checkpoint.folders import list_checkpoints, step_of
-from megads.checkpoint.rectangle import Rectangle, coverage_fault
+from megads.checkpoint.tensor_file import Rectangle, coverage_fault
 from megads.errors import CheckpointError
 from megads.runtime.files import read_regular
 from megads.runtime.metrics import LedgerRecord

@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from megads.checkpoint.agreement import agreed, on_first
 from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
-from megads.checkpoint.rectangle import Rectangle
 from megads.checkpoint.software import software, software_differences
 from megads.checkpoint.store import recover
-from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
+from megads.checkpoint.tensor_file import DTYPE_NAMES, Rectangle, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megads.cli.groups import group_names, group_options, own_config_dirs
-from megads.cli.reference import Key, keys
+from megads.cli.reference import Key, group_names, group_options, keys, own_config_dirs
 from megads.cli.verb import Verb
 
 SHELLS = {

@@ -41,8 +41,8 @@ def _inspect(config: DatasetActionConfig) -> None:
 
 
 def _stats(config: DatasetActionConfig) -> None:
-    from megads.cli.dataset_lengths import print_lengths, write_picture
     from megads.data.examined import length_statistics
+    from megads.tools.inspect.dataset_lengths import print_lengths, write_picture
 
     counted = [length_statistics(prefix) for prefix in config.prefixes]
     for statistics in counted:

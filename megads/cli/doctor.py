@@ -8,12 +8,11 @@ import time
 from collections.abc import Sequence
 
 from megads import __version__
-from megads.cli.findings import show
-from megads.cli.groups import config_dir
+from megads.cli.reference import config_dir
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.resilience.doctor.config import DoctorConfig
-from megads.resilience.doctor.finding import Finding, Status, ok, problem
+from megads.tools.doctor.config import DoctorConfig
+from megads.tools.doctor.finding import Finding, Status, ok, problem, show
 
 _JSON_FLAGS = {"--json": "json=true"}
 
@@ -57,7 +56,7 @@ def report(config: DoctorConfig, hydra: Finding) -> int:
         config: the verb's config.
         hydra: whether configs can be composed here.
     """
-    from megads.resilience.doctor.examine import examine, worst
+    from megads.tools.doctor.examine import examine, worst
 
     start = time.perf_counter()
     findings = [hydra, *examine(config, config_dir())]

@@ -18,10 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megads.cli.composition_errors import explain, explain_added_key
-from megads.cli.config_source import bound_config_files
-from megads.cli.config_values import require_values
-from megads.cli.groups import config_dir, describe_groups, own_config_dirs
-from megads.cli.reference import describe_keys
+from megads.cli.config_values import bound_config_files, require_values
+from megads.cli.reference import config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.cli.text_override import as_text
 from megads.cli.verb import Invocation, Verb
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_OK, ConfigError, MegadsError

@@ -8,7 +8,7 @@ import sys
 
 from megads import __version__
 from megads.errors import EXIT_OK, ConfigError
-from megads.runtime.terminal import escape_terminal_output
+from megads.runtime.terminal_text import escape_terminal_output
 
 # Each verb is a module of this package with a VERB; it is imported only when called.
 VERBS = {
@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
     if verb == "completion":
         return _completion(rest)
     if verb == "rehearse":
-        from megads.cli.rehearse import run as rehearse
+        from megads.tools.rehearse.command import run as rehearse
 
         return rehearse(rest)
     if verb not in VERBS:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, ConfigError
-from megads.report.config import ReportConfig
 from megads.runtime.run_dir import find_run
+from megads.tools.report.config import ReportConfig, require_matplotlib
 
 _TABLE_WIDTH = 150
 """Characters of a sweep's table."""
@@ -17,8 +17,8 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     """Writes the report and says where it is."""
     config.check()
     require_matplotlib()
-    from megads.report.write import write_report
-    from megads.sweep.record import SWEEP_FILE
+    from megads.tools.report.write import write_report
+    from megads.tools.sweep.record import SWEEP_FILE
 
     place = find_run(config.runs[0])
     if (place / SWEEP_FILE).is_file():
@@ -31,23 +31,12 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     return EXIT_OK
 
 
-def require_matplotlib() -> None:
-    """Raises ConfigError where pictures cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"reports are drawn with matplotlib, and {error.name} is not installed: pip install 'megads[report]', or "
-            "in a checkout pip install -e '.[report]' -c constraints.txt"
-        ) from error
-
-
 def _report_sweep(config: ReportConfig, folder: Path) -> int:
     """Draws a sweep as it stands, and writes its tables anew."""
-    from megads.sweep.page import write_page
-    from megads.sweep.points import read_points
-    from megads.sweep.record import read_record
-    from megads.sweep.results import summary, write_results
+    from megads.tools.sweep.page import write_page
+    from megads.tools.sweep.points import read_points
+    from megads.tools.sweep.record import read_record
+    from megads.tools.sweep.results import summary, write_results
 
     if len(config.runs) > 1 or config.output is not None:
         raise ConfigError(f"run = {folder} is a sweep: give it alone and without output, as its page goes into itself")

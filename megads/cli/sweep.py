@@ -11,26 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from megads.cli.entry import exit_code_of, sweep_table
-from megads.cli.groups import config_dir
-from megads.cli.memory_check import Machine, choose_recompute, refuse_unfit, this_machine
+from megads.cli.reference import config_dir
 from megads.cli.sweep_space import Composed, Composer, SweepLine, composing, overrides_of
-from megads.cli.train import place
-from megads.cli.train_data import describe_data, locate_data
 from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
+from megads.launch.preflight_data import describe_data, locate_data
+from megads.launch.preflight_memory import Machine, choose_recompute, refuse_unfit, this_machine
+from megads.launch.start import place
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
-from megads.sweep.config import LauncherName, PrunerName, SearchName, SweepConfig
-from megads.sweep.driver import Driver, PlannedPoint
-from megads.sweep.launcher import Launcher
-from megads.sweep.local import LocalLauncher, shares_of
-from megads.sweep.points import PointBook, read_points
-from megads.sweep.record import SweepRecord, held, make_record, write_record
-from megads.sweep.results import summary, write_results
-from megads.sweep.search import check_space, listed_points, make_study
-from megads.sweep.slurm import SlurmLauncher
-from megads.sweep.space import Assignment, draw
+from megads.tools.sweep.config import LauncherName, PrunerName, SearchName, SweepConfig
+from megads.tools.sweep.driver import Driver, PlannedPoint
+from megads.tools.sweep.launcher import Launcher
+from megads.tools.sweep.local import LocalLauncher, shares_of
+from megads.tools.sweep.points import PointBook, read_points
+from megads.tools.sweep.record import SweepRecord, held, make_record, write_record
+from megads.tools.sweep.results import summary, write_results
+from megads.tools.sweep.search import check_space, listed_points, make_study
+from megads.tools.sweep.slurm import SlurmLauncher
+from megads.tools.sweep.space import Assignment, draw
 
 _WIDTH = (150, 50)
 """Characters and lines where there is no terminal to ask."""
@@ -97,7 +97,7 @@ def _run(points: _Points, base: RootConfig, folder: Path, record: SweepRecord) -
 def draw_page(folder: Path) -> str:
     """Draws a sweep's page and pictures, where matplotlib is installed; says where they are."""
     try:
-        from megads.sweep.page import write_page
+        from megads.tools.sweep.page import write_page
     except ModuleNotFoundError as error:
         return f"no page is drawn, as {error.name} is not installed: pip install 'megads[report]'"
     return f"report: {write_page(folder)}"
@@ -145,7 +145,7 @@ class _Points:
         return self._composer.compose([*self.line.fixed, *overrides_of(assignment)], number)
 
     def plan(self, number: int, assignment: Assignment, seed_place: int) -> PlannedPoint:
-        """Checks that a point can run, and names its run; see `megads.sweep.driver.Plan`."""
+        """Checks that a point can run, and names its run; see `megads.tools.sweep.driver.Plan`."""
         composed = self._compose(assignment, number)
         config: RootConfig = composed.config
         overrides = [*_flag_words(self._flags), *self.line.fixed, *overrides_of(assignment)]

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from megads.cli.verb import Invocation, Verb
-from megads.config import RootConfig, check_shape
+from megads.config import check_shape
 from megads.errors import EXIT_OK, NumericalError
 from megads.frozen_config import derive_run_id
-from megads.verify.config import VerifyConfig
-
-
-@dataclass
-class VerifyLayoutConfig(RootConfig):
-    """The config of `megads train`, and how to verify its layout."""
-
-    verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """The verification."""
-    json: bool = False
-    """Print JSON instead of a table."""
+from megads.tools.verify.config import VerifyLayoutConfig
 
 
 def run(config: VerifyLayoutConfig, invocation: Invocation) -> int:
@@ -29,7 +17,7 @@ def run(config: VerifyLayoutConfig, invocation: Invocation) -> int:
     name = config.run.name or invocation.choices.get("experiment") or invocation.choices.get("model") or "run"
     folder = config.verify.dir or f"runs/verify/{derive_run_id(config, name.replace('/', '-'))}"
     # The tab key imports this module for its schema and must not wait for torch.
-    from megads.cli.verify_layout_output import verify
+    from megads.tools.verify.output import verify
 
     code, failed = verify(config, folder)
     if code == EXIT_OK and failed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
-from megads.evaluate.why_config import WhyConfig
 from megads.runtime.environment import wait_passively
+from megads.tools.inspect.why_config import WhyConfig
 
 
 def run(config: WhyConfig, _invocation: Invocation) -> int:
@@ -13,8 +13,8 @@ def run(config: WhyConfig, _invocation: Invocation) -> int:
     config.check()
     wait_passively()
     # It pulls in torch, for which the tab key must not wait.
-    from megads.cli.why_found import explain
-    from megads.cli.why_output import as_json, as_text
+    from megads.tools.inspect.why import explain
+    from megads.tools.inspect.why_output import as_json, as_text
 
     found = explain(config)
     print(as_json(found) if config.json else as_text(found, config.max_characters, config.tokens))

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megads.runtime.terminal import VisibleConsole
+from megads.runtime.visible_console import VisibleConsole
 
 LINE_INTERVAL_S = 10.0
 

@@ -19,9 +19,9 @@ from megads.launch.node_agent import FAILING, REPORT, SIGNALLED, SILENCE
 from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.runtime import environment, slurm
-from megads.runtime.control_store import LOOPBACK, launcher_address
 from megads.runtime.files import last_line
 from megads.runtime.heartbeat import RankPosition
+from megads.runtime.listener import LOOPBACK, launcher_address
 from megads.runtime.run_dir import srun_log_path
 from megads.runtime.run_secret import read_secret, secret_path
 from megads.runtime.slurm import Allocation, Node
@@ -29,7 +29,7 @@ from megads.runtime.slurm import Allocation, Node
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
-AGENT_MODULE = "megads.cli.agent"
+AGENT_MODULE = "megads.launch.agent"
 _STEP_NAME = "megads"
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0

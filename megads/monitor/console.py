@@ -20,7 +20,7 @@ from typing import Any, Self, TextIO
 
 from megads.runtime.files import Tail
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
-from megads.runtime.terminal import visible
+from megads.runtime.terminal_text import visible
 
 _BACKLOG_CHARACTERS = 2**20
 _DRAIN_S = 2.0

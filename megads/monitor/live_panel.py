@@ -22,7 +22,7 @@ from megads.monitor.console import render_duration, render_step
 from megads.runtime.files import read_end
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
-from megads.runtime.terminal import VisibleConsole
+from megads.runtime.visible_console import VisibleConsole
 
 _HISTORY_STEPS = 256
 _HISTORY_BYTES = 256 * 1024

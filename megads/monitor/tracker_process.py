@@ -139,7 +139,7 @@ class Keeper:
         self.done = True
         self._report(
             f"not everything was taken within {self._config.flush_s:g} s after the end (logging.flush_s); "
-            f"python -m megads.cli.tracker {self._run.run_dir} sends the rest"
+            f"python -m megads.launch.tracker {self._run.run_dir} sends the rest"
         )
 
     def _start(self) -> None:
@@ -184,7 +184,7 @@ class Keeper:
             self._record_offline()
         else:
             self.done = True
-            self._report(f"{self._cause}; python -m megads.cli.tracker {self._run.run_dir} sends what is missing")
+            self._report(f"{self._cause}; python -m megads.launch.tracker {self._run.run_dir} sends what is missing")
 
     def _record_offline(self) -> None:
         """Records what the server did not take as files that it can be sent later."""

@@ -210,8 +210,8 @@ def draw(curves: Curves, precision: str) -> Figure:
     """Left the losses, right how far the implementations are apart."""
     from matplotlib.figure import Figure
 
-    from megads.report.series import smooth
-    from megads.report.style import BLUE, CYCLE, INK, MUTED, ORANGE, WIDE_INCHES
+    from megads.tools.report.charts import smooth
+    from megads.tools.report.style import BLUE, CYCLE, INK, MUTED, ORANGE, WIDE_INCHES
 
     steps = range(1, len(curves["torch", SEEDS[0]].losses) + 1)
     figure = Figure(figsize=WIDE_INCHES)
@@ -241,7 +241,7 @@ def draw(curves: Curves, precision: str) -> Figure:
 
 def save(curves: Curves, precision: str, path: Path, say: Callable[[str], None]) -> None:
     """Draws into a file."""
-    from megads.report.style import house_style, png
+    from megads.tools.report.style import house_style, png
 
     with house_style():
         path.parent.mkdir(parents=True, exist_ok=True)

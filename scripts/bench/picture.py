@@ -52,7 +52,7 @@ def draw(verdicts: list[Verdict]) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from megads.report.style import INK
+    from megads.tools.report.style import INK
 
     works = list(dict.fromkeys(verdict.work for verdict in verdicts))
     figure = Figure(figsize=(WIDTH_INCHES, HEAD_INCHES + LINE_INCHES * len(works)))
@@ -77,13 +77,13 @@ def _marker(against: str) -> str:
 
 
 def _colour(verdict: Verdict) -> str:
-    from megads.report.style import BLUE, GREEN, RED
+    from megads.tools.report.style import BLUE, GREEN, RED
 
     return {None: BLUE, True: GREEN, False: RED}[verdict.reached]
 
 
 def _panel(axes: Axes, works: list[str], verdicts: list[Verdict], label: str) -> None:
-    from megads.report.style import GRID, INK, MUTED
+    from megads.tools.report.style import GRID, INK, MUTED
 
     axes.axvline(1.0, color=MUTED, linewidth=0.8)
     for line in range(len(works)):
@@ -100,7 +100,7 @@ def _panel(axes: Axes, works: list[str], verdicts: list[Verdict], label: str) ->
 def _legend(figure: Figure) -> None:
     from matplotlib.lines import Line2D
 
-    from megads.report.style import BLUE, GREEN, INK, MUTED, RED
+    from megads.tools.report.style import BLUE, GREEN, INK, MUTED, RED
 
     looks: dict[str, tuple[str, str]] = {
         "target": ("|", INK),
@@ -121,7 +121,7 @@ def _legend(figure: Figure) -> None:
 def save(verdicts: list[Verdict], path: Path, say: Callable[[str], None]) -> None:
     """Draws into a file; says so where matplotlib is missing."""
     try:
-        from megads.report.style import house_style, png
+        from megads.tools.report.style import house_style, png
     except ImportError as error:
         say(f"no picture: {error}; pip install -c constraints.txt 'megads[bench]'")
         return

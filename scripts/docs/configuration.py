@@ -18,9 +18,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megads.cli.groups import config_dir, group_names, group_options, summary
 from megads.cli.main import VERBS
-from megads.cli.reference import REQUIRED, Key, keys, yaml_value
+from megads.cli.reference import REQUIRED, Key, config_dir, group_names, group_options, keys, summary, yaml_value
 from megads.cli.verb import Verb
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from megads.cli.groups import group_names, group_options
 from megads.cli.main import COMMANDS, VERBS
-from megads.cli.reference import Key, keys
+from megads.cli.reference import Key, group_names, group_options, keys
 from megads.cli.verb import Verb
 from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write_run
 

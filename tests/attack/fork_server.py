@@ -125,8 +125,8 @@ def fork_server(root: Path) -> Iterator[ForkServer]:
 
 # What takes minutes or starts processes where the config is sound, and what stands for it. Tests of their own run it.
 _WORK: dict[str, Callable[..., Any]] = {
-    "megads.resilience.doctor.examine:examine": lambda *_: [],
-    "megads.cli.verify_layout_output:verify": lambda *_: (0, 0),
+    "megads.tools.doctor.examine:examine": lambda *_: [],
+    "megads.tools.verify.output:verify": lambda *_: (0, 0),
 }
 
 
@@ -137,7 +137,7 @@ def _stub_work() -> None:
         module, _, function = name.partition(":")
         setattr(importlib.import_module(module), function, stand_in)
     import megads.cli.check_nodes as verb
-    from megads.resilience.nodes.check import Checked
+    from megads.launch.node_check.check import Checked
 
     verb.check_nodes = lambda _, place: Checked({}, {node: [] for node in place.nodes}, {})
 

@@ -1,4 +1,4 @@
-"""The whole model of a checkpoint; layouts are tested with real trainings in tests/cli/test_generate.py."""
+"""The whole model of a checkpoint; layouts are tested with real trainings in tests/tools/test_generate.py."""
 
 from __future__ import annotations
 

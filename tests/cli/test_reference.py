@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
+import pytest
 from omegaconf import MISSING
 
 from megads.cli.composition_errors import schema_keys
-from megads.cli.reference import describe_keys, keys
+from megads.cli.main import VERBS
+from megads.cli.reference import config_dir, describe_keys, group_names, group_options, keys, own_config_dirs, summary
 from megads.config import RootConfig
+
+
+def verb_help(verb: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", "megads.cli.main", verb, *arguments, "--help"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_lists_every_group_option_with_its_explanation(verb: str) -> None:
+    """Catches a verb whose help leaves a choice out, or words that Hydra took for its own placeholders."""
+    text = verb_help(verb)
+    for group in group_names(verb):
+        assert f"{group}=" in text
+        for option, explanation in group_options(group).items():
+            assert f"{option} " in text and explanation in text
+    assert "Exit codes: 0" in text and "${" not in text and "$$" not in text
+
+
+def test_help_lists_keys_from_their_docstrings() -> None:
+    """Catches a second, hand-written truth about what a key does."""
+    text = verb_help("tokenizer")
+    assert "vocab_size=8192" in text and "Tokens to learn, the special ones included." in text
+
+
+def test_help_lists_own_configs(tmp_path: Path) -> None:
+    """Catches a help that knows only the configs of the package."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n# Costs $5.\ntrain: {steps: 1}\n")
+    assert "mine        Costs $5." in verb_help("train", "--config-dir", str(tmp_path))
+
+
+def test_summary_is_the_first_comment_that_is_no_directive(tmp_path: Path) -> None:
+    """Catches `@package _global_` shown as an explanation, and a comment from the middle of a file."""
+    path = tmp_path / "a.yaml"
+    for text, expected in (("# @package x\n\n# Me.\n", ""), ("# @package x\n# Me.\n", "Me."), ("a: 1\n# No.\n", "")):
+        path.write_text(text)
+        assert summary(path) == expected
+
+
+def test_options_are_sorted_by_size() -> None:
+    """Catches bloom_176b listed before bloom_1b1."""
+    names = [name for name in group_options("model") if name.startswith("bloom_")]
+    assert names == ["bloom_560m", "bloom_1b1", "bloom_1b7", "bloom_3b", "bloom_7b1", "bloom_176b"]
+
+
+def test_own_config_dirs() -> None:
+    """Catches one of the two spellings of an argument."""
+    assert own_config_dirs(["--config-dir", "a", "-cd", "b", "--config-dir=c", "-cd"]) == [*map(Path, "abc")]
+    assert config_dir().is_dir()
 
 
 class Colour(StrEnum):

@@ -12,7 +12,7 @@ import pytest
 
 from megads.data.indexed import IndexedDatasetWriter
 from tests.cli.test_entry import REPOSITORY, megads
-from tests.report.written_runs import write_config
+from tests.tools.report.written_runs import write_config
 
 
 @pytest.mark.parametrize(

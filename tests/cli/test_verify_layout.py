@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from megads.cli import verify_layout_output
 from megads.cli.main import run
+from megads.tools.verify import output
 from tests.command import StartCommand
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,8 +32,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes every rank call a function of tests.test_mutants before it does anything else."""
 
     def planted(name: str) -> None:
-        verify = functools.partial(verify_layout_output.verify, defect=f"tests.test_mutants:{name}")
-        monkeypatch.setattr(verify_layout_output, "verify", verify)
+        verify = functools.partial(output.verify, defect=f"tests.test_mutants:{name}")
+        monkeypatch.setattr(output, "verify", verify)
 
     return planted
 

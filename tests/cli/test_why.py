@@ -11,13 +11,13 @@ import pytest
 
 from megads.cli.verb import Invocation
 from megads.cli.why import run
-from megads.cli.why_found import Explanation, explain
-from megads.cli.why_output import as_text
 from megads.data.carried_tokenizer import find_tokenizer
 from megads.data.indexed import IndexedDataset, bin_path
 from megads.data.packed import TurnWriter
 from megads.errors import ConfigError, DataError
-from megads.evaluate.why_config import LossChoice, WhyConfig
+from megads.tools.inspect.why import Explanation, explain
+from megads.tools.inspect.why_config import LossChoice, WhyConfig
+from megads.tools.inspect.why_output import as_text
 from tests.command import StartCommand, events_of, small_model, steps_of
 from tests.small_run import TOKENS, write_dataset
 

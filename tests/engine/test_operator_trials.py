@@ -18,8 +18,8 @@ from megads.ops.choice import Kernels, load
 from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, OpsConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
-from megads.verify.layout import build_engine
-from megads.verify.scenario import Scenario, step_batches
+from megads.tools.verify.layout import build_engine
+from megads.tools.verify.scenario import Scenario, step_batches
 from tests.distributed import run_ranks
 
 CUDA = pytest.param(

@@ -18,7 +18,7 @@ import megads.engine.stage_pipeline
 from megads.engine.interface import Shard, StepResult
 from megads.model.gpt import GPT
 from megads.model.loss import token_losses
-from megads.verify.reductions import RecordedReductions
+from megads.tools.verify.layout import RecordedReductions
 from tests import parity
 from tests.distributed import run_ranks
 from tests.engine.test_training import (

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from megads.frozen_config import config_digest, load_frozen
 from megads.launch.launcher import LaunchSpec, launch
-from megads.monitor.live_console import open_console
+from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers
 from megads.runtime.lease import claimed
 
 
 def main(run_dir: Path, body: str) -> int:
     config = load_frozen(run_dir / "config.yaml")
-    rank = ("-m", "megads.cli.rank", str(run_dir), "--digest", config_digest(config), "--entry")
-    tracker = ("-m", "megads.cli.tracker", str(run_dir), "--follow")
+    rank = ("-m", "megads.launch.rank", str(run_dir), "--digest", config_digest(config), "--entry")
+    tracker = ("-m", "megads.launch.tracker", str(run_dir), "--follow")
     spec = LaunchSpec(
         run_dir,
         num_ranks=1,

@@ -39,7 +39,7 @@ from megads.launch.launcher import LaunchSpec, launch
 from megads.runtime.lease import claimed
 from megads.launch.scheduler import Scheduler
 run_dir, ranks, digest, body = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-command = ("-m", "megads.cli.rank", str(run_dir), "--digest", digest, "--entry", "tests.launch.rank_bodies:" + body)
+command = ("-m", "megads.launch.rank", str(run_dir), "--digest", digest, "--entry", "tests.launch.rank_bodies:" + body)
 config = load_frozen(run_dir / "config.yaml")
 spec = LaunchSpec(run_dir, ranks, command, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
 deadline = Deadline(run_dir, None, lambda: None, None, config.run.stop_timeout_s)

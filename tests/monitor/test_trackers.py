@@ -295,7 +295,7 @@ def test_a_dead_or_stopped_tracker_costs_nothing(tmp_path: Path, number: signal.
         assert launcher.poll() is None
         time.sleep(0.05)
     for child in psutil.Process(launcher.pid).children():
-        if "megads.cli.tracker" in child.cmdline():
+        if "megads.launch.tracker" in child.cmdline():
             child.send_signal(number)
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 0
@@ -305,7 +305,7 @@ def test_a_dead_or_stopped_tracker_costs_nothing(tmp_path: Path, number: signal.
     ended = [event["time"] for event in read_json_lines(run / "events.jsonl")]
     assert ended[-1] - next(e["time"] for e in read_json_lines(run / "events.jsonl") if e["event"] == "exit") < 5
     by_hand = subprocess.run(
-        [sys.executable, "-m", "megads.cli.tracker", str(run)], cwd=REPOSITORY, timeout=60, check=False
+        [sys.executable, "-m", "megads.launch.tracker", str(run)], cwd=REPOSITORY, timeout=60, check=False
     )
     assert by_hand.returncode == 0
     assert [step for step, _ in tensorboard_scalars(run, "train/loss")] == list(range(1, 61))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megads.errors import ConfigError, UnhealthyNode
-from megads.runtime.control_store import launcher_address, listen
+from megads.runtime.listener import launcher_address, listen
 from megads.runtime.run_secret import Secret, read_secret, secret_path, start_secret
 
 

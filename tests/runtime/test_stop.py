@@ -14,17 +14,17 @@ from megads.errors import Fenced
 from megads.runtime.control_plane import open_control_plane
 from megads.runtime.lease import Fence, claimed
 from megads.runtime.slurm import Job
-from megads.runtime.stop import (
+from megads.runtime.stop_file import (
     INTERRUPTED,
     KILL_SWITCH,
     PREEMPTED,
     REQUESTED,
-    StopSignal,
     clear_stop,
     read_stop,
     request_stop,
     stop_path,
 )
+from megads.runtime.stop_signal import StopSignal
 from tests.distributed import run_ranks
 
 

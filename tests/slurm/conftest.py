@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megads.resilience.rehearsal.private_slurm import PrivateSlurm, unavailable_reason
-from megads.resilience.rehearsal.slurm_conf import ClusterSize
+from megads.tools.rehearse.private_slurm import PrivateSlurm, unavailable_reason
+from megads.tools.rehearse.slurm_conf import ClusterSize
 from tests.slurm.jobs import Jobs
 
 _HERE = Path(__file__).parent

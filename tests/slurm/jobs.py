@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megads.resilience.rehearsal.private_slurm import PrivateSlurm
+from megads.tools.rehearse.private_slurm import PrivateSlurm
 from tests.command import REPOSITORY
 
 TIMEOUT_S = 120.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from megads.resilience.rehearsal.private_slurm import PrivateSlurm
+from megads.tools.rehearse.private_slurm import PrivateSlurm
 from tests.slurm.jobs import Jobs
 
 
@@ -77,8 +77,8 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
 
 _OWNER = """
 import time
-from megads.resilience.rehearsal.private_slurm import PrivateSlurm
-from megads.resilience.rehearsal.slurm_conf import ClusterSize
+from megads.tools.rehearse.private_slurm import PrivateSlurm
+from megads.tools.rehearse.slurm_conf import ClusterSize
 cluster = PrivateSlurm(ClusterSize(num_nodes=1))
 cluster.start()
 cluster.command("sbatch", "--output=/dev/null", "--wrap=sleep 318")

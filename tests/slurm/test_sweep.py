@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from megads.runtime.lease import current_holder
-from megads.sweep.points import Point, read_points
+from megads.tools.sweep.points import Point, read_points
 from tests.command import Command, StartCommand, events_of, small_model, steps_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import TRAIN

@@ -1,0 +1,56 @@
+"""Text of ranks, files and users on a terminal: none of its characters may steer the terminal.
+
+An escape sequence in a message could hide lines, retitle the window or answer in the user's place, and a bidirectional
+override shows a name that is another. Files keep such text as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import TextIO
+
+# C0 without tab and newline, DEL and C1, bidirectional controls, line separators, and surrogates, which no terminal
+# takes.
+_STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Returns the text with control characters written out, as in \\x1b and \\u202e; newlines and tabs stay."""
+    return _STEERING.sub(_written_out, text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+class VisibleStream(io.TextIOWrapper):
+    """Writes `visible` text to the descriptor of another stream.
+
+    Attributes:
+        rich_proxied_file: where rich writes, past this stream: its own codes must reach the terminal (visible_console
+            escapes the texts between them).
+    """
+
+    def __init__(self, stream: TextIO):
+        binary = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115 - it lives as long as the process
+        super().__init__(binary, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        super().write(visible(text))
+        return len(text)
+
+
+def escape_terminal_output() -> None:
+    """Has everything that this process prints pass through `visible`.
+
+    Messages on standard error always do. Results on standard output do on a terminal: elsewhere a program reads them.
+    """
+    if sys.stdout is not None and sys.stdout.isatty():
+        sys.stdout.flush()
+        sys.stdout = VisibleStream(sys.stdout)
+    if sys.stderr is not None:
+        sys.stderr = VisibleStream(sys.stderr)

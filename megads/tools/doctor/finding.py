@@ -1,0 +1,107 @@
+"""One thing that was checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+class Status(StrEnum):
+    """How a check ended: fine, worth knowing, or training cannot work."""
+
+    ok = "ok"
+    note = "note"
+    problem = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked.
+
+    Attributes:
+        check: what was looked at, in a word or two.
+        status: how it ended.
+        found: what is there.
+        cost: what that costs; nothing for ok.
+        remedy: what to do about it.
+    """
+
+    check: str
+    status: Status
+    found: str
+    cost: str = ""
+    remedy: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    """Returns a finding that needs nothing."""
+    return Finding(check, Status.ok, found)
+
+
+def note(check: str, found: str, cost: str, remedy: str) -> Finding:
+    """Returns a finding that costs something but lets training go on."""
+    return Finding(check, Status.note, found, cost, remedy)
+
+
+def problem(check: str, found: str, cost: str, remedy: str) -> Finding:
+    """Returns a finding that prevents training, or makes it wrong."""
+    return Finding(check, Status.problem, found, cost, remedy)
+
+
+def size(num_bytes: float) -> str:
+    """Returns a number of bytes as 512 MiB or 23.5 GiB."""
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+_STYLES = {Status.ok: "green", Status.note: "yellow", Status.problem: "bold red"}
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Prints a coloured table on a terminal, plain lines elsewhere or without rich."""
+    if sys.stdout.isatty():
+        try:
+            from megads.runtime.visible_console import VisibleConsole
+
+            VisibleConsole().print(_table(findings))
+            return
+        except ImportError:
+            pass
+    print(plain(findings))
+
+
+def plain(findings: Sequence[Finding]) -> str:
+    """Returns the findings as lines of text."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<7}  {finding.check:<{width}}  {finding.found}")
+        for label, text in (("costs", finding.cost), ("remedy", finding.remedy)):
+            if text:
+                lines.append(f"{'':<7}  {'':<{width}}    {label}: {text}")
+    return "\n".join(lines)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        said = Text(finding.found)
+        for label, text in (("costs", finding.cost), ("remedy", finding.remedy)):
+            if text:
+                said.append(f"\n{label}: ", style="bold")
+                said.append(text)
+        table.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.check), said)
+    return table

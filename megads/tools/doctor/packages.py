@@ -1,0 +1,184 @@
+"""Python and the installed packages, read from their metadata: nothing is imported, so broken packages do no harm."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import megads
+from megads.ops.apex import ApexState, find_apex
+from megads.tools.doctor.finding import Finding, Status, note, ok, problem
+
+Installed = Mapping[str, Sequence[str]]
+"""Versions of each installed package by its normalised name; several where several copies are on sys.path."""
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """Releases of a package that do harm.
+
+    Attributes:
+        package: its name.
+        releases: which of them.
+        cost: what they do.
+        remedy: what to install instead.
+        status: problem when training is prevented or wrong.
+        python: Python versions on which they do it.
+    """
+
+    package: str
+    releases: str
+    cost: str
+    remedy: str
+    status: Status = Status.problem
+    python: str = ""
+
+
+KNOWN_BAD = (
+    KnownBad(
+        "deepspeed",
+        "<0.18.9",
+        "pipeline gradients are summed over micro-batches: clipping and the grad norm are wrong",
+        "pip install 'deepspeed>=0.19.3'",
+    ),
+    KnownBad(
+        "deepspeed",
+        ">=0.18.9,<0.19.3",
+        "pipeline gradients are divided by the number of micro-batches at every stage (DeepSpeed #8152)",
+        "pip install 'deepspeed>=0.19.3'",
+    ),
+    KnownBad(
+        "hydra-ax-sweeper",
+        "==1.2.0",
+        "breaks every Hydra application of this environment when plugins are discovered",
+        "pip uninstall hydra-ax-sweeper",
+        python=">=3.11",
+    ),
+    KnownBad("omegaconf", ">=2.4.0.dev0", "hydra-core 1.3 does not work with it", "pip install 'omegaconf<2.4'"),
+)
+
+
+def installed_packages() -> dict[str, list[str]]:
+    """Returns what is installed, the copy that Python imports first."""
+    found: dict[str, dict[str, str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] if distribution.metadata else None
+        if name:
+            folder = str(Path(str(distribution.locate_file(""))).resolve())
+            found.setdefault(_normalised(name), {}).setdefault(folder, distribution.version or "0")
+    return {name: list(copies.values()) for name, copies in found.items()}
+
+
+def _normalised(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def stated_requirements() -> tuple[str, list[Requirement]]:
+    """Returns the Python versions and the packages that megads asks for, from this checkout or what is installed."""
+    pyproject = Path(megads.__file__).resolve().parents[1] / "pyproject.toml"
+    if pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        python, lines = str(project["requires-python"]), list(project["dependencies"])
+    else:
+        distribution = importlib.metadata.distribution("megads")
+        python, lines = distribution.metadata["Requires-Python"], list(distribution.requires or [])
+    requirements = [Requirement(line) for line in lines]
+    # What belongs to an extra is marked with it.
+    return python, [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def check_python() -> list[Finding]:
+    """Checks the interpreter's version."""
+    wanted, _ = stated_requirements()
+    found = platform.python_version()
+    if _contains(wanted, found):
+        return [ok("python", f"{found}, {sys.prefix}")]
+    return [problem("python", found, f"megads needs Python {wanted}", "make a new environment with a Python that fits")]
+
+
+def check_packages() -> list[Finding]:
+    """Checks every required package, and the releases that are known to do harm."""
+    _, requirements = stated_requirements()
+    return judge_packages(requirements, installed_packages(), platform.python_version())
+
+
+def judge_packages(requirements: Sequence[Requirement], installed: Installed, python: str) -> list[Finding]:
+    """Compares what is wanted with what is there.
+
+    Args:
+        requirements: what megads asks for.
+        installed: what there is.
+        python: the interpreter's version.
+    """
+    good, findings = [], []
+    for requirement in requirements:
+        name = _normalised(requirement.name)
+        version = installed.get(name, [""])[0]
+        if version and requirement.specifier.contains(version, prereleases=True):
+            good.append(f"{name} {version}")
+            continue
+        remedy = f"pip install '{requirement}'"
+        findings.append(problem(name, version or "not installed", f"megads needs {requirement}", remedy))
+    for bad in KNOWN_BAD:
+        version = installed.get(bad.package, [""])[0]
+        if version and _contains(bad.releases, version) and _contains(bad.python, python):
+            findings.append(Finding(bad.package, bad.status, version, bad.cost, bad.remedy))
+    return [ok("packages", ", ".join(good)), *findings]
+
+
+def _contains(releases: str, version: str) -> bool:
+    return SpecifierSet(releases).contains(version, prereleases=True)
+
+
+def check_apex() -> list[Finding]:
+    """Says what is installed under the name apex: NVIDIA's, whole or not, or the other project."""
+    found = find_apex()
+    if found.state is ApexState.absent:
+        return [ok("apex", "not installed: wanted for ops.impl=apex and optim.impl=apex only")]
+    if found.state is ApexState.present:
+        return [ok("apex", f"{found.text}: ops.impl=apex and optim.impl=apex take it on GPUs")]
+    return [
+        note("apex", found.text, "ops.impl=apex and optim.impl=apex are refused; nothing else wants it", found.remedy)
+    ]
+
+
+def check_copies() -> list[Finding]:
+    """Checks that there is one torch and one generation of CUDA libraries."""
+    return judge_copies(installed_packages())
+
+
+def judge_copies(installed: Installed) -> list[Finding]:
+    """Finds several installations of torch, and CUDA libraries of several major versions."""
+    findings = [
+        note(
+            f"copies of {name}",
+            f"{', '.join(installed[name])} are all on sys.path; the first is imported",
+            "a subprocess with another path would import another one",
+            f"pip uninstall {name} until none is left, then install one",
+        )
+        for name in ("torch", "deepspeed")
+        if len(installed.get(name, [])) > 1
+    ]
+    generations = sorted({name.rpartition("-cu")[2] for name in installed if _is_cuda_library(name)})
+    if len(generations) > 1:
+        findings.append(
+            note(
+                "CUDA libraries",
+                f"packages of CUDA {' and '.join(generations)} are installed side by side",
+                "torch may load a library of the wrong one",
+                "install torch anew in a fresh environment",
+            )
+        )
+    return findings
+
+
+def _is_cuda_library(name: str) -> bool:
+    return name.startswith("nvidia-") and name.rpartition("-cu")[2].isdigit()

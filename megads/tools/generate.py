@@ -1,0 +1,337 @@
+"""Continues prompts with a trained model: from the command line, from files, or as they are typed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from types import FrameType
+from typing import Any, TextIO
+
+import yaml
+
+from megads.checkpoint.read import open_checkpoint
+from megads.checkpoint.unsharded import load_unsharded
+from megads.data.carried_tokenizer import find_tokenizer
+from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
+from megads.evaluate.completion import Completion, Prompt, Speed, TextGenerator
+from megads.evaluate.config import GenerateConfig
+from megads.evaluate.placement import choose_device, choose_dtype
+from megads.evaluate.sampling import Sampling
+from megads.runtime.environment import user_cache_dir
+from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+
+
+def dataset_prefixes(run_dir: Path) -> list[Path]:
+    """Places where the training data of a run may be, from its frozen config; none where that is not there.
+
+    Paths there are relative to where the run was started: that is here, or the folder that holds runs/.
+    """
+    try:
+        content = yaml.safe_load(recorded_config(run_dir / CONFIG_FILE))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return []
+    # Not load_frozen: a run of an earlier version, whose config lacks today's keys, can still be read.
+    data = content.get("data") if isinstance(content, dict) else None
+    datasets: Any = data.get("train") if isinstance(data, dict) else None
+    items = datasets if isinstance(datasets, list) else []
+    paths = [Path(str(item["path"])) for item in items if isinstance(item, dict) and "path" in item]
+    return [base / path for path in paths for base in (Path(), run_dir.parent.parent)]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and what came with it.
+
+    Attributes:
+        prompt: the text to continue.
+        record: the line of JSON it was in; empty for other sources. Its other fields go to the output.
+    """
+
+    prompt: str
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def given_tasks(config: GenerateConfig) -> list[Task]:
+    """Returns what the config says to continue, nothing where it leaves that to stdin.
+
+    Raises:
+        DataError: the input cannot be read or holds no prompts.
+    """
+    if config.prompt is not None:
+        return [Task(config.prompt)]
+    if config.prompts:
+        return [Task(prompt) for prompt in config.prompts]
+    return _read(Path(config.input), config.prompt_field) if config.input is not None else []
+
+
+def completion_line(task: Task, completion: Completion) -> str:
+    """Returns the line of JSON that the output file gets."""
+    made = {
+        "prompt": task.prompt,
+        "completion": completion.text,
+        "tokens": completion.tokens,
+        "stop": completion.stop,
+    }
+    return json.dumps(task.record | made, ensure_ascii=False)
+
+
+def refuse_to_overwrite(config: GenerateConfig) -> None:
+    """Raises ConfigError where the output exists and its loss was not asked for, or where it is the input."""
+    if config.output is None:
+        return
+    output = Path(config.output)
+    if config.input is not None and output.resolve() == Path(config.input).resolve():
+        raise ConfigError(f"output = {output}: is the input and would be lost; choose another output")
+    if output.exists() and not config.overwrite:
+        raise ConfigError(f"output = {output}: exists; choose another output or give overwrite=true")
+
+
+def _read(path: Path, field_name: str) -> list[Task]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise DataError(f"input = {path}: there is no such file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"input = {path}: cannot be read as UTF-8 text: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise DataError(f"input = {path}: holds no prompts")
+    if path.suffix != ".jsonl":
+        return [Task(line) for _, line in numbered]
+    return [_task(f"{path}:{number}", line, field_name) for number, line in numbered]
+
+
+def _task(place: str, line: str, field_name: str) -> Task:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON: {error}; lines of plain text belong in a .txt file") from error
+    if not isinstance(record, dict) or not isinstance(record.get(field_name), str):
+        found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is no object"
+        raise DataError(f"{place}: has no text in {field_name!r}, {found}: give prompt_field=<name>")
+    return Task(record[field_name], record)
+
+
+def stream(
+    generator: TextGenerator, prompt: Prompt, number: int, echo: bool, interrupted: Callable[[], bool] = lambda: False
+) -> None:
+    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted.
+
+    Raises:
+        KeyboardInterrupt: `interrupted`, which is asked after every token, said so.
+    """
+
+    speed = Speed()
+    if echo:
+        print(prompt.text, end="", flush=True)
+    try:
+        for _, text, _ in generator.complete([prompt], [number], speed):
+            if text:
+                print(text, end="", flush=True)
+            if interrupted():
+                raise KeyboardInterrupt
+    finally:
+        print(flush=True)
+        say(speed)
+
+
+def say(message: object) -> None:
+    """One line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+HISTORY_LINES = 1000
+_HELP = "Type a text to continue; a backslash at the end goes on in the next line. Ctrl-C stops a text, Ctrl-D leaves."
+
+
+def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
+    """Continues every prompt of a source until it ends.
+
+    Args:
+        generator: makes the text.
+        source: stdin.
+        echo: print a prompt in front of its completion, where it does not stand on the terminal already.
+
+    Raises:
+        ConfigError: a piped prompt does not fit the model, or there was none. At a terminal the user is told.
+    """
+    typed = source.isatty()
+    number = 0
+    for text in _typed() if typed else _joined(source):
+        if not text.strip():
+            continue
+        try:
+            with _interrupts() as interrupted:
+                stream(generator, generator.prompt(text), number, echo and not typed, interrupted)
+        except ConfigError as error:
+            if not typed:
+                raise
+            print(error, file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            print("stopped", file=sys.stderr, flush=True)
+        # Every text has draws of its own: the same prompt again is continued in another way.
+        number += 1
+    if not number and not typed:
+        raise ConfigError("there is no prompt: give prompt='...', prompts, input, or lines on stdin")
+    return EXIT_OK
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Tells whether Ctrl-C was pressed since the start of a text, without raising anything; a second one raises.
+
+    An exception in the midst of a token may come up inside of a library that swallows it: seen once in a busy machine's
+    tests, and the text went on.
+    """
+    pressed = Event()
+
+    def press(number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            signal.default_int_handler(number, frame)
+        pressed.set()
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _joined(lines: TextIO | Iterator[str]) -> Iterator[str]:
+    """Yields prompts: a line that ends in a backslash goes on in the next one."""
+    begun = ""
+    for line in lines:
+        text = begun + line.removesuffix("\n")
+        begun = ""
+        if text.endswith("\\"):
+            begun = text[:-1] + "\n"
+            continue
+        yield text
+    if begun:
+        yield begun
+
+
+def _typed() -> Iterator[str]:
+    """Yields what the user types, with the history of earlier sessions on the arrow keys."""
+    print(_HELP, file=sys.stderr, flush=True)
+    history = user_cache_dir() / "generate_history"
+    with suppress(ImportError, OSError):  # a Python without readline, or no history yet
+        import readline
+
+        readline.set_history_length(HISTORY_LINES)
+        readline.read_history_file(history)
+    try:
+        yield from _joined(_lines())
+    finally:
+        with suppress(ImportError, OSError):
+            import readline
+
+            history.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(history)
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+        except EOFError:
+            print(file=sys.stderr)
+            return
+
+
+RUNS = Path("runs")
+
+
+def generate(config: GenerateConfig) -> int:
+    """Loads the model and continues what the config gives, or what is typed."""
+    config.check()
+    tasks = given_tasks(config)
+    refuse_to_overwrite(config)
+    generator = text_generator(config)
+    if not tasks:
+        return converse(generator, sys.stdin, config.echo)
+    prompts = [_prompt(generator, number, task) for number, task in enumerate(tasks)]
+    if config.output is not None:
+        _write(generator, tasks, prompts, config)
+    elif len(prompts) == 1:
+        stream(generator, prompts[0], 0, config.echo)
+    else:
+        _print_all(generator, prompts, config)
+    return EXIT_OK
+
+
+def text_generator(config: GenerateConfig) -> TextGenerator:
+    """Loads what the config names and says so on stderr."""
+    device = choose_device(config.device)
+    handle = open_checkpoint(run_path(config.run))
+    for reason in handle.passed_by:
+        say(f"passed by: {reason}")
+    found = find_tokenizer(dataset_prefixes(handle.folder.parent.parent), config.tokenizer)
+    model = load_unsharded(handle, device, choose_dtype(config.precision, device))
+    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
+    generator = TextGenerator(model, found, sampling, config.max_new_tokens, config.end_of_document)
+    weights = list(model.parameters())
+    say(
+        f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
+        f"{str(weights[0].dtype).removeprefix('torch.')} on {device}; "
+        f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is not here)'}"
+    )
+    return generator
+
+
+def run_path(given: str) -> Path:
+    """Returns the folder that `run` means: a path, or the name of a run in runs/.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for path in (Path(given), RUNS / given):
+        if path.is_dir():
+            return path
+    known = sorted(path.name for path in RUNS.glob("*") if (path / "checkpoints").is_dir())
+    close = difflib.get_close_matches(Path(given).name, known, n=1) or known
+    hint = f"; {RUNS}/ has {', '.join(close[:5])}" if close else ""
+    raise CheckpointError(f"run = {given}: there is no such folder{hint}")
+
+
+def _prompt(generator: TextGenerator, number: int, task: Task) -> Prompt:
+    try:
+        return generator.prompt(task.prompt)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {number + 1}: {error}") from error
+
+
+def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: GenerateConfig) -> None:
+
+    speed = Speed()
+    for number, done in enumerate(generator.complete_all(prompts, config.batch_size, speed), 1):
+        print(f"=== {number} of {len(prompts)}\n{done.prompt if config.echo else ''}{done.text}", flush=True)
+    say(speed)
+
+
+def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Prompt], config: GenerateConfig) -> None:
+    """Writes the completions line by line, so that a killed batch leaves those that were finished."""
+    speed = Speed()
+    output = Path(str(config.output))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("w", encoding="utf-8") as file:
+            completions = generator.complete_all(prompts, config.batch_size, speed)
+            for task, completion in zip(tasks, completions, strict=True):
+                file.write(completion_line(task, completion) + "\n")
+                file.flush()
+    except OSError as error:
+        raise ConfigError(f"output = {output}: cannot be written: {error.strerror}; choose another output") from error
+    say(speed)
+    print(f"{output}: {len(tasks)} completions")

@@ -1,0 +1,1 @@
+"""What is in a dataset, and what a step trained on."""

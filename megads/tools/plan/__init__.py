@@ -1,0 +1,1 @@
+"""What `megads plan` and a dry run print: tables of memory, ranks and schedules."""

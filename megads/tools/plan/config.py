@@ -1,0 +1,56 @@
+"""What `megads plan` is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+
+
+class Device(StrEnum):
+    """Where the ranks would compute."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass
+class PlanConfig(RootConfig):
+    """The config of `megads train`, and how to print the plan."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+    ranks: bool = False
+    """Say also which rank holds what."""
+    device: Device = Device.auto
+    """Where ranks would compute; auto is this machine's GPUs, or its CPU."""
+    schedules: bool = False
+    """Compare all pipeline schedules that this layout can have."""
+    timeline: str | None = None
+    """Draw the step that the schedule plans, all ranks over time, into this file: .svg or .png, or .json for Perfetto
+    and chrome://tracing."""
+    rank_tflops: float | None = None
+    """TFLOPs that a rank achieves, for a schedule's times in seconds; null leaves times relative and messages free."""
+    link_gigabytes_per_s: float | None = None
+    """Speed of messages in one direction between two pipeline ranks; null costs nothing."""
+    link_latency_us: float = 0.0
+    """Latency of a message between two pipeline ranks."""
+
+    def check_schedule(self) -> None:
+        """Raises ConfigError on speeds that no machine has, and on a picture of a kind that nobody can draw."""
+        for name in ("rank_tflops", "link_gigabytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} = {value}: must be positive")
+        if self.link_latency_us < 0:
+            raise ConfigError(f"link_latency_us = {self.link_latency_us}: must not be negative")
+        if self.rank_tflops is None and (self.link_gigabytes_per_s is not None or self.link_latency_us):
+            raise ConfigError(
+                "link_gigabytes_per_s and link_latency_us need rank_tflops, which says how long a pass takes beside a "
+                "message: set it, for example rank_tflops=150"
+            )
+        if self.timeline is not None and not self.timeline.endswith((".svg", ".png", ".json")):
+            raise ConfigError(f"timeline = {self.timeline}: must end in .svg, .png or .json")

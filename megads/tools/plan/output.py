@@ -1,0 +1,210 @@
+"""What `megads plan` prints: tables for people, JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.launch.preflight_memory import Machine, Room, gib, micro_batches, parts, plan_of, settle_auto, this_machine
+from megads.parallel.config import Recompute
+from megads.plan.flops import hardware_flops_per_token, model_flops_per_token
+from megads.plan.memory import MemoryPlan, StageMemory
+from megads.plan.step_time import Outlook, Speed
+from megads.plan.step_trace import perfetto_trace, simulated_step
+from megads.runtime.machine_memory import available_memory
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.rank_table import places_json, rank_table
+from megads.tools.plan.schedule_table import (
+    candidates,
+    outlook_json,
+    outlook_of,
+    refusals,
+    schedule_line,
+    schedule_table,
+    schedules_json,
+)
+from megads.tools.report.config import require_matplotlib
+
+_TABLE_WIDTH = 176
+"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
+
+
+def show(asked: PlanConfig) -> None:
+    """Prints the plan of a run, and draws its schedule if asked."""
+    machine = _machine(asked, asked.device.value)
+    config: RootConfig = asked
+    if machine is None and config.parallel.recompute is Recompute.auto:
+        raise ConfigError(
+            "parallel.recompute = auto goes by the memory of a GPU, and this machine has none: set "
+            "cluster.gpu_memory_gib, or plan with device=cpu"
+        )
+    config, choices = settle_auto(config, machine)
+    plan = plan_of(config, cuda=machine is None or machine.per_gpu)
+    room = machine.room(plan) if machine else None
+    speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
+    found = outlook_of(config, speed)
+    if asked.timeline is not None:
+        _draw(found, Path(asked.timeline), timed=asked.rank_tflops is not None)
+    compared = list(candidates(config, machine, speed)) if asked.schedules else []
+    if asked.json:
+        held = {"places": places_json(config)} if asked.ranks else {}
+        schedules = {"schedules": schedules_json(compared)} if compared else {}
+        print(json.dumps(as_json(config, plan, room, found) | held | schedules, indent=2))
+        return
+    console = VisibleConsole(highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)
+    _print(console, config, plan, room, found, choices)
+    if compared:
+        console.print(schedule_table(compared, in_seconds=asked.rank_tflops is not None))
+        for reason in refusals(compared):
+            console.print(reason)
+    if asked.ranks:
+        console.print(rank_table(config))
+
+
+def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
+    """Writes the planned step as a picture, or for Perfetto.
+
+    Raises:
+        ConfigError: the file cannot be written, or matplotlib is not there.
+    """
+    traces, schedule = simulated_step(found.timeline), found.schedule
+    title = f"{schedule.name}, {schedule.placement.num_ranks} ranks, {schedule.micro_batches} micro-batches, planned"
+    try:
+        if path.suffix == ".json":
+            path.write_text(json.dumps(perfetto_trace({title: traces})))
+            return
+        require_matplotlib()
+        from megads.tools.report.step_timeline import Panel, draw_steps
+        from megads.tools.report.style import house_style
+
+        with house_style():
+            draw_steps([Panel(title, traces)], timed=timed).savefig(path, facecolor="white", dpi=160)
+    except OSError as error:
+        raise ConfigError(f"timeline = {path} cannot be written ({error.strerror}): choose another file") from error
+
+
+def _machine(config: RootConfig, device: str) -> Machine | None:
+    """Where ranks would run; None for the GPUs of another machine of which nothing is known."""
+    if device == "cpu":
+        return Machine(available_memory(), per_gpu=False)
+    here = this_machine()
+    if device == "auto" or here.per_gpu:
+        return here
+    size = config.cluster.gpu_memory_gib
+    return None if size is None else Machine(int(size * 2**30), per_gpu=True)
+
+
+def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
+    """What a step of the full batch size computes, by name, for people and machines alike."""
+    train = config.train
+    flops = model_flops_per_token(config.model, train.seq_len)
+    blocks = [mode for stage in plan.stages for mode in stage.recomputation]
+    tokens = train.global_batch_size * train.seq_len
+    return {
+        "flops_per_token": flops,
+        "hardware_flops_per_token": hardware_flops_per_token(config.model, train.seq_len, blocks),
+        "tokens_per_step": tokens,
+        "flops_per_step": flops * tokens,
+        "micro_batches": micro_batches(config),
+    }
+
+
+def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outlook) -> dict[str, Any]:
+    """The plan as plain dicts; all sizes in bytes."""
+    stages = []
+    for stage in plan.stages:
+        entry = dataclasses.asdict(stage)
+        entry["phases"] = [{"name": moment.name, "bytes": moment.total} for moment in stage.phases]
+        entry |= {"fullest": dataclasses.asdict(stage.fullest), "permanent": stage.permanent, "peak": stage.peak}
+        entry |= {"device_peak": stage.device_peak}
+        stages.append(entry)
+    return {
+        "parameters": plan.parameters,
+        "ranks": config.parallel.world_size,
+        "largest_rank": plan.largest.first_rank,
+        "largest_rank_bytes": plan.largest.peak,
+        "all_ranks_bytes": plan.all_ranks,
+        "machine": None if room is None else {**dataclasses.asdict(room), "fits": room.fits},
+        **compute(config, plan),
+        "bubble_share": found.unit_bubble_share,
+        "pipeline": outlook_json(found),
+        "stages": stages,
+    }
+
+
+def _print(
+    console: VisibleConsole,
+    config: RootConfig,
+    plan: MemoryPlan,
+    room: Room | None,
+    found: Outlook,
+    choices: Sequence[str],
+) -> None:
+    parallel, train, step = config.parallel, config.train, compute(config, plan)
+    console.print(
+        f"{plan.parameters:,} parameters on {parallel.world_size} ranks = {parallel.product}, {train.precision}"
+    )
+    console.print(
+        f"{step['flops_per_token']:.4g} FLOPs a token, {step['flops_per_step']:.4g} a step of "
+        f"{step['tokens_per_step']:,} tokens = {step['micro_batches']} micro-batches x {train.micro_batch_size} "
+        f"samples x {parallel.dp} replicas x {train.seq_len} tokens"
+    )
+    if parallel.pp > 1:
+        console.print(f"pipeline: {schedule_line(found)}")
+    hardware = step["hardware_flops_per_token"]
+    if hardware > step["flops_per_token"]:
+        more = hardware / step["flops_per_token"] - 1
+        console.print(f"{hardware:.4g} hardware FLOPs a token with what is recomputed, {more:+.1%}")
+    for choice in choices:
+        console.print(choice)
+    console.print(_table(plan))
+    largest = plan.largest
+    console.print(
+        f"largest: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
+        f"it always holds {gib(largest.permanent)}, and in each phase of a step"
+    )
+    for moment in sorted(largest.phases, key=lambda phase: -phase.total):
+        console.print(f"  {gib(moment.total):>12} more: {moment.name}")
+    fullest = plan.fullest_device
+    if fullest.beside_tensors:
+        total = sum(fullest.beside_tensors.values())
+        console.print(f"beside tensors {gib(total)} of rank {fullest.first_rank}'s GPU, an estimate:")
+        for name, size in fullest.beside_tensors.items():
+            console.print(f"  {gib(size):>12} {name}")
+    if room is not None:
+        console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
+
+
+def _recomputation(stage: StageMemory) -> str:
+    """none, or how many of the stage's blocks are recomputed and what of them: 2 of 6 full."""
+    counts = Counter(mode for mode in stage.recomputation if mode is not Recompute.none)
+    return ", ".join(f"{count} of {len(stage.recomputation)} {mode}" for mode, count in counts.items()) or "none"
+
+
+def _table(plan: MemoryPlan) -> Table:
+    """One row a stage, one column a part of the peak."""
+    unit, size = ("GiB", 2**30) if plan.largest.peak >= 2**30 else ("MiB", 2**20)
+    table = Table(
+        title=f"{unit} of one rank at its fullest moment, by pipeline stage",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+    )
+    for header in ("stage", "parameters", "on a rank", "in flight", "recomputed", *parts(plan.largest), "peak"):
+        table.add_column(header.replace(" ", "\n"), justify="right", no_wrap=True)
+    for stage in plan.stages:
+        sizes = [f"{part / size:,.1f}" for part in (*parts(stage).values(), stage.peak)]
+        counts = [f"{count:,}" for count in (stage.stage, stage.parameters, stage.rank_parameters, stage.in_flight)]
+        table.add_row(*counts, _recomputation(stage), *sizes, style="bold" if stage is plan.largest else "")
+    return table

@@ -1,0 +1,196 @@
+"""The table of which rank holds what, for `megads plan ranks=true` and the dry run of `megads train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import RootConfig
+from megads.model.config import ModelConfig
+from megads.model.stages import EMBEDDING, HEAD, stage_specs
+from megads.parallel.config import AXES, ParallelConfig
+from megads.parallel.grid import Place, axis_lines, place_of
+from megads.parallel.partition import stage_bounds
+from megads.parallel.vocabulary import padded_rows
+from megads.runtime.visible_console import VisibleConsole
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """What one rank holds.
+
+    Attributes:
+        rank: global rank.
+        place: its coordinates; place.pp is its pipeline stage.
+        node: number of its node; None where ranks per node are not known.
+        layers: names of the model's stages it holds a share of.
+        heads: its attention heads, of every block it holds; empty without a block.
+        vocabulary: its rows of the vocabulary, padding left out; empty without embedding and head, None where the size
+            of the vocabulary is not known.
+    """
+
+    rank: int
+    place: Place
+    node: int | None
+    layers: tuple[str, ...]
+    heads: range
+    vocabulary: range | None
+
+
+def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None) -> list[RankPlace]:
+    """Every rank of a layout, in order.
+
+    Args:
+        model: the model's shape; its vocabulary may still be the tokenizer's.
+        parallel: the layout.
+        ranks_per_node: how many neighbouring ranks share a node; None where that is not known.
+
+    Raises:
+        ConfigError: more pipeline stages than layers.
+    """
+    specs = stage_specs(model, seed=0)
+    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    stages = [tuple(spec.name for spec in specs[start:end]) for start, end in pairwise(bounds)]
+    share, placement = model.num_heads // parallel.tp, parallel.placement
+    found = []
+    for rank in range(parallel.world_size):
+        place = place_of(rank, parallel)
+        layers = tuple(chain.from_iterable(stages[stage] for stage in placement.stages_of(place.pp)))
+        has_blocks = any(layer.startswith("blocks.") for layer in layers)
+        heads = range(place.tp * share, (place.tp + 1) * share) if has_blocks else range(0)
+        node = None if ranks_per_node is None else rank // ranks_per_node
+        found.append(RankPlace(rank, place, node, layers, heads, _vocabulary(model, parallel, place, layers)))
+    return found
+
+
+def _vocabulary(model: ModelConfig, parallel: ParallelConfig, place: Place, layers: tuple[str, ...]) -> range | None:
+    if EMBEDDING not in layers and HEAD not in layers:
+        return range(0)
+    size = model.vocab_size
+    if size is None:
+        return None
+    rows = padded_rows(size, parallel.tp)
+    return range(min(place.tp * rows, size), min((place.tp + 1) * rows, size))
+
+
+def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
+    """Ranks that hold the same weights, together: those that differ in their context and data coordinates only."""
+    groups: dict[tuple[int, int], list[RankPlace]] = {}
+    for held in places:
+        groups.setdefault((held.place.pp, held.place.tp), []).append(held)
+    return [groups[key] for key in sorted(groups)]
+
+
+def axes_across_nodes(parallel: ParallelConfig, ranks_per_node: int) -> list[str]:
+    """Axes along which some ranks have to talk over the network, innermost first."""
+    return [
+        axis
+        for axis in parallel.rank_order
+        if any(len({rank // ranks_per_node for rank in line}) > 1 for line in axis_lines(axis, parallel))
+    ]
+
+
+MOST_ROWS = 32
+"""Ranks up to which each has a row of its own; of more, those with the same weights share one."""
+_MOST_SPANS = 4
+
+
+def rank_table(config: RootConfig) -> Table:
+    """One row a rank, or one for all ranks that hold the same weights where there are many."""
+    places = _places(config)
+    groups = [[place] for place in places] if len(places) <= MOST_ROWS else replicas(places)
+    nodes = places[0].node is not None
+    table = Table(
+        title="which rank holds what",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption=_across(config),
+    )
+    for header in ("rank", *(["node"] if nodes else []), *AXES):
+        table.add_column(header, justify="right", no_wrap=True)
+    for header in ("layers", "heads", "vocabulary rows"):
+        table.add_column(header)
+    for group in groups:
+        first = group[0]
+        table.add_row(
+            spans(held.rank for held in group),
+            *([spans(held.node for held in group if held.node is not None)] if nodes else []),
+            *(spans(getattr(held.place, axis) for held in group) for axis in AXES),
+            layer_names(first.layers),
+            _range(first.heads),
+            "the tokenizer's" if first.vocabulary is None else _range(first.vocabulary),
+        )
+    return table
+
+
+def rank_text(config: RootConfig, width: int) -> str:
+    """The table as lines of text, at most so many characters wide."""
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(rank_table(config))
+    return captured.get().rstrip("\n")
+
+
+def places_json(config: RootConfig) -> list[dict[str, Any]]:
+    """Every rank as plain dicts and lists; ranges as [first, one after the last], null where not known."""
+    found = []
+    for held in _places(config):
+        vocabulary = held.vocabulary
+        found.append(
+            {
+                "rank": held.rank,
+                "node": held.node,
+                **held.place._asdict(),
+                "layers": list(held.layers),
+                "heads": [held.heads.start, held.heads.stop],
+                "vocabulary": None if vocabulary is None else [vocabulary.start, vocabulary.stop],
+            }
+        )
+    return found
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers as people write them: 0-3, 8-11; of many pieces the first, the second and the last, with their count."""
+    ordered = sorted(set(numbers))
+    starts = [ordered[0], *(right for left, right in pairwise(ordered) if right > left + 1)]
+    stops = [*(left for left, right in pairwise(ordered) if right > left + 1), ordered[-1]]
+    pieces = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True)]
+    if len(pieces) <= _MOST_SPANS:
+        return ", ".join(pieces)
+    return f"{pieces[0]}, {pieces[1]} .. {pieces[-1]} ({len(ordered)})"
+
+
+def layer_names(layers: tuple[str, ...]) -> str:
+    """embedding, blocks 0-3: the blocks of a stage are neighbours."""
+    blocks = [int(layer.removeprefix("blocks.")) for layer in layers if layer.startswith("blocks.")]
+    names: list[str] = []
+    for layer in layers:
+        name = layer.replace("_", " ")
+        if layer.startswith("blocks."):
+            name = f"block{'s' if len(blocks) > 1 else ''} {spans(blocks)}"
+        if name not in names:
+            names.append(name)
+    return ", ".join(names)
+
+
+def _places(config: RootConfig) -> list[RankPlace]:
+    return rank_places(config.model, config.parallel, config.cluster.ranks_per_node)
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers.start:,}-{numbers.stop - 1:,}" if numbers else "-"
+
+
+def _across(config: RootConfig) -> str | None:
+    """Which axes leave a node, as far as that is known."""
+    per_node = config.cluster.ranks_per_node
+    if per_node is None:
+        return None
+    across = axes_across_nodes(config.parallel, per_node)
+    return f"{', '.join(across)} across nodes" if across else "no axis leaves a node"

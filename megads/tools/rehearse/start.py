@@ -1,0 +1,148 @@
+"""`megads train` inside of a rehearsed job: the config asked for is checked on paper, and a scaled one is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from megads.config import RootConfig, check_config
+from megads.errors import ConfigError, MegadsError
+from megads.launch.placement import place_ranks
+from megads.launch.preflight_data import describe_data, locate_data, require_data
+from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
+from megads.launch.start import place
+from megads.runtime.config import ClusterKind
+from megads.runtime.slurm import Allocation, Job, Node
+from megads.tools.doctor.finding import Finding, note, ok, problem
+from megads.tools.rehearse.notes import Orders, Start, read_orders, write_start
+from megads.tools.rehearse.paper import of_this_machine, why_unwritable
+from megads.tools.rehearse.scale import scaled_run
+
+_AT_START = "the job would end at its start, after its wait in the queue"
+
+
+def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Path) -> RootConfig:
+    """Writes down what a config shows on paper and returns what to train in its place.
+
+    Args:
+        config: as composed.
+        choices: option taken in each config group.
+        folder: of the rehearsal.
+
+    Raises:
+        ConfigError: it cannot be run; nothing is trained.
+    """
+    orders = read_orders(folder)
+    found, config = _examine(config, orders)
+    config = place(config, choices)
+    run_dir = Path(str(config.run.dir))
+    found.append(_run_folder(run_dir))
+    if orders.elsewhere:
+        found = of_this_machine(found)
+    start = Start(tuple(found), str(run_dir))
+    if orders.refused or start.refused:
+        write_start(folder, start)
+        raise ConfigError("refused on paper: see the verdict of megads rehearse")
+    # Two starts that name two folders get two; those that name one get one.
+    name = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
+    scaled = scaled_run(
+        config,
+        run_dir=folder / "runs" / name,
+        data=orders.data,
+        last_step=orders.last_step,
+        nodes=orders.scaled_nodes,
+        max_ranks=orders.max_ranks,
+    )
+    layout = f"{scaled.parallel.world_size} ranks = {scaled.parallel.product}"
+    write_start(folder, dataclasses.replace(start, scaled_run=str(scaled.run.dir), layout=layout))
+    return scaled
+
+
+def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootConfig]:
+    """Checks everything but the folder; returns also the config with its data, as far as it is there."""
+    found = [_judge("sizes", lambda: _sizes(config)), _judge("layout", lambda: _layout(config, orders))]
+    known = config
+    try:
+        config, preparation = locate_data(config)
+        known, line = describe_data(config, preparation)
+        if preparation is None:
+            require_data(config)
+        found.append(ok("data", line))
+    except MegadsError as error:
+        found.append(problem("data", str(error), _AT_START, "see the message; paths are those that the nodes see"))
+    found.append(_memory(known, orders))
+    found += _resume(config)
+    return found, config
+
+
+def _judge(check: str, look: Callable[[], str]) -> Finding:
+    """Turns a refusal, whose message says what to do, into a problem."""
+    try:
+        return ok(check, look())
+    except MegadsError as error:
+        return problem(check, str(error), _AT_START, "see the message")
+
+
+def _sizes(config: RootConfig) -> str:
+    check_config(config)
+    return f"{config.model.num_layers} layers, hidden {config.model.hidden_size}, {config.parallel.product}"
+
+
+def _layout(config: RootConfig, orders: Orders) -> str:
+    """Ranks against nodes x GPUs, as they are asked for."""
+    if config.cluster.kind is not ClusterKind.slurm:
+        raise ConfigError(
+            "cluster.kind = local inside of a batch script: only its first node would train, and exit 6 would not be "
+            "requeued; write megads train cluster=slurm"
+        )
+    nodes = tuple(Node(f"node{number}", "") for number in range(1, orders.nodes + 1))
+    placement = place_ranks(config, Allocation(Job("", 0, ""), nodes, orders.gpus_per_node))
+    return f"{config.parallel.world_size} ranks, {placement.ranks_per_node} on each of {orders.nodes} nodes"
+
+
+def _memory(config: RootConfig, orders: Orders) -> Finding:
+    """The plan against the GPUs asked for."""
+    size = config.cluster.gpu_memory_gib or orders.gpu_memory_gib
+    if not orders.gpus_per_node:
+        return note(
+            "memory", "not checked: the job asks for no GPUs", "", "megads plan device=cpu says what ranks need"
+        )
+    if size is None:
+        remedy = "cluster.gpu_memory_gib=80, or megads rehearse --gpu-memory-gib 80"
+        return note("memory", "not checked: how much a GPU has is not known", "", remedy)
+    if config.model.vocab_size is None:
+        return note(
+            "memory", "not checked: the vocabulary is not known before the data is there", "", "correct the data"
+        )
+    machine = Machine(int(size * 2**30), per_gpu=True)
+
+    def look() -> str:
+        chosen, _ = settle_auto(config, machine)
+        refuse_unfit(chosen, machine)
+        return memory_line(chosen, machine)
+
+    return _judge("memory", look)
+
+
+def _resume(config: RootConfig) -> list[Finding]:
+    """Whether a restart continues, by the config alone."""
+    load = config.checkpoint.load
+    if load not in ("auto", "none") and not Path(load).is_dir():
+        return [problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")]
+    if load == "none":
+        cost = "every restart throws away what was trained before"
+        return [problem("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
+    if not config.checkpoint.every_steps:
+        cost = "a lost node, of which nobody warns, throws away everything since the start of the job"
+        return [note("checkpoints", "checkpoint.every_steps = 0", cost, "set checkpoint.every_steps to half an hour's")]
+    return [ok("checkpoints", f"one every {config.checkpoint.every_steps} steps")]
+
+
+def _run_folder(run_dir: Path) -> Finding:
+    reason = why_unwritable(run_dir)
+    if reason:
+        remedy = "run.dir=<a folder that all nodes can write to>"
+        return problem("run folder", f"{run_dir} {reason}", _AT_START, remedy)
+    return ok("run folder", f"{run_dir} can be written to")

@@ -1,0 +1,330 @@
+"""The charts of one run; each drawing function returns None where there is nothing to draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from megads.tools.report.history import FloatArray, RunHistory
+from megads.tools.report.step_timeline import draw_step_timeline, read_steps
+from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
+from megads.tools.report.timeline import draw_timeline
+
+MOST_POINTS = 1000
+"""Points a curve is drawn with; a longer one becomes an envelope."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A curve in buckets of equally many steps; nothing that it reached is lost.
+
+    Attributes:
+        steps_per_point: steps in a bucket; 1 when the curve is drawn as it is.
+        step: middle of each bucket.
+        low: least finite value of each bucket; NaN where there is none.
+        high: greatest finite value.
+        mean: of the finite values.
+    """
+
+    steps_per_point: int
+    step: FloatArray
+    low: FloatArray
+    high: FloatArray
+    mean: FloatArray
+
+
+def finite(values: FloatArray) -> FloatArray:
+    """The same with NaN for infinities."""
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def envelope(step: FloatArray, values: FloatArray, most_points: int = MOST_POINTS) -> Envelope:
+    """Puts a curve into at most `most_points` buckets."""
+    size = max(1, -(-len(step) // most_points))
+    starts = np.arange(0, len(step), size)
+    values = finite(values)
+    valid = np.isfinite(values)
+    count = np.add.reduceat(valid.astype(np.float64), starts)
+    total = np.add.reduceat(np.where(valid, values, 0.0), starts)
+    steps = np.add.reduceat(step, starts) / np.diff(np.append(starts, len(step)))
+    mean = np.divide(total, count, out=np.full(len(starts), np.nan), where=count > 0)
+    return Envelope(size, steps, np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts), mean)
+
+
+def smoothing_width(num_steps: int) -> int:
+    """Steps to average over: a fortieth of the run, odd; 1 for a run too short to be smoothed."""
+    width = num_steps // 40
+    return 1 if num_steps < 10 else max(3, width + 1 - width % 2)
+
+
+def smooth(values: FloatArray, width: int) -> FloatArray:
+    """Mean of the finite values in a window of `width` steps around each.
+
+    The window shrinks on both sides alike near the ends, so that a falling curve is not bent there.
+    """
+    values = finite(values)
+    valid = np.isfinite(values)
+    totals = np.append(0.0, np.cumsum(np.where(valid, values, 0.0)))
+    counts = np.append(0.0, np.cumsum(valid))
+    index = np.arange(len(values))
+    reach = np.minimum(np.minimum(index, len(values) - 1 - index), width // 2)
+    low, high = index - reach, index + reach + 1
+    count = counts[high] - counts[low]
+    return np.divide(totals[high] - totals[low], count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def axis_top(values: FloatArray) -> float | None:
+    """Where to cut an axis that a few outliers would flatten the rest of; None when there is nothing to cut.
+
+    Cuts only above twice the range of 99% of the values, and only where that halves the axis at least.
+    """
+    values = values[np.isfinite(values)]
+    if len(values) < 10:
+        return None
+    low, usual = np.percentile(values, [0, 99])
+    top = float(usual + (usual - low))
+    return top if top > low and values.max() - low > 2 * (top - low) else None
+
+
+_MOST_RESTART_MARKS = 50
+_VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
+
+
+def run_charts(history: RunHistory) -> list[Chart]:
+    """The charts of a run in the order of its page."""
+    steps = read_steps(history.run_dir)
+    return [
+        Chart(
+            "loss", "Training loss, validation loss and unigram loss over steps", partial(draw_loss, history), wide=True
+        ),
+        Chart("learning_rate", "Learning rate over steps", partial(draw_learning_rate, history)),
+        Chart("grad_norm", "Gradient norm over steps, skipped steps marked", partial(draw_grad_norm, history)),
+        Chart("throughput", "Tokens per second and MFU over steps", partial(draw_throughput, history)),
+        Chart("step_time", "Time of a step over steps, waiting for data apart", partial(draw_step_time, history)),
+        Chart("memory", "Peak memory over steps", partial(draw_memory, history)),
+        Chart(
+            "step_timeline",
+            "What every rank did in one step, measured and simulated",
+            partial(draw_step_timeline, history, steps),
+            wide=True,
+        ),
+        Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),
+    ]
+
+
+def draw_loss(history: RunHistory, wide: bool = True) -> Figure | None:
+    """Training loss as it is and smoothed, every validation, and the unigram's loss to beat."""
+    loss = history.columns["loss"]
+    figure, axes = open_panel("Loss", wide)
+    width = smoothing_width(len(loss))
+    _draw_raw(axes, history.step, loss, "train", BLUE, strong=width == 1)
+    if not np.isfinite(loss).any():
+        axes.set_yticks([])
+    elif width > 1:
+        # A spike is marked as one; smoothing would only widen it.
+        top = axis_top(loss)
+        curve = envelope(history.step, smooth(loss if top is None else np.where(loss > top, np.nan, loss), width))
+        axes.plot(curve.step, curve.mean, color=BLUE, label=f"train, mean of {width:,} steps")
+    shown = [finite(loss), *_draw_validations(axes, history)]
+    _cut_outliers(axes, history.step, loss, np.concatenate(shown))
+    _mark_nonfinite(axes, history.step, loss)
+    return _finish(figure, axes, history, "nats per token")
+
+
+def _draw_validations(axes: Axes, history: RunHistory) -> Iterator[FloatArray]:
+    """Draws every validation and every unigram's loss; yields the values drawn."""
+    for validation, (color, marker) in zip(history.validations, cycle(_VALIDATION_LOOKS), strict=False):
+        label = "validation" if len(history.validations) == 1 else f"validation {validation.name}"
+        values = finite(validation.loss)
+        size = 4.5 if len(values) <= 60 else 2.5
+        axes.plot(validation.step, values, color=color, marker=marker, markersize=size, linewidth=1, label=label)
+        yield values
+        if np.isfinite(validation.unigram_loss):
+            yield np.array([validation.unigram_loss])
+            axes.axhline(validation.unigram_loss, color=MUTED, linestyle=(0, (5, 3)), linewidth=1)
+            axes.annotate(
+                "unigram", (1, validation.unigram_loss), xycoords=("axes fraction", "data"), xytext=(-2, 2.5),
+                textcoords="offset points", horizontalalignment="right", color=MUTED,
+            )  # fmt: skip
+
+
+def draw_learning_rate(history: RunHistory, wide: bool = False) -> Figure | None:
+    """The learning rate that each step took."""
+    rate = history.columns["lr"]
+    if not np.isfinite(rate).any():
+        return None
+    figure, axes = open_panel("Learning rate", wide)
+    largest = float(np.nanmax(finite(rate)))
+    exponent = math.floor(math.log10(largest)) if largest > 0 else 0
+    _draw_line(axes, history.step, rate / 10.0**exponent, BLUE)
+    axes.set_ylim(0, 1.08 * largest / 10.0**exponent or 1)
+    return _finish(figure, axes, history, f"learning rate, 1e{exponent}" if exponent else "learning rate")
+
+
+def draw_grad_norm(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Norm of the gradient before clipping; skipped steps are marked."""
+    norm = history.columns["grad_norm"]
+    skipped = np.nan_to_num(history.columns["skipped"]) > 0
+    if not (np.isfinite(norm).any() or skipped.any()):
+        return None
+    figure, axes = open_panel("Gradient norm", wide)
+    positive = finite(norm)[finite(norm) > 0]
+    if len(positive) and positive.max() > 30 * np.median(positive):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    else:
+        axes.set_ylim(0, 1.08 * positive.max() if len(positive) else 1)
+    _draw_raw(axes, history.step, norm, "norm", BLUE, strong=True)
+    clip = history.setting("optim.clip_grad")
+    if isinstance(clip, int | float) and clip > 0 and len(positive) and clip < 3 * positive.max():
+        axes.axhline(clip, color=MUTED, linestyle=(0, (5, 3)), linewidth=1, label=f"clipped at {clip:g}")
+    _mark_top(axes, history.step[skipped], f"skipped ({int(skipped.sum()):,})")
+    return _finish(figure, axes, history, "L2 norm, before clipping")
+
+
+def draw_throughput(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Tokens a second, and the share of the devices' peak that they come to."""
+    speed, mfu = history.columns["tokens_per_s"], history.columns["mfu"]
+    if not np.isfinite(speed).any():
+        return None
+    figure, axes = open_panel("Throughput", wide)
+    _draw_raw(axes, history.step, speed, "", BLUE, strong=True)
+    axes.axhline(float(np.nanmedian(finite(speed))), color=MUTED, linestyle=(0, (5, 3)), linewidth=1, label="median")
+    axes.set_ylim(0, 1.08 * float(np.nanmax(finite(speed))) or 1)
+    _cut_outliers(axes, history.step, speed, finite(speed))
+    axes.yaxis.set_major_formatter(FuncFormatter(_short_count))
+    ratio = mfu / np.where(speed > 0, speed, np.nan)
+    ratio = ratio[np.isfinite(ratio)]
+    # One axis serves both only while a token costs the same and the devices are the same.
+    if len(ratio) and ratio.min() > 0 and ratio.max() < 1.001 * ratio.min():
+        percent = 100 * float(ratio[0])
+        right = axes.secondary_yaxis(
+            "right", functions=(partial(np.multiply, percent), partial(np.multiply, 1 / percent))
+        )
+        right.set_ylabel("MFU, % of peak")
+        right.spines["right"].set_visible(False)
+    return _finish(figure, axes, history, "tokens/s")
+
+
+def draw_step_time(history: RunHistory, wide: bool = False) -> Figure | None:
+    """What a step's time goes to: waiting for data, and the rest."""
+    total, data = history.columns["step_time_s"], history.columns["data_time_s"]
+    if not np.isfinite(total).any():
+        return None
+    curve, waiting = envelope(history.step, total, 300), envelope(history.step, data, 300)
+    scale, unit = (1000, "ms") if np.nanmedian(curve.mean) < 1 else (1, "s")
+    wait = scale * np.nan_to_num(waiting.mean)
+    share = np.nansum(finite(data)) / max(np.nansum(finite(total)), 1e-12)
+    figure, axes = open_panel("Time of a step", wide)
+    rest_label, wait_label = "compute and communication", f"waiting for data ({100 * share:.2g}%)"
+    if len(curve.step) > 1:
+        axes.fill_between(
+            curve.step, wait, scale * curve.mean, step="mid", color=BLUE, alpha=0.55, linewidth=0, label=rest_label
+        )
+        axes.fill_between(curve.step, 0, wait, step="mid", color=ORANGE, linewidth=0, label=wait_label)
+    else:
+        rest = scale * curve.mean - wait
+        axes.bar(curve.step, rest, bottom=wait, width=0.3, color=BLUE, alpha=0.55, label=rest_label)
+        axes.bar(curve.step, wait, width=0.3, color=ORANGE, label=wait_label)
+    axes.set_ylim(bottom=0)
+    _cut_outliers(axes, curve.step, scale * curve.mean, scale * curve.mean)
+    each = "" if curve.steps_per_point == 1 else f", mean of {curve.steps_per_point:,} steps"
+    return _finish(figure, axes, history, unit + each)
+
+
+def draw_memory(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Most memory that rank 0 had held by each step; it only grows until a restart."""
+    memory = history.columns["peak_memory_bytes"]
+    if not np.isfinite(memory).any():
+        return None
+    largest = float(np.nanmax(finite(memory)))
+    scale, unit = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    figure, axes = open_panel("Peak memory of rank 0", wide)
+    _draw_line(axes, history.step, memory / scale, BLUE)
+    axes.set_ylim(0, 1.12 * largest / scale)
+    return _finish(figure, axes, history, unit)
+
+
+def _draw_raw(axes: Axes, step: FloatArray, values: FloatArray, label: str, color: str, strong: bool) -> None:
+    """Every step as a line, or as a band from least to greatest where there are more steps than points."""
+    curve = envelope(step, values)
+    if curve.steps_per_point > 1:
+        span = f"range of {curve.steps_per_point:,} steps"
+        band = f"{label}, {span}" if label else span
+        axes.fill_between(curve.step, curve.low, curve.high, color=color, alpha=0.3, linewidth=0, label=band)
+        if strong:
+            axes.plot(curve.step, curve.mean, color=color, linewidth=1.2, label="mean")
+        return
+    axes.plot(
+        step, finite(values), color=color, linewidth=1.3 if strong else 0.8, alpha=1 if strong else 0.4,
+        marker="o" if len(step) <= 30 else "", markersize=3.5, label=label or None,
+    )  # fmt: skip
+
+
+def _draw_line(axes: Axes, step: FloatArray, values: FloatArray, color: str) -> None:
+    """A curve without noise: a line, as high as what each of its points stands for."""
+    curve = envelope(step, values)
+    axes.fill_between(curve.step, curve.low, curve.high, color=color, linewidth=1.5)
+    axes.plot(curve.step, curve.mean, color=color, marker="o" if len(step) == 1 else "")
+
+
+def _cut_outliers(axes: Axes, step: FloatArray, values: FloatArray, shown: FloatArray) -> None:
+    """Cuts an axis that a few outliers would flatten, and says how many are above it."""
+    top = axis_top(shown)
+    if top is None:
+        return
+    kept = shown[shown <= top]
+    low = 0.0 if axes.get_ylim()[0] == 0 else float(kept.min() - 0.05 * (top - kept.min()))
+    axes.set_ylim(low, top)
+    above = step[np.isfinite(values) & (values > top)]
+    _mark_top(
+        axes, above, f"above ({len(above):,}, up to {_short_count(float(np.nanmax(finite(values))))})", "^", MUTED
+    )
+
+
+def _mark_nonfinite(axes: Axes, step: FloatArray, values: FloatArray) -> None:
+    wrong = step[~np.isfinite(values)]
+    _mark_top(axes, wrong, f"not finite ({len(wrong):,})")
+
+
+def _mark_top(axes: Axes, step: FloatArray, label: str, marker: str = "X", color: str = RED) -> None:
+    """Marks steps at the top edge of the axes."""
+    if not len(step):
+        return
+    shown = step[:: -(-len(step) // 400)]
+    axes.plot(
+        shown, np.full(len(shown), 0.98), transform=axes.get_xaxis_transform(), linestyle="", marker=marker,
+        markersize=5.5, markeredgewidth=0, color=color, label=label, clip_on=False,
+    )  # fmt: skip
+
+
+def _finish(figure: Figure, axes: Axes, history: RunHistory, y_label: str) -> Figure:
+    """Marks the restarts, labels the axes."""
+    count_axis(axes)
+    restarts = history.restarts
+    for position, step in enumerate(restarts[-_MOST_RESTART_MARKS:]):
+        axes.axvline(
+            step, color=INK, linestyle=(0, (1, 2)), linewidth=1, zorder=1.5, alpha=1 if len(restarts) <= 8 else 0.4,
+            label=f"restart ({len(restarts)})" if position == 0 else None,
+        )  # fmt: skip
+    close_panel(axes, "step", y_label)
+    first, last = history.step[0], history.step[-1]
+    if first == last:
+        axes.set_xlim(first - 1, last + 1)
+    return figure
+
+
+def _short_count(value: float, _position: int | None = None) -> str:
+    """12,345 as 12.3k."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"

@@ -1,0 +1,218 @@
+"""The head of a report: how the run stands, its numbers, what was trained on what."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import numpy as np
+
+from megads.monitor.console import render_duration
+from megads.tools.report.charts import finite
+from megads.tools.report.history import FloatArray, RunHistory, Validation, number
+from megads.tools.report.step_timeline import layer_costs
+from megads.tools.report.timeline import find_starts
+
+_EXITS = {0: "finished", 2: "bad configuration", 3: "bad data", 4: "no usable checkpoint", 5: "stopped on request",
+          6: "preempted", 7: "numerical failure", 10: "a rank was killed", 130: "killed"}  # fmt: skip
+_LAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number worth a large font.
+
+    Attributes:
+        label: what it is.
+        value: the number with its unit.
+        note: what to compare it with; may be empty.
+    """
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def status(history: RunHistory) -> tuple[str, str]:
+    """How the run stands, in words, and "good", "bad" or "open"."""
+    starts = find_starts(history)
+    if not starts:
+        return "no starts recorded", "open"
+    code = starts[-1].exit_code
+    if code is None:
+        return "no end recorded: in progress, or killed", "open"
+    words = _EXITS.get(code, "failed")
+    return (words if code in (0, 5, 6) else f"{words}, exit {code}"), (
+        "good" if code == 0 else "open" if code in (5, 6) else "bad"
+    )
+
+
+def figures(history: RunHistory) -> list[Figure]:
+    """The numbers to look at first."""
+    return [
+        *(
+            figure
+            for validation in history.validations
+            for figure in _validation_figures(validation, len(history.validations) > 1)
+        ),
+        _train_loss(history),
+        Figure("tokens", short(last(history.columns["tokens"])), f"{_count(last(history.columns['samples']))} samples"),
+        _speed(history),
+        _time(history),
+    ]
+
+
+def facts(history: RunHistory) -> list[tuple[str, str]]:
+    """What was trained, how and where: label and value."""
+    start = history.last_event("start")
+    planned = number(start.get("total_steps"))
+    skipped = int(np.nansum(history.columns["skipped"]))
+    memory = finite(history.columns["peak_memory_bytes"])
+    launch = history.last_event("launch")
+    rows = [
+        ("model", _model(history)),
+        ("parameters", _count(number(start.get("parameters")))),
+        ("layout", _layout(history)),
+        ("precision", str(start.get("precision") or history.setting("train.precision") or "")),
+        ("device", _device(history)),
+        ("ranks", _count(number(launch.get("ranks")))),
+        ("steps", _count(history.step[-1]) + (f" of {planned:,.0f} planned" if math.isfinite(planned) else "")),
+        ("skipped steps", f"{skipped:,}"),
+        ("starts", f"{max(1, len(find_starts(history))):,}"),
+        ("batch", _batch(history)),
+        ("data", _data(history)),
+        ("peak memory", f"{size(float(np.nanmax(memory)))} on rank 0" if np.isfinite(memory).any() else ""),
+        ("layer costs", _layer_costs(history)),
+        ("config", str(start.get("config_digest") or "")[:8]),
+    ]
+    return [(label, value) for label, value in rows if value]
+
+
+def _layer_costs(history: RunHistory) -> str:
+    """What parallel.layer_costs would be by the steps that were timed."""
+    found = layer_costs(history)
+    if found is None:
+        return ""
+    embedding, _, head = found
+    return f"[{embedding:.2f},1,{head:.2f}]: embedding, a block, head, measured; for parallel.layer_costs"
+
+
+def _validation_figures(validation: Validation, named: bool) -> list[Figure]:
+    name = f" {validation.name}" if named else ""
+    loss = finite(validation.loss)
+    final = float(validation.loss[-1])
+    notes = []
+    if np.isfinite(loss).any():
+        best = int(np.nanargmin(loss))
+        at_end = best == len(loss) - 1
+        notes = ["the best so far" if at_end else f"best {loss[best]:.4f} at step {validation.step[best]:,.0f}"]
+    if math.isfinite(validation.unigram_loss):
+        notes.append(f"unigram {validation.unigram_loss:.4f}")
+    return [
+        Figure(f"validation loss{name}", loss_text(final), ", ".join(notes)),
+        Figure(f"perplexity{name}", _perplexity_text(final), f"of validation at step {validation.step[-1]:,.0f}"),
+    ]
+
+
+def _train_loss(history: RunHistory) -> Figure:
+    loss = history.columns["loss"]
+    tail = finite(loss)[-_LAST_STEPS:]
+    mean = float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan
+    note = f"mean of the last {len(tail)} steps" if len(tail) > 1 else f"step {history.step[-1]:,.0f}"
+    lost = int((~np.isfinite(loss)).sum())
+    return Figure("train loss", loss_text(mean), note + (f"; {lost:,} of all not finite" if lost else ""))
+
+
+def _speed(history: RunHistory) -> Figure:
+    mfu = median(history.columns["mfu"])
+    note = "median" + (f", MFU {100 * mfu:.3g}%" if math.isfinite(mfu) else "")
+    return Figure("tokens/s", short(median(history.columns["tokens_per_s"])), note)
+
+
+def _time(history: RunHistory) -> Figure:
+    trained_s = float(np.nansum(finite(history.columns["step_time_s"])))
+    starts = find_starts(history)
+    if not starts:
+        return Figure("time in steps", render_duration(trained_s))
+    wall_s = sum(start.end - start.begin for start in starts)
+    return Figure("wall time", render_duration(wall_s), f"{render_duration(trained_s)} in the steps shown")
+
+
+def _model(history: RunHistory) -> str:
+    layers, hidden, heads, vocabulary = (
+        history.setting(f"model.{key}") for key in ("num_layers", "hidden_size", "num_heads", "vocab_size")
+    )
+    if layers is None:
+        return ""
+    position = history.setting("model.position")
+    return f"{layers} layers, hidden {hidden}, {heads} heads, vocabulary {_count(number(vocabulary))}, {position}"
+
+
+def _layout(history: RunHistory) -> str:
+    layouts = [str(event.get("layout")) for event in history.events if event.get("event") == "start"]
+    # A run may be continued in another layout.
+    return " -> ".join(layout for place, layout in enumerate(layouts) if place == 0 or layouts[place - 1] != layout)
+
+
+def _device(history: RunHistory) -> str:
+    start = history.last_event("start")
+    threads = start.get("threads_per_rank")
+    return str(start.get("device") or "") + (
+        f", threads of each rank {threads}" if threads and start.get("device") == "cpu" else ""
+    )
+
+
+def _batch(history: RunHistory) -> str:
+    batch, length = history.setting("train.global_batch_size"), history.setting("train.seq_len")
+    return f"{batch} samples of {length} tokens" if batch and length else ""
+
+
+def _data(history: RunHistory) -> str:
+    sets = history.setting("data.train")
+    paths = [str(item.get("path")) for item in sets if isinstance(item, dict)] if isinstance(sets, list) else []
+    return ", ".join(PurePath(path).name for path in paths)
+
+
+def last(values: FloatArray) -> float:
+    """The last finite value, NaN where there is none."""
+    valid = values[np.isfinite(values)]
+    return float(valid[-1]) if len(valid) else math.nan
+
+
+def median(values: FloatArray) -> float:
+    """The median of the finite values, NaN where there is none."""
+    valid = values[np.isfinite(values)]
+    return float(np.median(valid)) if len(valid) else math.nan
+
+
+def loss_text(loss: float) -> str:
+    """A loss with four digits, or what it is instead of a number."""
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
+
+
+def _perplexity_text(loss: float) -> str:
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return f"{perplexity:,.1f}" if perplexity < 1e6 else short(perplexity)
+
+
+def short(value: float) -> str:
+    """A count in three or four digits: 204.8k."""
+    if not math.isfinite(value):
+        return "not finite" if math.isinf(value) else "unknown"
+    for unit, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in binary units."""
+    for unit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {suffix}"
+    return f"{num_bytes:.0f} B"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if math.isfinite(value) else ""

@@ -1,0 +1,317 @@
+"""The loop of a sweep: starts points while there is room, judges their curves, notes how they end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megads.errors import (
+    EXIT_OK,
+    ConfigError,
+    MegadsError,
+    Preempted,
+    RankKilled,
+    StopRequested,
+    exit_code_of_signal,
+)
+from megads.tools.sweep.config import SearchName, SweepConfig
+from megads.tools.sweep.launcher import Ended, Launcher
+from megads.tools.sweep.objective import Curve, launched_at, read_objective
+from megads.tools.sweep.points import UNFINISHED, Point, PointBook, PointState
+from megads.tools.sweep.results import to_repeat
+from megads.tools.sweep.search import listed_points, propose, recall, validation_of
+from megads.tools.sweep.space import Assignment, Space
+
+if TYPE_CHECKING:
+    from megads.tools.sweep.study import Study
+
+EXIT_KILLED = 130
+_STOPPED = (StopRequested.exit_code, Preempted.exit_code, EXIT_KILLED, -signal.SIGINT, -signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class PlannedPoint:
+    """What a point would start.
+
+    Attributes:
+        overrides: its command line.
+        run_id: its run.
+        run_dir: the run's folder.
+        ranks: processes.
+    """
+
+    overrides: tuple[str, ...]
+    run_id: str
+    run_dir: str
+    ranks: int
+
+
+Plan = Callable[[int, Assignment, int], PlannedPoint]
+"""Plans the point of a number with an assignment and the place of its seed, 0 for the point's own.
+
+Raises:
+    ConfigError: it cannot be run, so it is dropped.
+    MegadsError: it would fail.
+"""
+
+
+class Driver:
+    """One start of a sweep.
+
+    Args:
+        config: the sweep's.
+        space: what is searched.
+        book: its points so far.
+        plan: makes a point's command line, or refuses the point.
+        launcher: starts points.
+        study: Optuna's, where search or pruning need it.
+        say: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        config: SweepConfig,
+        space: Space,
+        book: PointBook,
+        plan: Plan,
+        launcher: Launcher,
+        study: Study | None,
+        say: Callable[[str], None],
+    ):
+        self._config, self._space, self._book = config, space, book
+        self._plan, self._launcher, self._study, self._say = plan, launcher, study, say
+        self._running: dict[int, Curve] = {}
+        self._asked: dict[int, str] = {}
+        self._exhausted = config.search is not SearchName.bayes
+        self._signals: list[int] = []
+        self._answered = 0
+
+    def run(self) -> int:
+        """Trains what is to be trained; returns the exit code of the sweep."""
+        if self._study is not None:
+            recall(self._study, self._book.points, self._config.objective)
+        self._list_points()
+        with self._signals_caught():
+            self._find_running()
+            self._note_ends()
+            # What ended before this command may be started again by it.
+            self._asked.clear()
+            while True:
+                self._note_ends()
+                self._answer_signals()
+                self._judge()
+                while not self._signals and self._launcher.has_room() and (point := self._next()) is not None:
+                    self._start(point)
+                if not self._running:
+                    break
+                time.sleep(self._launcher.poll_s)
+        return self._exit_code()
+
+    def _list_points(self) -> None:
+        """Plans the points that are known beforehand, so that those that cannot run are dropped before any starts."""
+        for point in self._book.points:
+            again = point.state is PointState.failed and self._config.retry_failed
+            if point.state is PointState.infeasible or (again and not point.overrides):
+                # What did not fit or was not there may be so now.
+                point.state = PointState.waiting
+                self._plan_point(point)
+            elif again:
+                point.state = PointState.waiting
+        own = [point for point in self._book.points if point.repeats is None]
+        for assignment in listed_points(self._config, self._space)[len(own) :]:
+            self._plan_point(Point(len(self._book.points), dict(assignment)))
+
+    def _plan_point(self, point: Point, seed_place: int = 0) -> Point:
+        """Plans a point and notes it, whether it can run or not."""
+        try:
+            planned = self._plan(point.number, point.assignment, seed_place)
+        except ConfigError as error:
+            point.state, point.reason = PointState.infeasible, str(error)
+            self._say(f"point {point.number} is dropped, {point.label}: {error}")
+        except MegadsError as error:
+            point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
+            self._say(f"point {point.number} cannot be trained, {point.label}: {error}")
+        else:
+            point.reason, point.exit_code = "", None
+            point.overrides, point.ranks = list(planned.overrides), planned.ranks
+            point.run_id, point.run_dir = planned.run_id, planned.run_dir
+        self._book.record(point)
+        return point
+
+    def _find_running(self) -> None:
+        """Looks after the points that were running when the sweep was killed."""
+        for point in self._book.points:
+            if point.state is PointState.running and self._launcher.find(point):
+                self._say(f"point {point.number} is still known: {point.job or point.run_id}")
+                self._book.record(point)
+                self._follow(point)
+
+    def _next(self) -> Point | None:
+        """The next point to start: one left over, a new one, or the best ones with other seeds."""
+        for point in self._book.points:
+            if point.state in UNFINISHED and point.number not in self._running and point.number not in self._asked:
+                return point
+        if self._config.search is SearchName.bayes and not self._exhausted:
+            return self._proposed()
+        return self._repeated()
+
+    def _proposed(self) -> Point | None:
+        """A new point of search=bayes; those that cannot run do not count, but there is an end to them."""
+        assert self._study is not None and self._config.trials is not None
+        while True:
+            own = [point for point in self._book.points if point.repeats is None]
+            dropped = sum(point.state is PointState.infeasible for point in own)
+            if len(own) - dropped >= self._config.trials or dropped > 2 * self._config.trials:
+                break
+            assignment = propose(self._study, self._config, self._space, self._book.points)
+            if assignment is None:
+                break
+            point = self._plan_point(Point(len(self._book.points), dict(assignment)))
+            if point.state is PointState.waiting:
+                return point
+        self._exhausted = True
+        return self._repeated()
+
+    def _repeated(self) -> Point | None:
+        """Once the search is over, its best points with other seeds."""
+        if any(point.repeats is None and point.state in UNFINISHED for point in self._book.points):
+            return None
+        for best in to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
+            done = sum(point.repeats == best.number for point in self._book.points)
+            for place in range(done + 1, self._config.repeats + 1):
+                again = Point(len(self._book.points), dict(best.assignment), repeats=best.number)
+                self._plan_point(again, seed_place=place)
+        return next((p for p in self._book.points if p.state is PointState.waiting), None)
+
+    def _start(self, point: Point) -> None:
+        before = point.state
+        point.state, point.started_at = PointState.running, time.time()
+        point.reason, point.exit_code = "", None
+        # Before it starts: a sweep that is killed in the next moment must know that it may have.
+        self._book.record(point)
+        try:
+            self._launcher.start(point)
+        except ConfigError as error:
+            point.state, point.reason, point.exit_code = PointState.failed, str(error), error.exit_code
+            self._book.record(point)
+            self._say(f"point {point.number} failed: {error}")
+            return
+        verb = "goes on" if before is not PointState.waiting or point.trained_s else "starts"
+        self._say(f"point {point.number} {verb}, {_name(point)}: {point.label}")
+        self._book.record(point)
+        self._follow(point)
+
+    def _follow(self, point: Point) -> None:
+        self._running[point.number] = Curve(Path(point.run_dir), validation_of(self._config.objective))
+        if self._study is not None and point.repeats is None:
+            self._study.adopt(point.number, point.assignment)
+
+    def _judge(self) -> None:
+        """Reads the curves, and stops points that are bad or too long."""
+        for number, curve in self._running.items():
+            point = self._book.points[number]
+            news = curve.read()
+            bad = self._study is not None and point.repeats is None and self._study.report(number, news)
+            limit = self._config.point_limit_s
+            if number in self._asked:
+                continue
+            if bad:
+                step, value = max(news.items())
+                self._ask_to_stop(point, f"validation loss {value:.4f} at step {step:,} is bad beside the others'")
+            elif limit is not None and self._trained_s(point) > limit:
+                self._ask_to_stop(point, f"trained longer than sweep.point_limit_s = {limit:g}")
+
+    def _trained_s(self, point: Point) -> float:
+        """Seconds of all starts together; neither the wait in a queue nor the start itself counts."""
+        launched = launched_at(Path(point.run_dir), point.started_at)
+        return point.trained_s + (0.0 if launched is None else time.time() - launched)
+
+    def _ask_to_stop(self, point: Point, reason: str) -> None:
+        self._asked[point.number] = reason
+        self._say(f"point {point.number} is stopped early: {reason}")
+        self._launcher.stop(point)
+
+    def _note_ends(self) -> None:
+        for end in self._launcher.ended():
+            point = self._book.points[end.number]
+            point.trained_s = round(self._trained_s(point), 1)
+            self._running[end.number].read()
+            self._conclude(point, end)
+            self._book.record(point)
+            del self._running[end.number]
+            if self._study is not None and point.repeats is None:
+                self._study.end(point)
+            self._say(f"point {point.number} {point.state}{_outcome(point)}")
+
+    def _conclude(self, point: Point, end: Ended) -> None:
+        """Names how a point ended, and reads what it came to."""
+        asked = self._asked.pop(point.number, None)
+        point.exit_code = end.exit_code
+        point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
+        if end.exit_code == EXIT_OK:
+            point.state = PointState.finished
+        elif asked is not None:
+            # Whatever its code: a signal that comes while Python starts leaves any.
+            point.state, point.reason = PointState.pruned, asked
+        elif end.exit_code in _STOPPED or self._signals:
+            point.state = PointState.stopped
+            # A point that somebody else stopped is not started again by this command.
+            self._asked.setdefault(point.number, "")
+        elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
+            by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
+            point.state, point.reason = PointState.killed, end.reason or by
+            self._asked.setdefault(point.number, "")
+        else:
+            point.state, point.reason = PointState.failed, end.reason
+
+    @contextmanager
+    def _signals_caught(self) -> Iterator[None]:
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _answer_signals(self) -> None:
+        """The first signal stops every point, a second one kills them."""
+        while self._answered < len(self._signals):
+            self._answered += 1
+            if self._answered == 1 and self._running:
+                self._say("stopping: every point saves and ends; a second signal kills them")
+            for number in self._running:
+                self._launcher.stop(self._book.points[number])
+
+    def _exit_code(self) -> int:
+        """The first code that is not 0; of points that were dropped or stopped early none counts."""
+        points = self._book.points
+        if points and all(point.state is PointState.infeasible for point in points):
+            return ConfigError.exit_code
+        if self._signals:
+            return Preempted.exit_code if self._signals[0] == signal.SIGTERM else StopRequested.exit_code
+        counted = (PointState.failed, PointState.killed, PointState.stopped)
+        codes = [point.exit_code for point in points if point.exit_code and point.state in counted]
+        if codes:
+            return codes[0] if codes[0] > 0 else exit_code_of_signal(-codes[0])
+        return EXIT_OK
+
+
+def _name(point: Point) -> str:
+    return f"job {point.job}, run {point.run_id}" if point.job else f"run {point.run_id}"
+
+
+def _outcome(point: Point) -> str:
+    told = f" after {point.step:,} steps" if point.step else ""
+    value = f": {point.objective:.6g}" if point.objective is not None else ""
+    code = f", exit {point.exit_code}" if point.exit_code else ""
+    return f"{told}{value}{code}{f' ({point.reason})' if point.reason else ''}"

@@ -1,0 +1,224 @@
+"""What came of a sweep: a table for people, the same as CSV and JSON, and the winner ready to run."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.errors import ConfigError
+from megads.monitor.console import render_duration
+from megads.runtime.files import atomic_writer
+from megads.runtime.run_dir import CONFIG_FILE, recorded_config
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.sweep.config import Direction
+from megads.tools.sweep.points import Point, PointState
+from megads.tools.sweep.record import SweepRecord
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A point of the search with what its seeds came to.
+
+    Attributes:
+        point: the point itself.
+        objectives: its own and those of its repetitions.
+    """
+
+    point: Point
+    objectives: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.objectives)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds, with Bessel's correction; None for a single one."""
+        return statistics.stdev(self.objectives) if len(self.objectives) > 1 else None
+
+
+def ranking(points: Sequence[Point], direction: Direction) -> list[Ranked]:
+    """The finished points of the search, the best first.
+
+    Points trained with several seeds stand before those trained with one: the best of many single trainings is partly
+    lucky, so that a mean is not compared with them.
+    """
+    found = []
+    for point in points:
+        if point.repeats is None and _counts(point):
+            again = [other for other in points if other.repeats == point.number and _counts(other)]
+            found.append(Ranked(point, tuple(_objective(other) for other in (point, *again))))
+    sign = 1 if direction is Direction.minimize else -1
+    return sorted(found, key=lambda ranked: (len(ranked.objectives) == 1, sign * ranked.mean, ranked.point.number))
+
+
+def to_repeat(points: Sequence[Point], direction: Direction, count: int) -> list[Point]:
+    """The best points of the search by their own objective."""
+    alone = [point for point in points if point.repeats is None]
+    return [ranked.point for ranked in ranking(alone, direction)[:count]]
+
+
+def _counts(point: Point) -> bool:
+    return point.state is PointState.finished and point.objective is not None and math.isfinite(point.objective)
+
+
+def _objective(point: Point) -> float:
+    assert point.objective is not None
+    return point.objective
+
+
+RESULTS_FILES = ("results.csv", "results.json")
+BEST_CONFIG = Path("experiment") / "best.yaml"
+BEST_COMMAND = "best.sh"
+_LEFT_OUT = ("run",)
+"""Sections of the winner's config that only name its own run."""
+
+
+def write_results(folder: Path, record: SweepRecord, points: Sequence[Point]) -> None:
+    """Writes results.csv and results.json, and best.sh and experiment/best.yaml once a point has finished."""
+    rows = [_row(point, record) for point in points]
+    text = io.StringIO()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    ranked = ranking(points, record.direction)
+    content = {
+        "objective": record.objective_name,
+        "direction": str(record.direction),
+        "points": [dataclasses.asdict(point) for point in points],
+        "ranking": [
+            {
+                "point": item.point.number,
+                "mean": item.mean,
+                "spread": item.spread,
+                "seeds": len(item.objectives),
+                "objectives": item.objectives,
+            }
+            for item in ranked
+        ],
+        "best_command": shlex.join(best_command(ranked[0].point, record)) if ranked else None,
+    }
+    for name, body in zip(RESULTS_FILES, (text.getvalue(), json.dumps(content, indent=1) + "\n"), strict=True):
+        _write(folder / name, body)
+    if ranked:
+        _write_best(folder, record, ranked[0])
+
+
+def best_command(point: Point, record: SweepRecord) -> list[str]:
+    """The command line that trains a point's config in a run of its own: with a length, all of it."""
+    overrides = [given for given in point.overrides if given.partition("=")[0] not in ("run.id", "run.dir", "run.name")]
+    return ["megads", "train", *overrides, f"run.name={record.name}-best"]
+
+
+def _write_best(folder: Path, record: SweepRecord, best: Ranked) -> None:
+    told = f"point {best.point.number} of {record.name}, {record.objective_name} {best.mean:.6g}"
+    command = shlex.join(best_command(best.point, record))
+    _write(
+        folder / BEST_COMMAND,
+        f"#!/bin/sh\n# The winner: {told}.\n# Its length, for example: sh {folder}/{BEST_COMMAND} train.steps=10000\n"
+        f'exec {command} "$@"\n',
+    )
+    config = Path(best.point.run_dir) / CONFIG_FILE
+    if not config.exists():
+        return
+    try:
+        content: dict[str, Any] = dict(yaml.safe_load(recorded_config(config)))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{config}: {str(error).splitlines()[0]}: no start of megads has written this, and it is not carried over "
+            f"to {folder / BEST_CONFIG}; {folder / BEST_COMMAND} trains the winner"
+        ) from error
+    for section in _LEFT_OUT:
+        content.pop(section, None)
+    head = (
+        f"# @package _global_\n# The winner: {told}.\n# megads train --config-dir {folder} experiment=best "
+        "train.steps=10000\n"
+    )
+    (folder / BEST_CONFIG).parent.mkdir(exist_ok=True)
+    _write(folder / BEST_CONFIG, head + yaml.safe_dump(content, sort_keys=False))
+
+
+def _row(point: Point, record: SweepRecord) -> dict[str, Any]:
+    """A point as a line of the CSV."""
+    return {
+        "point": point.number,
+        "state": str(point.state),
+        "exit_code": point.exit_code,
+        record.objective_name: point.objective,
+        "step": point.step,
+        "trained_s": point.trained_s,
+        "repeats": point.repeats,
+        **point.assignment,
+        "run_dir": point.run_dir,
+        "reason": point.reason,
+    }
+
+
+def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
+    """The table of all points and the winner, as text of at most so many characters a line."""
+    keys = list(dict.fromkeys(key for point in points for key in point.assignment))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("", "exit", record.objective_name, "steps", "time"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for header in ("state", *keys, "run or reason"):
+        table.add_column(header, overflow="fold")
+    for point in points:
+        seed = f"seed of {point.repeats}" if point.repeats is not None else ""
+        table.add_row(
+            str(point.number),
+            "" if point.exit_code is None else str(point.exit_code),
+            "" if point.objective is None else f"{point.objective:.6g}",
+            f"{point.step:,}" if point.step else "",
+            render_duration(point.trained_s) if point.trained_s else "",
+            f"{point.state} {seed}".strip(),
+            *(point.assignment.get(key, "") for key in keys),
+            point.reason if point.state in (PointState.infeasible, PointState.failed) else point.run_id,
+        )
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    counts = ", ".join(
+        f"{number} {state}" for state in PointState if (number := sum(point.state is state for point in points))
+    )
+    return "\n".join([f"=== sweep {record.name}: {counts}", captured.get().strip("\n"), *winner_lines(record, points)])
+
+
+def winner_lines(record: SweepRecord, points: Sequence[Point]) -> list[str]:
+    """Who won, by how much, and how to train it in full."""
+    ranked = ranking(points, record.direction)
+    if not ranked and any(point.state is PointState.finished for point in points):
+        return [f"no finished point has a finite {record.objective_name} in its metrics.jsonl, so there is no best one"]
+    if not ranked:
+        return ["no point has finished, so there is no best one"]
+    best = ranked[0]
+    of_seeds = ""
+    if best.spread is not None:
+        of_seeds = f" (mean of {len(best.objectives)} seeds, standard deviation {best.spread:.3g})"
+    lines = [f"best: point {best.point.number}, {record.objective_name} {best.mean:.6g}{of_seeds}: {best.point.label}"]
+    noise = [item.spread for item in ranked if item.spread is not None]
+    if len(ranked) > 1 and noise:
+        gap = abs(ranked[1].mean - best.mean)
+        typical = statistics.fmean(noise)
+        if gap < typical:
+            lines.append(f"      the next is only {gap:.3g} behind, less than the spread of the seeds, {typical:.3g}")
+    return [*lines, f"      train it: {shlex.join(best_command(best.point, record))}"]
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_writer(path) as file:
+        file.write(text.encode())

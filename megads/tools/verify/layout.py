@@ -1,0 +1,147 @@
+"""One rank of a layout: trains a scenario on the real engine and reports what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megads.batch import MicroBatch
+from megads.engine.build import build_train_engine
+from megads.engine.interface import Shard, TrainEngine
+from megads.model.initialise import InitialValue
+from megads.ops.choice import load
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import ParallelGrid, build_grid
+from megads.tools.verify.run import Piece, RankRun, pieces
+from megads.tools.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
+
+_ACTIVATION_DIMS = 3
+"""Activations have a batch, a sequence and a width at least; gradients travel flat or as the weights they belong to."""
+
+
+class RecordedReductions(TorchDispatchMode):
+    """Notes dtype and elements of every reduction over the ranks that share weights; a context manager.
+
+    These are ranks of the data axis, all or some, and the first and the last pipeline stage, which share a tied
+    embedding.
+
+    Args:
+        grid: this rank's place.
+        seen: (dtype, elements) of each, added to.
+    """
+
+    def __init__(self, grid: ParallelGrid, seen: set[tuple[str, int]]) -> None:
+        super().__init__()
+        self._seen = seen
+        self._data = set(grid.data.ranks)
+        self._tied = {grid.pp.ranks[0], grid.pp.ranks[-1]}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Passes the operation on."""
+        if func.namespace == "c10d" and "reduce" in func.__name__:
+            self._note(args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, args: Any) -> None:
+        ranks = next(_ranks(args), set())
+        if len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
+            return
+        for tensor in _tensors(args):
+            # Context parallel attention sums its keys' and values' gradients over ranks of the data axis too.
+            if ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS:
+                self._seen.add((str(tensor.dtype), tensor.numel()))
+
+
+def _ranks(args: Any) -> Iterator[set[int]]:
+    """The global ranks of the process group among a collective's arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            # A reduce operation is such an object too.
+            try:
+                group = dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue
+            yield set(dist.get_process_group_ranks(group))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialValue | None = None) -> TrainEngine:
+    """The engine of a layout; collective over the world.
+
+    Args:
+        scenario: what is trained.
+        parallel: the layout.
+        value: initial weights; None is the scenario's.
+    """
+    grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
+    ops = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
+    return build_train_engine(
+        scenario.model,
+        parallel,
+        scenario.optim,
+        grid,
+        precision=scenario.dtype,
+        micro_batch_size=scenario.micro_batch_size,
+        seed=scenario.seed,
+        device=torch.device("cpu"),
+        value=value or initial_weights(scenario),
+        ops=ops,
+    )
+
+
+def rank_batches(scenario: Scenario, step: int, grid: ParallelGrid) -> list[MicroBatch]:
+    """This rank's share of a step."""
+    return step_batches(scenario, step, grid.dp.rank, grid.dp.size)
+
+
+def train_rank(scenario: Scenario, engine: TrainEngine) -> RankRun:
+    """Validates, then trains on this rank; collective over the world.
+
+    Args:
+        scenario: what is trained.
+        engine: with its initial weights.
+    """
+    run = RankRun(initial=pieces(engine.named_shards()))
+    run.validation = evaluate(engine, scenario)
+    run.gradients = first_gradients(engine)
+    for step in range(scenario.steps):
+        # One step shows them all, and the spy costs time.
+        with RecordedReductions(engine.grid, run.reductions) if step == 0 else nullcontext():
+            result = engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
+        run.losses.append(result.loss)
+        run.norms.append(result.grad_norm)
+        run.tokens.append(result.tokens)
+    run.shards = pieces(engine.named_shards())
+    run.held = pieces(engine.named_shards(owned=False))
+    return run
+
+
+def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
+    """Loss sum and tokens of the scenario's validation set; collective over the world."""
+    found = engine.evaluate(validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size))
+    return found.loss_sum, found.tokens
+
+
+def first_gradients(engine: TrainEngine) -> list[Piece]:
+    """A list that fills with this rank's reduced gradients of the next step."""
+    found: list[Piece] = []
+
+    def keep(shards: list[Shard]) -> None:
+        found.extend(pieces(shards))
+        engine.watch_gradients(None)
+
+    engine.watch_gradients(keep)
+    return found

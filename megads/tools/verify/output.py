@@ -1,0 +1,168 @@
+"""Runs a verification and shows it: what was scaled down, what is being done, a table, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import Precision, RootConfig
+from megads.errors import EXIT_OK
+from megads.monitor.console import Console as RunConsole
+from megads.parallel.config import AXES, ParallelConfig
+from megads.runtime.lease import claimed
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.verify.scale import Scaled, Wanted, scale
+from megads.tools.verify.scenario import Job
+from megads.tools.verify.start import run_layout, run_reference
+from megads.tools.verify.stream import write_corpus
+from megads.tools.verify.verdict import BF16, FP32, Row, likely_cause, rows
+
+if TYPE_CHECKING:
+    from megads.tools.verify.config import VerifyLayoutConfig
+
+T = TypeVar("T")
+
+REPORT_FILE = "verify.json"
+_TABLE_WIDTH = 100
+"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut words."""
+_SHOWN_FAULTS = (8, 8, 8, 2)
+"""Of each failed check, and of every one after the last: what fails late mostly follows from what fails first."""
+
+
+def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[int, int]:
+    """Verifies a layout, prints the verdict and writes it to the folder.
+
+    Args:
+        config: the run, and how to verify it.
+        place: folder of the report and the ranks' logs.
+        defect: module:function that every rank calls first; tests plant defects with it.
+
+    Returns:
+        The exit code of the ranks' launcher, and how many checks failed.
+    """
+    folder = Path(place)
+    scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
+    # JSON is for machines: what people read goes beside it.
+    console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
+    console.width = max(console.width, _TABLE_WIDTH)
+    console.print(f"{layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
+    for note in scaled.notes:
+        console.print(f"  {note}", style="dim")
+    with claimed(folder):
+        code, found, cause = _compare(config, scaled, folder, defect, console)
+        if code != EXIT_OK:
+            return code, 0
+        content = as_json(scaled, found, cause)
+        (folder / REPORT_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    if config.json:
+        print(json.dumps(content, indent=2))
+    else:
+        show(console, found, cause)
+    return code, sum(not row.passed for row in found)
+
+
+def wanted(config: RootConfig) -> Wanted:
+    """The run as the verification sees it."""
+    train = config.train
+    return Wanted(
+        config.model,
+        config.parallel,
+        config.optim,
+        train.global_batch_size,
+        train.micro_batch_size,
+        train.seq_len,
+        bf16=train.precision is Precision.bf16,
+        document_mask=config.data.document_mask,
+        reset_positions=config.data.reset_positions,
+        ops=config.ops,
+    )
+
+
+def layout_line(parallel: ParallelConfig) -> str:
+    """tp 2 x pp 2 on 4 processes."""
+    sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
+    return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
+
+
+def _compare(
+    config: VerifyLayoutConfig, scaled: Scaled, folder: Path, defect: str, console: VisibleConsole
+) -> tuple[int, list[Row], str]:
+    """Trains both and returns the launcher's exit code, the verdicts and the likely cause of a failure."""
+    scenarios = [scaled.exact, *([scaled.bf16] if scaled.bf16 is not None else [])]
+    precisions = ("fp32", "bf16")[: len(scenarios)]
+    trained = " and ".join(f"{s.steps} steps in {name}" for s, name in zip(scenarios, precisions, strict=True))
+    corpus = folder / "corpus"
+    write_corpus(corpus, scaled.exact)
+    references = _timed(
+        console, f"reference: {trained}", lambda: [run_reference(scenario, corpus) for scenario in scenarios]
+    )
+    job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect)
+    # Only warnings: the training's own lines have no meaning here.
+    with RunConsole(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
+        code, runs = _timed(
+            console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: run_layout(folder, job, said)
+        )
+    if code != EXIT_OK:
+        return code, [], ""
+    tied, found = scaled.exact.model.tie_embeddings, []
+    for guarantees, precision, run, reference in zip((FP32, BF16), precisions, runs, references, strict=False):
+        found += rows(guarantees, precision, run, reference, scaled.parallel, tied)
+    failed = [row for row in found if not row.passed]
+    cause = likely_cause(failed, runs[0], references[0], scaled.parallel) if failed else ""
+    return code, found, cause
+
+
+def _timed(console: VisibleConsole, what: str, work: Callable[[], T]) -> T:
+    console.print(f"{what} ...", end="")
+    begin = time.perf_counter()
+    result = work()
+    console.print(f" {time.perf_counter() - begin:.1f} s")
+    return result
+
+
+def as_json(scaled: Scaled, found: Sequence[Row], cause: str) -> dict[str, Any]:
+    """The verdict as plain dicts."""
+    return {
+        "passed": all(row.passed for row in found),
+        "layout": {axis: getattr(scaled.parallel, axis) for axis in AXES},
+        "ranks": scaled.parallel.world_size,
+        "scaled_down": list(scaled.notes),
+        "checks": [dataclasses.asdict(row) for row in found],
+        "likely_cause": cause,
+    }
+
+
+def show(console: VisibleConsole, found: Sequence[Row], cause: str) -> None:
+    """Prints the table, and after a failure what is off and where to look."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("", "what is compared", "in", "how many", "bound", "found", "verdict"):
+        table.add_column(header, justify="right" if header in ("how many", "bound", "found") else "left", no_wrap=True)
+    for row in found:
+        verdict = "same" if row.passed else "DIFFERS"
+        bound = f"{row.bound:.0e}" if row.bound else "bitwise"
+        value = f"{row.found:.1e}" if row.bound else "equal" if not row.found else f"{row.found:.0f} differ"
+        if not row.compared:
+            bound, value = "", "none here" if row.passed else "none seen"
+        style = "" if row.passed else "bold red"
+        table.add_row(row.guarantee, row.what, row.precision, str(row.compared), bound, value, verdict, style=style)
+    console.print(table)
+    failed = [row for row in found if not row.passed]
+    if not failed:
+        console.print("This layout trains the same model.", style="bold green")
+        return
+    for number, row in enumerate(failed):
+        shown = _SHOWN_FAULTS[min(number, len(_SHOWN_FAULTS) - 1)]
+        console.print(f"{row.guarantee} {row.what} in {row.precision}:", style="bold")
+        for fault in row.faults[:shown]:
+            console.print(f"  {fault}")
+        if len(row.faults) > shown:
+            console.print(f"  and {len(row.faults) - shown} more, see {REPORT_FILE}")
+    console.print(f"Likely cause: {cause}", style="bold")

@@ -1,0 +1,102 @@
+"""Verdicts on nodes from what they measured and how pairs fared: no process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from megads.errors import ConfigError
+from megads.launch.node_check.config import CheckNodesConfig
+from megads.launch.node_check.judge import Measured, first_round, judge_nodes, name_faulty, second_round
+from megads.runtime.config import ClusterKind
+
+GOOD = Measured(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {})
+
+
+def problems_of(**changes: Any) -> list[str]:
+    """What is wrong with one node of five, the others being good."""
+    nodes = dict.fromkeys("abcd", GOOD) | {"e": dataclasses.replace(GOOD, **changes)}
+    found = judge_nodes(nodes, CheckNodesConfig(min_tflops=0.01))
+    assert all(not found[name] for name in "abcd")
+    return found["e"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"devices": ("cuda:0", "cuda:1"), "tflops": (0.1, 0.04)}, "matrix products at 0.04 TFLOP/s, the median"),
+        ({"tflops": (0.009,)}, "0.009 TFLOP/s, min_tflops is 0.01"),
+        ({"wrong_products": ("cuda:3",)}, "cuda:3 computes wrong matrix products"),
+        ({"memory_bytes": 1e8}, "0.09 GiB of memory left"),
+        ({"disk_free_bytes": 1e8}, "0.09 GiB of disk left"),
+        ({"write_bytes_per_s": 5e5}, "writes 0.5 MB/s"),
+        ({"read_bytes_per_s": 1e7}, "reads from it at 10 MB/s, the median of the nodes is 2000 MB/s"),
+        ({"clock_offset_s": -60.0, "clock_uncertainty_s": 1.0}, "its clock is off by -60.0 s"),
+        ({"errors": {"loopback": "OSError: no route"}}, "loopback: OSError: no route"),
+    ],
+)
+def test_each_defect_is_named(changes: dict[str, Any], said: str) -> None:
+    """Catches a measurement that is made and not looked at, and a second GPU that nobody looks at."""
+    assert any(said in problem for problem in problems_of(**changes))
+
+
+def test_a_healthy_node_is_not_rejected() -> None:
+    """Catches false alarms: noise within the bounds, and a slow answer taken for a wrong clock."""
+    changes = {"tflops": (0.06,), "read_bytes_per_s": 4e8, "clock_offset_s": 20.0, "clock_uncertainty_s": 19.0}
+    assert problems_of(**changes) == []
+    assert judge_nodes({}, CheckNodesConfig()) == {}
+
+
+def test_measurements_survive_their_journey() -> None:
+    """Catches a field that JSON changes."""
+    assert Measured.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
+
+
+@pytest.mark.parametrize("count", range(3, 10))
+def test_one_faulty_node_is_named_alone(count: int) -> None:
+    """faults.md row 23. Catches a neighbour that is blamed too, a node of an odd number that is never paired, and a
+    node that is in two pairs of one round."""
+    nodes = [f"n{number}" for number in range(count)]
+    for faulty in nodes:
+        first = first_round(nodes)
+        failed = [pair for pair in first if faulty in pair]
+        rounds = second_round(nodes, failed)
+        for pairs in [first, *rounds]:
+            assert len({node for pair in pairs for node in pair}) == 2 * len(pairs)
+        assert {node for pair in itertools.chain(first, *rounds) for node in pair} == set(nodes)
+        assert not any({a, b} == {c, d} for pairs in rounds for a, b in pairs for c, d in failed), "the same pair again"
+        again = [pair for pairs in rounds for pair in pairs if faulty in pair]
+        assert list(name_faulty(nodes, failed, again)) == [faulty]
+
+
+def test_nobody_is_acquitted_without_a_good_pair() -> None:
+    """Catches a pair of two that fails and leaves both in service, and one of them picked by chance."""
+    assert set(name_faulty(["a", "b"], [("a", "b")], [])) == {"a", "b"}
+    assert name_faulty(["a", "b"], [], []) == {}
+    assert name_faulty(["a"], [], []) == {}
+
+
+def test_more_doubtful_than_good_nodes_take_turns() -> None:
+    """Catches doubtful nodes that are dropped because there are not enough good ones for all at once."""
+    nodes = list("abcdef")
+    rounds = second_round(nodes, [("a", "b"), ("c", "d")])
+    assert rounds == [[("a", "e"), ("b", "f")], [("c", "e"), ("d", "f")]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"timeout_s": 0},
+        {"checkers": 0},
+        {"checkers": 2, "cluster": ClusterKind.slurm},
+        {"min_of_median": 1.0},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    """Catches a check that rejects every node, or waits for nothing."""
+    with pytest.raises(ConfigError):
+        CheckNodesConfig(**wrong).check()

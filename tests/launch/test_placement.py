@@ -1,0 +1,113 @@
+"""Which layouts fit which jobs, and what a refusal says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.launch.placement import find_placement, place_ranks
+from megads.parallel.config import ParallelConfig
+from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
+from megads.runtime.slurm import Allocation, Job, Node
+
+
+def job(nodes: int, gpus: int = 0) -> Allocation:
+    return Allocation(Job("7", 0, "c"), tuple(Node(f"n{n}", f"10.0.0.{n}") for n in range(nodes)), gpus)
+
+
+def config(
+    ranks_per_node: int | None = None, dry_run: bool = False, nodes: int | None = None, **sizes: int
+) -> RootConfig:
+    cluster = ClusterConfig(kind=ClusterKind.slurm, ranks_per_node=ranks_per_node, nodes=nodes)
+    return RootConfig(parallel=ParallelConfig(**sizes), cluster=cluster, run=RunConfig(dry_run=dry_run))
+
+
+@pytest.mark.parametrize(
+    ("allocation", "settings", "per_node"),
+    [
+        (job(2, gpus=8), {"tp": 8, "pp": 2}, 8),
+        (job(48, gpus=8), {"tp": 4, "pp": 12, "dp": 8}, 8),
+        (job(2), {"tp": 2, "pp": 2}, 2),
+        (job(3), {"dp": 3}, 1),
+        (job(2, gpus=8), {"tp": 4, "ranks_per_node": 2}, 2),
+    ],
+)
+def test_ranks_fill_the_nodes(allocation: Allocation, settings: dict, per_node: int) -> None:
+    """Catches GPUs without a rank, and ranks put on other nodes than the ones asked for."""
+    placement = place_ranks(config(**settings), allocation)
+    assert (placement.nodes, placement.ranks_per_node) == (allocation.nodes, per_node)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "settings", "message"),
+    [
+        (job(2, gpus=8), {"tp": 8}, "2 nodes of SLURM job 7 take 8 each (GPUs of each), 16 together: ask for them with "
+         "sbatch --nodes=1, change parallel.dp, or set cluster.ranks_per_node to leave GPUs idle"),
+        (job(3), {"tp": 4}, "tp 4 x cp 1 x pp 1 x dp 1 = 4 ranks cannot be shared out evenly over the 3 nodes of SLURM "
+         "job 7: ask for another number of nodes (sbatch --nodes=2), or change parallel.dp"),
+        (job(2, gpus=4), {"tp": 8, "pp": 2, "ranks_per_node": 8}, "the job has 4 GPUs on each node"),
+        (job(1, gpus=4), {"tp": 6}, "take 4 each (GPUs of each), 4 together: change parallel.dp"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_fit_is_refused(allocation: Allocation, settings: dict, message: str) -> None:
+    """Catches a job that burns its nodes on a layout that leaves GPUs idle or has none for a rank."""
+    with pytest.raises(ConfigError) as refused:
+        place_ranks(config(**settings), allocation)
+    assert message in str(refused.value)
+
+
+def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a training on a login node, and a dry run there that does not know the nodes it was told."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match=r"this is no SLURM job .* sbatch scripts/slurm/train.sbatch"):
+        find_placement(config(tp=2))
+    assert find_placement(config(tp=2, dry_run=True)) is None
+    found = find_placement(config(tp=2, dry_run=True, nodes=2))
+    assert found is not None and found.ranks_per_node == 1
+    with pytest.raises(ConfigError, match=r"= 2 ranks cannot be shared out evenly over 3 nodes"):
+        find_placement(config(tp=2, dry_run=True, nodes=3))
+
+
+def test_keys_of_slurm_need_slurm() -> None:
+    """Catches a container or a chain that a run on one machine silently does without."""
+    for changes in ({"wrapper": ["apptainer"]}, {"srun_options": ["--x"]}, {"chain": True}):
+        with pytest.raises(ConfigError, match="needs cluster=slurm"):
+            dataclasses.replace(ClusterConfig(), **changes).check()
+
+
+def with_spares(spare_nodes: int, **sizes: int) -> RootConfig:
+    return dataclasses.replace(config(**sizes), cluster=ClusterConfig(kind=ClusterKind.slurm, spare_nodes=spare_nodes))
+
+
+def test_spare_nodes_get_no_ranks() -> None:
+    """Catches ranks on a spare, and a layout that is refused because the job has one."""
+    placement = place_ranks(with_spares(1, tp=8, pp=2), job(3, gpus=8))
+    assert [node.name for node in placement.nodes] == ["n0", "n1"] and placement.ranks_per_node == 8
+    moved = placement.on(["n0", "n2"])
+    assert [node.name for node in moved.nodes] == ["n0", "n2"] and "not used: n1" in str(moved)
+
+
+def test_spare_nodes_that_are_not_there_are_refused() -> None:
+    """Catches a job without its spares, and advice that forgets them."""
+    with pytest.raises(ConfigError, match=r"cluster\.spare_nodes = 2, but SLURM job 7 has 2 nodes"):
+        place_ranks(with_spares(2, tp=2), job(2))
+    with pytest.raises(ConfigError, match=r"sbatch --nodes=3"):
+        place_ranks(with_spares(1, tp=8, pp=2), job(2, gpus=8))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"spare_nodes": 1}, "cluster.spare_nodes = 1: needs cluster=slurm"),
+        ({"kind": ClusterKind.slurm, "spare_nodes": 1, "max_restarts": 0}, "no spare could ever take a place"),
+        ({"max_restarts": -1}, "cluster.max_restarts = -1: must not be negative"),
+    ],
+)
+def test_spare_nodes_that_mean_nothing_are_refused(wrong: dict, message: str) -> None:
+    """Catches spares that are paid for and never used."""
+    with pytest.raises(ConfigError) as refused:
+        ClusterConfig(**wrong).check()
+    assert message in str(refused.value)

@@ -1,0 +1,136 @@
+"""How a run starts: its place, its launch, what changed since, whether it is finished or stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import stat
+from pathlib import Path
+
+import pytest
+
+from megads.config import RootConfig, TrainConfig
+from megads.errors import ConfigError, StopRequested
+from megads.frozen_config import config_digest, freeze
+from megads.launch.preflight_memory import Machine
+from megads.launch.start import _changes, chosen_kernels, is_finished, launch_spec, place, refuse_while_stopped
+from megads.model.config import AttentionKind
+from megads.ops.config import Implementation
+from megads.runtime.config import RunConfig
+from megads.runtime.metrics import EventWriter
+from megads.runtime.stop_file import PREEMPTED, request_stop, stop_path
+
+
+def config(run_dir: Path, kill_switch: Path | None = None, steps: int = 5) -> RootConfig:
+    run = RunConfig(id="x", dir=str(run_dir), kill_switch=str(kill_switch) if kill_switch else None)
+    return RootConfig(train=TrainConfig(steps=steps), run=run)
+
+
+def test_a_stopped_run_does_not_start(tmp_path: Path) -> None:
+    """Catches a kill switch that the next start ignores, and a launcher's own old request that is taken for one."""
+    refuse_while_stopped(config(tmp_path))
+    request_stop(tmp_path, PREEMPTED)
+    refuse_while_stopped(config(tmp_path))
+    stop_path(tmp_path).unlink()
+    stop_path(tmp_path).touch()
+    with pytest.raises(StopRequested, match=r"stopped by .*/stop, nothing was started: remove the file"):
+        refuse_while_stopped(config(tmp_path))
+
+
+def test_any_member_of_the_group_can_reach_the_kill_switch(tmp_path: Path) -> None:
+    """Catches a switch in a folder that only the run's owner can write to, and one that cannot exist."""
+    switch = tmp_path / "group" / "switches" / "stop"
+    refuse_while_stopped(config(tmp_path / "run", switch))
+    assert stat.S_IMODE(switch.parent.stat().st_mode) == 0o2775
+    switch.touch()
+    with pytest.raises(StopRequested, match="switches/stop"):
+        refuse_while_stopped(config(tmp_path / "run", switch))
+    with pytest.raises(ConfigError, match=r"run.kill_switch: the folder .* cannot be made"):
+        refuse_while_stopped(config(tmp_path / "run", switch / "below" / "a file"))
+
+
+def test_only_a_run_with_its_planned_end_is_finished(tmp_path: Path) -> None:
+    """Catches a chain that stops early after a preemption, and one that trains a finished run again."""
+    now, events = config(tmp_path), EventWriter(tmp_path)
+    assert not is_finished(now)
+    freeze(now, tmp_path / "config.yaml")
+    events.write("launch")
+    events.write("end", step=3, stopped="preempted")
+    events.write("exit", exit_code=6)
+    assert not is_finished(now)
+    events.write("launch")
+    events.write("end", step=5, stopped="")
+    events.write("exit", exit_code=0)
+    assert is_finished(now)
+    assert is_finished(dataclasses.replace(now, run=dataclasses.replace(now.run, exit_after="1h")))
+    assert not is_finished(config(tmp_path, steps=6))
+    other = dataclasses.replace(now, checkpoint=dataclasses.replace(now.checkpoint, load="none"))
+    assert not is_finished(other)
+    events.write("launch")
+    assert not is_finished(now)
+
+
+def test_run_is_named_after_experiment_then_model() -> None:
+    """Catches two experiments of one model that share a name, and an experiment in a folder that makes a path."""
+    config = RootConfig()
+    assert str(place(config, {"experiment": "demo", "model": "tiny"}).run.id).startswith("demo-")
+    assert str(place(config, {"experiment": None, "model": "tiny"}).run.id).startswith("tiny-")
+    assert str(place(config, {"experiment": "team/a", "model": "tiny"}).run.id).startswith("team-a-")
+
+
+def test_given_id_and_dir_win() -> None:
+    """Catches a run.dir that is ignored when run.id is given."""
+    config = RootConfig()
+    config.run.id, config.run.dir = "mine", "/somewhere/else"
+    placed = place(config, {})
+    assert (placed.run.id, placed.run.dir) == ("mine", "/somewhere/else")
+    config.run.dir = None
+    assert place(config, {}).run.dir == "runs/mine"
+
+
+def test_ranks_get_the_digest_of_the_frozen_config() -> None:
+    """Catches a digest taken before run.id and run.dir are filled in."""
+    placed = place(RootConfig(), {"model": "tiny"})
+    assert config_digest(placed) in launch_spec(placed).command
+
+
+def test_changes_since_the_last_start(tmp_path: Path) -> None:
+    """Catches a continued run whose learning rate changed without a word."""
+    config = RootConfig()
+    freeze(config, tmp_path / "config.yaml")
+    assert _changes(tmp_path, config) == []
+    config.optim.lr = 1e-3
+    assert _changes(tmp_path, config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001}]
+
+
+def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two points in one wandb run: the tracker is told the run directory and reads the id there."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    places = []
+    for lr in (1e-3, 3e-4):
+        config = RootConfig()
+        config.optim.lr = lr
+        placed = place(config, {"model": "tiny"})
+        assert launch_spec(placed).side_command == ("-m", "megads.launch.tracker", placed.run.dir, "--follow")
+        places.append((placed.run.id, placed.run.dir))
+    assert len({run_id for run_id, _ in places}) == len({run_dir for _, run_dir in places}) == 2
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert launch_spec(placed).side_command == ()
+
+
+def test_no_kernel_of_attention_on_gpus() -> None:
+    """Catches an explicit choice of attention that is silently dropped on GPUs."""
+    config = RootConfig()
+    config.ops.impl, config.model.attention = Implementation.fused, AttentionKind.fused
+    with pytest.raises(ConfigError, match=r"model\.attention = fused is for CPUs"):
+        chosen_kernels(config, Machine(2**30, per_gpu=True))
+    config.ops.impl, config.model.attention = Implementation.auto, AttentionKind.auto
+    assert chosen_kernels(config, Machine(2**30, per_gpu=True)).model is not Implementation.fused
+
+
+@pytest.mark.parametrize("kind", [AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn])
+def test_kernels_of_gpus_are_refused_on_a_cpu(kind: AttentionKind) -> None:
+    """Catches an explicit choice of attention that starts ranks on a CPU and is dropped there without a word."""
+    config = RootConfig()
+    config.model.attention = kind
+    with pytest.raises(ConfigError, match=rf"model\.attention = {kind} .* CPU.*: use model\.attention=auto"):
+        chosen_kernels(config, Machine(2**30, per_gpu=False))

@@ -1,0 +1,138 @@
+"""Cores, memory, limits and clocks."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from megads.tools.doctor import machine
+from megads.tools.doctor.finding import Finding, Status
+from megads.tools.doctor.machine import cpu_quota, memory_limit_bytes
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_version_2_takes_the_tightest_limit_above(tmp_path: Path) -> None:
+    """Catches a limit that SLURM puts on the job's folder, not on the step's."""
+    root = plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slurm/job_1/step_0\n",
+            "sys/fs/cgroup/slurm/job_1/step_0/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/slurm/job_1/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/slurm/job_1/memory.max": "2147483648\n",
+            "sys/fs/cgroup/slurm/memory.max": "max\n",
+        },
+    )
+    assert cpu_quota(root) == 1.5
+    assert memory_limit_bytes(root) == 2**31
+
+
+def test_inside_a_container_only_the_top_is_visible(tmp_path: Path) -> None:
+    """Catches a path of the host that does not exist inside the container."""
+    root = plant(
+        tmp_path,
+        {"proc/self/cgroup": "0::/../../docker/abc\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
+    )
+    assert cpu_quota(root) == 0.5
+
+
+def test_version_1(tmp_path: Path) -> None:
+    """Catches v1's huge number for "no limit" taken as a limit, and its -1 for "no quota"."""
+    root = plant(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n2:freezer:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/docker/a/memory.limit_in_bytes": "1073741824\n",
+            "sys/fs/cgroup/cpu/docker/a/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert memory_limit_bytes(root) == 2**30
+    assert cpu_quota(root) == 2.0
+
+
+def test_no_cgroups(tmp_path: Path) -> None:
+    """Catches a crash where the kernel has none."""
+    assert cpu_quota(tmp_path) is None
+    assert memory_limit_bytes(tmp_path) is None
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_a_cpu_quota_below_the_cores_is_a_note(tmp_path: Path) -> None:
+    """Catches ranks that start 64 threads on a container's two CPUs."""
+    root = plant(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"})
+    found = only(machine.check_cores(root))
+    assert found.status == Status.note and "0.5 CPUs" in found.found and "threads_per_rank" in found.remedy
+    assert only(machine.check_cores(tmp_path / "none")).status == Status.ok
+
+
+def test_load() -> None:
+    """Catches a slow start on a busy machine that is blamed on the disk."""
+    assert only(machine.check_load(0.1)).status == Status.ok
+    assert only(machine.check_load(1000.0)).status == Status.note
+    assert "processes want to run" in only(machine.check_load()).found
+
+
+def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a user who believes that OMP_NUM_THREADS counts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS=3" in only(machine.check_threads()).found
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert only(machine.check_threads()).status == Status.ok
+
+
+def test_memory_limits(tmp_path: Path) -> None:
+    """Catches a run that a container's limit kills while the machine has memory."""
+    root = plant(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**31}\n"})
+    found = only(machine.check_memory(root))
+    assert found.status == Status.note and "limit is 2.0 GiB" in found.found
+    (root / "sys" / "fs" / "cgroup" / "memory.max").write_text(f"{2**29}\n")
+    assert only(machine.check_memory(root)).status == Status.problem
+
+
+def test_open_files() -> None:
+    """Catches a limit that a hundred ranks would reach."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        found = only(machine.check_open_files())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.status == Status.note and found.found.startswith("512") and found.remedy.startswith("ulimit -n")
+
+
+def test_kernel_settings(tmp_path: Path) -> None:
+    """Catches a setting read from the wrong word of the file."""
+    root = plant(
+        tmp_path,
+        {
+            "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
+            "sys/devices/system/clocksource/clocksource0/current_clocksource": "hpet\n",
+        },
+    )
+    assert only(machine.check_huge_pages(root)).status == Status.note
+    assert only(machine.check_clock(root)).status == Status.note
+    assert machine.check_huge_pages(tmp_path / "none") == []
+    assert only(machine.check_clock()).status in (Status.ok, Status.note)
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    """Catches a crash where /dev/shm is missing."""
+    assert only(machine.check_shared_memory(tmp_path / "none")).status == Status.note
+    assert "GiB" in only(machine.check_shared_memory(tmp_path)).found

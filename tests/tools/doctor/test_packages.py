@@ -1,0 +1,96 @@
+"""Versions, known-bad releases and doubled packages, from the metadata of packages that are really on a path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from megads.tools.doctor.finding import Finding, Status
+from megads.tools.doctor.packages import (
+    check_packages,
+    check_python,
+    judge_copies,
+    judge_packages,
+    stated_requirements,
+)
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def judged(installed: dict[str, list[str]], python: str = "3.12.1", *wanted: str) -> dict[str, Finding]:
+    return {finding.check: finding for finding in judge_packages([Requirement(w) for w in wanted], installed, python)}
+
+
+def test_this_environment_is_in_order() -> None:
+    """Catches a doctor that calls a tested environment ill, and one that reads no requirements."""
+    assert [finding.status for finding in [*check_python(), *check_packages()]] == [Status.ok] * 2
+    python, requirements = stated_requirements()
+    assert python.startswith(">=3.11")
+    assert {"deepspeed", "hydra-core", "omegaconf", "tokenizers", "torch"} <= {r.name for r in requirements}
+    assert "ruff" not in {r.name for r in requirements}
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "python", "expected"),
+    [
+        ("deepspeed", "0.17.6", "3.11.0", "summed"),
+        ("deepspeed", "0.18.9", "3.11.0", "divided"),
+        ("deepspeed", "0.19.2+cpu", "3.11.0", "divided"),
+        ("deepspeed", "0.19.3", "3.11.0", None),
+        ("omegaconf", "2.4.0.dev3", "3.11.0", "does not work"),
+        ("omegaconf", "2.3.1", "3.11.0", None),
+        ("hydra-ax-sweeper", "1.2.0", "3.11.0", "every Hydra application"),
+        ("hydra-ax-sweeper", "1.2.0", "3.10.9", None),
+    ],
+)
+def test_known_bad_releases(package: str, version: str, python: str, expected: str | None) -> None:
+    """Catches a release that trains wrong and is let pass, and its repaired successor refused."""
+    found = judged({package: [version]}, python).get(package)
+    assert (found is None) if expected is None else (found is not None and expected in found.cost)
+    assert found is None or found.remedy
+
+
+def test_missing_and_old_packages_are_problems() -> None:
+    """Catches a requirement that is compared as text: 2.10 is newer than 2.9."""
+    findings = judged({"torch": ["2.8.0"], "numpy": ["2.10"]}, "3.12.1", "torch>=2.9", "numpy>=2.9", "xxhash")
+    assert (findings["torch"].status, findings["torch"].found) == (Status.problem, "2.8.0")
+    assert findings["xxhash"].found == "not installed"
+    assert findings["packages"].found == "numpy 2.10"
+
+
+def test_copies_and_mixed_cuda() -> None:
+    """Catches two torch installations of which an unexpected one is imported."""
+    found = judge_copies({"torch": ["2.13.0", "2.9.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu13": ["1"]})
+    assert [finding.check for finding in found] == ["copies of torch", "CUDA libraries"]
+    assert judge_copies({"torch": ["2.13.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu12": ["1"]}) == []
+
+
+def test_planted_packages_are_found(tmp_path: Path) -> None:
+    """Catches a search that misses what is on PYTHONPATH: a second torch, PyPI's apex, a sweeper that breaks Hydra."""
+    for name, version in (("torch", "2.1.0"), ("hydra_ax_sweeper", "1.2.0"), ("apex", "0.9.10.dev0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    code = (
+        "from megads.tools.doctor.packages import *\n"
+        "for f in [*check_packages(), *check_copies(), *check_apex()]: print(f.status, f.check, f.found, sep='|')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = result.stdout.splitlines()
+    assert "problem|torch|2.1.0" in lines and "problem|hydra-ax-sweeper|1.2.0" in lines
+    assert any(line.startswith("note|copies of torch|2.1.0, 2.") for line in lines)
+    assert any(line.startswith("note|apex|apex 0.9.10.dev0 is not NVIDIA's: PyPI's package") for line in lines)

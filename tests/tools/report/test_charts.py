@@ -1,0 +1,175 @@
+"""Every chart draws whatever a run has left, without a warning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.tools.report.charts import (
+    axis_top,
+    draw_grad_norm,
+    draw_loss,
+    draw_throughput,
+    envelope,
+    run_charts,
+    smooth,
+    smoothing_width,
+)
+from megads.tools.report.history import read_history
+from megads.tools.report.style import house_style, png, svg
+from tests.tools.report.written_runs import BEGIN, write_eventful_run, write_start, write_steps, write_validation
+
+
+def test_a_short_curve_is_drawn_as_it_is() -> None:
+    """Catches buckets where there is room for every step."""
+    step, values = np.arange(1.0, 6.0), np.array([3.0, np.nan, np.inf, 1.0, 2.0])
+    curve = envelope(step, values)
+    assert curve.steps_per_point == 1
+    np.testing.assert_array_equal(curve.step, step)
+    np.testing.assert_array_equal(curve.mean, [3, np.nan, np.nan, 1, 2])
+
+
+def test_an_envelope_keeps_the_extremes_of_100_000_steps() -> None:
+    """Catches downsampling by taking every hundredth step, which loses a spike of one step."""
+    step = np.arange(100_000.0)
+    values = np.sin(step)
+    values[77_777], values[33_333], values[50_000:50_300] = 50.0, -50.0, np.nan
+    curve = envelope(step, values)
+    assert len(curve.step) == 1000 and curve.steps_per_point == 100
+    assert (np.nanmax(curve.high), np.nanmin(curve.low)) == (50.0, -50.0)
+    assert np.isnan(curve.mean[500:503]).all() and np.isfinite(curve.mean[503])
+    assert np.nanmean(curve.mean) == pytest.approx(np.nanmean(values), abs=1e-6)
+
+
+def test_the_last_bucket_may_be_smaller() -> None:
+    """Catches a mean over a full bucket's length."""
+    curve = envelope(np.arange(1001.0), np.full(1001, 2.0), most_points=500)
+    assert curve.steps_per_point == 3
+    np.testing.assert_allclose(curve.mean, 2.0)
+    assert curve.step[-1] == 999.5
+
+
+def test_smoothing_keeps_a_line_a_line() -> None:
+    """Catches windows that are cut on one side only, which bend the ends of a falling loss."""
+    line = np.linspace(9, 3, 50)
+    np.testing.assert_allclose(smooth(line, 11), line)
+
+
+def test_smoothing_averages_what_is_finite() -> None:
+    """Catches a NaN that spreads over its window."""
+    values = np.array([1.0, np.nan, 3.0, np.inf, 5.0])
+    np.testing.assert_allclose(smooth(values, 3), [1, 2, 3, 4, 5])
+    assert np.isnan(smooth(np.full(5, np.nan), 3)).all()
+
+
+@pytest.mark.parametrize(("steps", "width"), [(1, 1), (9, 1), (10, 3), (400, 11), (100_000, 2501)])
+def test_smoothing_width(steps: int, width: int) -> None:
+    """Catches an even width, which shifts the curve by half a step."""
+    assert smoothing_width(steps) == width
+
+
+def test_only_outliers_are_cut() -> None:
+    """Catches an axis that hides the start of a training, and one that a spike flattens."""
+    loss = 4 + 6 * np.exp(-np.arange(300) / 30)
+    assert axis_top(loss) is None
+    spiked = loss.copy()
+    spiked[200] = 900.0
+    top = axis_top(spiked)
+    assert top is not None and loss.max() < top < 20
+    assert axis_top(np.array([1.0, 1000.0])) is None
+    assert axis_top(np.full(100, np.nan)) is None
+
+
+pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+
+
+def assert_takes_colors_from_the_page(text: str) -> None:
+    """Else a chart stays dark on a dark page."""
+    assert "var(--chart-ink)" in text
+    assert "#" not in text.replace('xlink:href="#', "").replace("url(#", "")
+
+
+def one_step(run_dir: Path) -> None:
+    write_start(run_dir, 0, BEGIN)
+    write_steps(run_dir, 1, 1)
+
+
+def nothing_finite(run_dir: Path) -> None:
+    write_start(run_dir, 0, BEGIN)
+    write_steps(run_dir, 1, 12, loss=lambda step: math.nan, skipped=range(1, 13))
+    write_validation(run_dir, 12, math.nan, unigram_loss=math.nan)
+
+
+def many_restarts(run_dir: Path) -> None:
+    for start in range(60):
+        write_start(run_dir, 5 * start, BEGIN + 10 * start)
+        write_steps(run_dir, 5 * start + 1, 5 * start + 5, step_time_s=lambda step: 60.0 if step % 5 == 1 else 0.3)
+
+
+def bare_lines(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n')
+
+
+def zero_speed(run_dir: Path) -> None:
+    keys = '"lr": 0.0, "grad_norm": 0.0, "tokens_per_s": 0.0, "mfu": 0.0, "step_time_s": 0.0, "data_time_s": 0.0'
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 0.0, {keys}}}\n' for step in range(20)))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("write", [write_eventful_run, one_step, nothing_finite, many_restarts, bare_lines, zero_speed])
+def test_every_chart_draws(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    """Catches a division by zero, an empty percentile, a legend that leaves no room, limits that coincide."""
+    write(tmp_path)
+    history = read_history(tmp_path)
+    with house_style():
+        for chart in run_charts(history):
+            for wide in {chart.wide, False}:
+                figure = chart.draw(wide)
+                if figure is not None:
+                    assert_takes_colors_from_the_page(svg(figure, chart.name, "", chart.description))
+
+
+@pytest.mark.filterwarnings("error")
+def test_100_000_steps_make_a_small_picture(tmp_path: Path) -> None:
+    """Catches a page of many megabytes, and a spike or skipped steps that downsampling lost."""
+    write_start(tmp_path, 0, BEGIN)
+    lines = (
+        f'{{"step": {step}, "loss": {5000 if step == 60_001 else 3 + step % 7 / 10}, "grad_norm": 1.0, '
+        f'"lr": 1e-3, "tokens_per_s": {1e4 + step % 13}, "skipped": {"true" if step % 1000 == 0 else "false"}}}\n'
+        for step in range(1, 100_001)
+    )
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    history = read_history(tmp_path)
+    with house_style():
+        for draw, expected in (
+            (draw_loss, "above (1, up to 5k)"),
+            (draw_grad_norm, "skipped (100)"),
+            (draw_throughput, "range of 100 steps"),
+        ):
+            figure = draw(history, False)
+            assert figure is not None
+            text = svg(figure, "chart", "", "")
+            assert expected in text
+            assert len(text) < 300_000
+
+
+def test_the_house_style_does_not_leak(tmp_path: Path) -> None:
+    """Catches a report that changes the looks of what the same process draws next, or depends on what it drew last."""
+    import matplotlib
+
+    write_eventful_run(tmp_path)
+    before = dict(matplotlib.rcParams)
+    with house_style():
+        figure = draw_loss(read_history(tmp_path), wide=True)
+        assert figure is not None
+        first = svg(figure, "loss", "", "")
+    assert dict(matplotlib.rcParams) == before
+    with house_style():
+        again = draw_loss(read_history(tmp_path), wide=True)
+        assert again is not None
+        assert svg(again, "loss", "", "") == first, "the same run gives the same picture"
+        assert png(again).startswith(b"\x89PNG")

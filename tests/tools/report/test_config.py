@@ -1,0 +1,34 @@
+"""What `megads report` refuses before it reads anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from megads.errors import ConfigError
+from megads.tools.report.config import ReportConfig
+
+
+def test_one_run_and_several() -> None:
+    """Catches a run id that Hydra read as a number, and a list taken for a name."""
+    assert ReportConfig(run="a").runs == ["a"]
+    assert ReportConfig(run=20260101).runs == ["20260101"]
+    config = ReportConfig(run=["a", "b"], output="c")
+    config.check()
+    assert config.runs == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (ReportConfig(run=""), "give a run directory"),
+        (ReportConfig(run=None), "give a run directory"),
+        (ReportConfig(run=[]), "give a run directory"),
+        (ReportConfig(run=["a", "a"], output="x"), "names a twice"),
+        (ReportConfig(run=list("abcdefghi"), output="x"), "at most 8"),
+        (ReportConfig(run=["a", "b"]), "output=runs/comparison"),
+    ],
+)
+def test_refusals(config: ReportConfig, expected: str) -> None:
+    """Catches a comparison that overwrites the report of its first run."""
+    with pytest.raises(ConfigError, match=expected):
+        config.check()

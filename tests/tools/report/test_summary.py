@@ -1,0 +1,83 @@
+"""The numbers at the head of a report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megads.tools.report.history import read_history
+from megads.tools.report.summary import facts, figures, short, size, status
+from tests.tools.report.written_runs import (
+    BEGIN,
+    write_config,
+    write_eventful_run,
+    write_events,
+    write_start,
+    write_steps,
+    write_validation,
+)
+
+
+def test_an_eventful_run(tmp_path: Path) -> None:
+    """Catches a best loss that is the last one, and a number without what it is compared with."""
+    write_eventful_run(tmp_path)
+    write_validation(tmp_path, 301, 5.0)
+    history = read_history(tmp_path)
+    shown = {item.label: (item.value, item.note) for item in figures(history)}
+    assert shown["validation loss"] == ("5.0000", "best 4.3000 at step 300, unigram 6.2000")
+    assert shown["perplexity"] == ("148.4", "of validation at step 301")
+    assert shown["train loss"][1] == "mean of the last 10 steps; 1 of all not finite"
+    assert shown["tokens"] == ("307.2 k", "2,400 samples")
+    assert shown["wall time"][0] == "2m51s", "55 s, 62 s and 54 s"
+    assert status(history) == ("stopped on request", "open")
+    rows = dict(facts(history))
+    assert rows["steps"] == "300 of 1,000 planned"
+    assert (rows["parameters"], rows["layout"], rows["skipped steps"], rows["starts"]) == (
+        "624,512",
+        "tp2 pp2 dp1",
+        "2",
+        "3",
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, ("finished", "good")),
+        (7, ("numerical failure, exit 7", "bad")),
+        (1, ("failed, exit 1", "bad")),
+        (10, ("a rank was killed, exit 10", "bad")),
+    ],
+)
+def test_status(tmp_path: Path, code: int, expected: tuple[str, str]) -> None:
+    """Catches a failed run that looks finished."""
+    write_start(tmp_path, 0, BEGIN)
+    write_steps(tmp_path, 1, 1)
+    assert status(read_history(tmp_path)) == ("no end recorded: in progress, or killed", "open")
+    write_events(tmp_path, ("exit", {"exit_code": code}))
+    assert status(read_history(tmp_path)) == expected
+
+
+def test_nothing_but_steps(tmp_path: Path) -> None:
+    """Catches a summary that needs a config, events or finite losses."""
+    write_steps(tmp_path, 1, 2, loss=lambda step: math.nan)
+    history = read_history(tmp_path)
+    assert next(item for item in figures(history) if item.label == "train loss").value == "not finite"
+    assert dict(facts(history))["steps"] == "2"
+
+
+def test_a_changed_layout_is_shown(tmp_path: Path) -> None:
+    """Catches a run that was continued elsewhere and shows its last layout only."""
+    write_config(tmp_path, "moved")
+    write_start(tmp_path, 0, BEGIN)
+    write_steps(tmp_path, 1, 2)
+    write_events(tmp_path, ("start", {"step": 2, "layout": "tp1 pp1 dp4"}))
+    assert dict(facts(read_history(tmp_path)))["layout"] == "tp2 pp2 dp1 -> tp1 pp1 dp4"
+
+
+def test_numbers_are_short() -> None:
+    """Catches a unit off by a thousand."""
+    assert [short(value) for value in (7, 12_345, 2.5e9, math.inf)] == ["7", "12.35 k", "2.5 B", "not finite"]
+    assert [size(value) for value in (10, 5 * 2**20, 3.5 * 2**40)] == ["10 B", "5 MiB", "3.5 TiB"]
