@@ -15,9 +15,9 @@ from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, planned_steps
 from megads.errors import Preempted, UnhealthyNode
 from megads.launch.launcher import LaunchSpec, launch
-from megads.launch.node_check.check import Place, check_nodes
+from megads.launch.node_check.check import CheckTarget, check_nodes
 from megads.launch.node_check.config import CheckNodesConfig
-from megads.launch.placement import Placement
+from megads.launch.placement import SlurmPlacement
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Deadline, Scheduler
@@ -62,7 +62,7 @@ class Attempts:
         self,
         config: RootConfig,
         spec: LaunchSpec,
-        placement: Placement | None,
+        placement: SlurmPlacement | None,
         lease: Lease,
         server: RankServer | None = None,
     ):
@@ -130,7 +130,7 @@ class Attempts:
         asked = tuple(name for name in self._means.nodes if name not in excluded and name not in self._rejected)
         cluster = self._config.cluster
         options, wrapper = tuple(cluster.srun_options), tuple(cluster.wrapper)
-        place = Place(asked, allocation.nodes[0].address, allocation, options, wrapper)
+        place = CheckTarget(asked, allocation.nodes[0].address, allocation, options, wrapper)
         begin = time.monotonic()
         rejected = check_nodes(CheckNodesConfig(folder=str(self._run_dir)), place).rejected
         with closing(EventWriter(self._run_dir)) as events:

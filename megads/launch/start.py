@@ -15,7 +15,7 @@ from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
 from megads.launch.attempts import Attempts, Ended
 from megads.launch.launcher import LaunchSpec
-from megads.launch.placement import Placement, find_placement
+from megads.launch.placement import SlurmPlacement, find_placement
 from megads.launch.preflight_data import (
     build_index_maps,
     data_fault,
@@ -54,7 +54,7 @@ _GROUP_WRITABLE = 0o2775
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRequest:
     """What a command line asks of a start, beside its config.
 
     Attributes:
@@ -69,7 +69,7 @@ class Start:
     describe: Callable[[RootConfig, str, Sequence[str], Machine], str]
 
 
-def start_run(config: RootConfig, start: Start) -> int:
+def start_run(config: RootConfig, start: StartRequest) -> int:
     """Starts or continues the run that the config describes and returns its exit code.
 
     Raises:
@@ -86,7 +86,7 @@ def start_run(config: RootConfig, start: Start) -> int:
 
 
 @contextmanager
-def _early_server(config: RootConfig, placement: Placement | None) -> Iterator[RankServer | None]:
+def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Iterator[RankServer | None]:
     """Has what ranks import imported while the launcher checks the run; None where ranks are not forked from here."""
     parallel, given = config.parallel, config.cluster.threads_per_rank
     if placement is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
@@ -99,7 +99,7 @@ def _early_server(config: RootConfig, placement: Placement | None) -> Iterator[R
         server.close()
 
 
-def _run(config: RootConfig, start: Start, placement: Placement | None, server: RankServer | None) -> Ended:
+def _run(config: RootConfig, start: StartRequest, placement: SlurmPlacement | None, server: RankServer | None) -> Ended:
     """Prepares and starts the run; returns how it ended."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.launch.preflight_memory import settle_auto, this_machine
@@ -161,7 +161,7 @@ def _check_against_last_start(config: RootConfig, preparation: Preparation | Non
             events.write("config_changed", level="warning", message=told, changes=changes)
 
 
-def _hand_over(placement: Placement | None, config: RootConfig, ended: Ended) -> None:
+def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
     """Sees to what follows a SLURM job, and says it."""
     if placement is None or config.run.dry_run:
         return
