@@ -15,7 +15,7 @@ from megads.data.engine import CheckedEngine, HuggingFaceEngine, Ids
 from megads.data.pre_tokens import BYTE_LEVEL, PreTokenSplitter, Split, UnknownPattern
 
 MOST_WORDS = 1 << 18
-"""Kept; about 50 MB of memory."""
+"""Kept, in some 40 MB of memory."""
 LONGEST_WORD = 64
 """Characters; a longer one does not come again."""
 # Characters before the first combining mark are their own composed forms.

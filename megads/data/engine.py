@@ -19,8 +19,8 @@ from megads.errors import ConfigError
 
 # Of the documents that another engine tokenizes, one in so many is tokenized by the reference too,
 RECHECK_EVERY = 1000
-# and the first ones of every process.
-ALWAYS_CHECKED = 10
+# and the beginnings of the first ones of every process.
+ALWAYS_CHECKED, BEGINNING_CHARACTERS = 20, 4096
 _MOST_PAIRS = 2000
 """Of added tokens that are tried beside each other."""
 
@@ -83,10 +83,11 @@ class CheckedEngine(ABC):
             EngineMismatch: a document that was tokenized twice has two sets of ids.
         """
         flat, lengths = self.encode_unchecked(texts)
-        chosen = [n for n in range(len(texts)) if n < self._always or self._random.random() * RECHECK_EVERY < 1]
-        self._always = max(self._always - len(texts), 0)
+        chosen = [text[:BEGINNING_CHARACTERS] for text in texts[: self._always]]
+        self._always -= len(chosen)
+        chosen += [text for text in texts if self._random.random() * RECHECK_EVERY < 1]
         if chosen:
-            self.require_equal([texts[number] for number in chosen])
+            self.require_equal(chosen)
         return flat, lengths
 
     @abstractmethod
