@@ -210,7 +210,8 @@ class Tokenizing:
                 done_bytes += one.input_bytes
                 progress.update(done_bytes, f"{tokens:,} tokens")
         if restarted:
-            self.engine = f"fast, {restarted} of {shards} parts by hf after ids that differ"
+            made = "by hf" if self.engine == Engine.fast.value else "without its cache of words,"
+            self.engine = f"{self.engine}, {restarted} of {shards} parts {made} after ids that differ"
         return shards
 
     def _join(
