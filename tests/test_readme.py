@@ -85,7 +85,7 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_named_files_exist() -> None:
-    """Catches a page that names a file which was moved; docs/architecture.md names those of megads/ without the folder."""
+    """Catches a page that names a file which was moved; docs/architecture.md leaves out the folder megads."""
     named = {
         (page.name, name)
         for page in PAGES
