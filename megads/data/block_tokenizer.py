@@ -122,7 +122,7 @@ class BlockTokenizer:
     def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
         built = _ShardBuilder(engine, self._settings)
         with tokenizing(self._settings.tokenizer_file):
-            for row in block.rows(self._settings.fields):
+            for row in block.rows(self._settings.fields, self._cutter.last_cut):
                 for part in self._parts(row):
                     built.add(part)
             return built.write(path, block, identity)

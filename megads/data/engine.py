@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from megads.errors import ConfigError
 
 # Of the documents that the fast engine tokenizes, one in so many is tokenized by the other too.
 RECHECK_EVERY = 1000
+CHECKED_CHARACTERS = 1 << 20
+"""That the reference tokenizes together, in a hundred bytes of memory for each."""
 _MOST_PAIRS = 2000
 """Of added tokens that are tried beside each other."""
 
@@ -113,10 +115,25 @@ class FastEngine:
 
     def require_equal(self, texts: Sequence[str]) -> None:
         """Raises EngineMismatch unless both engines give the same ids for all these texts."""
-        right, right_lengths = self._reference.encode(texts)
-        found, lengths = self.encode_unchecked(texts)
-        if lengths != right_lengths or not np.array_equal(right, found):
-            raise EngineMismatch
+        for batch in _batches(texts):
+            right, right_lengths = self._reference.encode(batch)
+            found, lengths = self.encode_unchecked(batch)
+            if lengths != right_lengths or not np.array_equal(right, found):
+                raise EngineMismatch
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts of about CHECKED_CHARACTERS together."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= CHECKED_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def added_token_texts(tokenizer_file: str) -> list[str]:
