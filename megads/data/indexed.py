@@ -25,6 +25,7 @@ from megads.data.indexed_check import check_document_index, check_offsets
 from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, unpack_header
 from megads.data.verified_once import computed_once
 from megads.errors import DataError
+from megads.ops.sorted_keys import Documents
 from megads.runtime.atomic_file import sync, sync_directory, temporary_path
 
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
@@ -157,6 +158,16 @@ class IndexedDataset:
         """Returns int64 [n], positions in `.bin` of the first tokens of n sequences; `num_sequences` gives the end."""
         starts = self._offsets[np.minimum(sequences, self.num_sequences - 1)] // self.dtype.itemsize
         return np.where(sequences < self.num_sequences, starts, self.num_tokens)
+
+    def addresses(self, first: int) -> Documents:
+        """Returns where compiled code finds the starts of documents, `first` counting as 0; valid as long as this."""
+        return Documents(
+            self.document_index[first:].ctypes.data,
+            self._offsets.ctypes.data,
+            self.num_sequences,
+            self.num_tokens,
+            self.dtype.itemsize,
+        )
 
     def document_of(self, position: int) -> int:
         """Returns the number of the document that holds the token at `position` in `.bin`."""
