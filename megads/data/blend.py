@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -261,6 +262,15 @@ class BlendedSamples:
         """See `TrainSource`."""
         counts = self._order.counts(self._end(samples))
         return sum(part.build_maps(int(count)) for part, count in zip(self.parts, counts, strict=True))
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`."""
+        # What is read ahead of the end has no place in an order that was made for so many samples.
+        read = self._order.counts(self._end(samples if end is None else min(samples, end))).tolist()
+        ends = [None] * len(read) if end is None else self._order.counts(self._end(end)).tolist()
+        for part, of_part, end_of_part in zip(self.parts, read, ends, strict=True):
+            if not stop.is_set():
+                part.build_next_maps(of_part, end_of_part, stop)
 
     def _end(self, samples: int) -> int:
         """One more than the number in the whole stream of the last of the run's first samples."""

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -185,6 +186,9 @@ class MegatronSamples(TrainSamples):
         tokens = dataset.stream(documents).size
         epochs, _ = epochs_for(tokens, seq_len, max(samples, 1), theta)
         self.samples_per_map = (epochs * tokens - 1) // seq_len
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`; there is one map, of all epochs."""
 
     def _map_key(self, turn: int) -> MegatronMapKey:
         return self._wanted

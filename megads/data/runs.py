@@ -5,6 +5,7 @@ Shape suffixes: b = samples, s = sequence length, t = s + 1 tokens of a sample, 
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,18 @@ class TrainSource(SampleSource, Protocol):
 
     def build_maps(self, samples: int) -> int:
         """Builds and caches the index maps that the first samples need; returns how many there are."""
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """Builds the maps that are needed soon, in this thread, where nobody else does and nobody has.
+
+        Args:
+            samples: numbers below it have been read.
+            end: numbers from it on will not be; None where that is not known.
+            stop: ends the build when it is set.
+
+        Raises:
+            ConfigError: data.cache_dir was given and cannot be written.
+        """
 
 
 class ValidationSource(SampleSource, Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from megads.data.runs import Runs, ValidationSource, runs_of_samples, runs_of_wi
 from megads.errors import DataError
 
 KEPT_EPOCHS = 16
+BUILT_AHEAD = 1 / 16
+"""The next epoch's map is built in so much of an epoch at its end."""
 
 
 class TrainSamples:
@@ -41,6 +44,7 @@ class TrainSamples:
         self._fingerprint = dataset.fingerprint()
         self._cache = EpochMapCache(dataset.prefix, cache_dir)
         self._maps: OrderedDict[int, EpochMap] = OrderedDict()
+        self._built_ahead: set[int] = set()
         tokens = dataset.stream(documents).size
         self.samples_per_epoch = max(tokens - 1, 0) // seq_len
         """Samples in one pass over the documents."""
@@ -68,6 +72,16 @@ class TrainSamples:
         for epoch in range(maps):
             self._epoch_map(epoch)
         return maps
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`; the next epoch's, in the last part of an epoch."""
+        epoch, place = divmod(samples, self.samples_per_map)
+        first = (epoch + 1) * self.samples_per_map
+        due = place >= self.samples_per_map * (1 - BUILT_AHEAD) and (end is None or first < end)
+        if due and epoch + 1 not in self._built_ahead:
+            # Whatever comes of it: it is built, or fails for all to see, when it is needed.
+            self._built_ahead.add(epoch + 1)
+            self._cache.build_ahead(self.dataset, self._map_key(epoch + 1), stop)
 
     def runs(self, samples: IntArray) -> list[Runs]:
         """Where the tokens of samples are, see `SampleSource`; one item an epoch."""

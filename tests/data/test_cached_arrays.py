@@ -78,9 +78,7 @@ def test_arrays_that_fit_nowhere_are_refused(
 def test_room_is_looked_for_before_hours_of_work(tmp_path: Path) -> None:
     """Catches a build that fails at its last byte where it could have said so at once."""
     huge = CachedArrays("abc", {}, ("first",), "index map", 1 << 60)
-    with pytest.raises(
-        ConfigError, match=r"data.cache_dir.*No space left on device: 1152921504.* GB wanted, .* GB free"
-    ):
+    with pytest.raises(ConfigError, match=r"data.cache_dir.*No space left on device: 1152921504.* GB wanted"):
         ArrayCache("", str(tmp_path)).get(huge, forbidden)
 
 

@@ -132,7 +132,7 @@ def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeD
     loader = TrainLoader(TrainSamples(dataset, range(2), SEQ_LEN, 0), BatchSizeSchedule(10), 1, 0, 1, VOCAB_SIZE)
     with pytest.raises(DataError, match=f"corpus: document 1 holds token {token}, model.vocab_size is 1000"):
         next(loader)
-    assert not loader._thread.is_alive()
+    assert not any(thread.is_alive() for thread in loader._threads)
     with pytest.raises(StopIteration):
         next(loader)
 
