@@ -150,9 +150,9 @@ def test_close_ends_the_thread_wherever_it_is(samples: TrainSamples) -> None:
     deadline_s = time.monotonic() + 10
     while not loader._queue.full() and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert loader._queue.full() and loader._thread.daemon
+    assert loader._queue.full() and all(thread.daemon for thread in loader._threads)
     loader.close()
-    assert loader._thread not in threading.enumerate()
+    assert not set(loader._threads) & set(threading.enumerate())
     with pytest.raises(StopIteration):
         next(loader)
     loader.close()
