@@ -35,7 +35,7 @@ OpenArray = Callable[[str], AbstractContextManager[BinaryIO]]
 
 MOST_BYTES_IN_MEMORY = 1 << 30
 """Arrays that no folder takes are built in the memory of every rank up to this size."""
-MOST_BYTES_VERIFIED_BY_ALL = 1 << 26
+MOST_BYTES_VERIFIED_BY_ALL = 1 << 30
 ABANDONED_S = 3600.0
 _HASH = "xxh3"
 """Of new records; those of earlier versions have sha256."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -72,18 +73,16 @@ class KeySort:
         words = _words(generator)
         drawn = (pointer(words), ctypes.c_int64(items), ctypes.c_int(bits), ctypes.c_int(threads))
         self.count(*drawn, pointer(counts))
-        ends = np.cumsum(counts.sum(axis=0))
-        entries = np.empty(0, ENTRY)
-        first = had = 0
-        while first < 1 << bits:
-            end = max(int(np.searchsorted(ends, had + capacity, side="right")), first + 1)
-            found = int(ends[end - 1]) - had
-            if entries.size < found:
-                entries = np.empty(found, ENTRY)
-            given = ctypes.byref(documents) if documents is not None else None
+        ends = np.concatenate(([0], np.cumsum(counts.sum(axis=0))))
+        borders = [0]
+        while borders[-1] < 1 << bits:
+            fits = int(np.searchsorted(ends, ends[borders[-1]] + capacity, side="right")) - 1
+            borders.append(max(fits, borders[-1] + 1))
+        entries = np.empty(np.diff(ends[borders]).max(), ENTRY)
+        given = ctypes.byref(documents) if documents is not None else None
+        for first, end in itertools.pairwise(borders):
             self.sort(*drawn, pointer(counts), ctypes.c_int64(first), ctypes.c_int64(end), given, pointer(entries))
-            yield entries[:found]
-            first, had = end, had + found
+            yield entries[: ends[end] - ends[first]]
 
 
 def compiled_key_sort(say: Callable[[str], None]) -> KeySort:
