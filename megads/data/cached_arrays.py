@@ -189,10 +189,12 @@ def _remove_abandoned(directory: Path, wanted: CachedArrays) -> None:
 
 
 def _save(directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
-    if wanted.size_bytes > (free := shutil.disk_usage(directory).free):
+    room = shutil.disk_usage(directory)
+    # Some network file systems do not tell, and say that they have nothing at all.
+    if room.total and wanted.size_bytes > room.free:
         raise OSError(
             errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: {wanted.size_bytes / 1e9:.1f} GB wanted, {free / 1e9:.1f} GB free",
+            f"{os.strerror(errno.ENOSPC)}: {wanted.size_bytes / 1e9:.1f} GB wanted, {room.free / 1e9:.1f} GB free",
         )
     paths = _array_paths(directory, wanted)
     try:

@@ -17,6 +17,7 @@ from megads.data.indexed_header import HEADER, MAGIC
 from megads.data.map_writer import MapWriter
 from megads.data.megatron_maps import MegatronMapKey
 from megads.ops.build import KernelsUnavailable
+from megads.ops.data_library import data_function
 from megads.ops.sorted_keys import compiled_key_sort
 from megads.runtime.atomic_file import atomic_writer
 
@@ -102,6 +103,18 @@ def test_documents_of_several_sequences_and_billions_of_tokens(tmp_path: Path) -
     for seed in range(4):
         key = EpochMapKey(dataset.fingerprint(), 0, dataset.num_documents, 1 << 25, seed, 0)
         assert_same(written(dataset, key, tmp_path), key.build(dataset))
+
+
+def test_no_compiler_costs_time_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a run that needs a compiler, and one that is slow and does not say why."""
+    data_function.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    pieces = list(random_order.random_order(np.random.PCG64(1), 500, 2))
+    data_function.cache_clear()
+    np.testing.assert_array_equal(
+        np.concatenate([piece.items for piece in pieces]), permutation(np.random.PCG64(1), 500)
+    )
+    assert "sorting index maps by NumPy" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
 
 
 @pytest.fixture
