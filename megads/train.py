@@ -270,6 +270,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, s
         needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
         packing=packing(config),
+        end_sample=batch_size_schedule(config).samples_after(planned_steps(config)),
     )
 
 

@@ -8,6 +8,7 @@ modeling"). `TurnWriter` writes them; the files stay Megatron's.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -121,6 +122,9 @@ class PackedSamples:
         for epoch in range(maps):
             self._epoch(epoch)
         return maps
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`; there are none."""
 
     def runs(self, samples: IntArray) -> list[Runs]:
         """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
