@@ -19,22 +19,21 @@ from torch import Tensor
 
 import megads.engine.bucket
 import megads.engine.optimizer
-import megads.engine.sharded_training
 import megads.engine.stage_pipeline
 import megads.engine.token_mean
-import megads.engine.training
+import megads.engine.train_engine
+import megads.engine.zero_engine
 import megads.model.attention
 import megads.model.stages
 import megads.parallel.recompute
 import megads.parallel.tensor
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine import instructions
 from megads.engine.bucket import Bucket
 from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.sharded_engine import ShardedEngine
 from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
@@ -46,12 +45,11 @@ from megads.optim.groups import Role
 from megads.parallel import collectives, context, cross_entropy, head_loss
 from megads.parallel.collectives import leave_region
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import Axis
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear
-from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import PutOff, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
@@ -132,22 +130,22 @@ def missing_tensor_parallel_mark() -> None:
 
 
 def bf16_reduction_of_shards() -> None:
-    inner = megads.engine.sharded_training.sharded_config
+    inner = megads.engine.zero_engine.zero_settings
 
     def config(*args: Any) -> Any:
         return inner(*args) | {"communication_data_type": "bf16"}
 
-    megads.engine.sharded_training.sharded_config = config
+    megads.engine.zero_engine.zero_settings = config
 
 
 def divided_by_the_shards_twice() -> None:
-    inner = ShardedEngine.__init__
+    inner = ZeroEngine.__init__
 
-    def init(self: ShardedEngine, *args: Any) -> None:
+    def init(self: ZeroEngine, *args: Any) -> None:
         inner(self, *args)
         self.averaged_over = 1
 
-    ShardedEngine.__init__ = init
+    ZeroEngine.__init__ = init
 
 
 def micro_batches_overwrite_each_other() -> None:
@@ -155,14 +153,14 @@ def micro_batches_overwrite_each_other() -> None:
 
 
 def subgroups_average_their_gradients() -> None:
-    inner = ShardedEngine.accumulate
+    inner = ZeroEngine.accumulate
 
-    def accumulate(self: ShardedEngine, micro_batches: Any) -> Tensor:
+    def accumulate(self: ZeroEngine, micro_batches: Any) -> Tensor:
         total = inner(self, micro_batches)
-        self.optimizer.grad_partitions_flat_buffer /= self.replica.size
+        self.deepspeed.reduced_gradients.div_(self._replica.size)
         return total
 
-    ShardedEngine.accumulate = accumulate
+    ZeroEngine.accumulate = accumulate
 
 
 def tied_sum_before_data_parallel_reduce() -> None:
@@ -343,14 +341,14 @@ def recomputation_of_the_latest_micro_batch() -> None:
         inner(block)
 
     latest: list[Any] = []
-    begin = StageEngine._INSTRUCTION_MAP[instructions.Forward]
+    begin = StageEngine._HANDLERS[ActionKind.forward]
 
     def forward_pass(self: StageEngine, micro_batch: int, stage: int) -> None:
         latest[:] = [self._micro_batches[micro_batch].info]
         begin(self, micro_batch, stage)
 
     megads.parallel.recompute.recompute_module = recompute_module
-    StageEngine._INSTRUCTION_MAP |= {instructions.Forward: forward_pass}
+    StageEngine._HANDLERS |= {ActionKind.forward: forward_pass}
 
 
 def dropout_redrawn_in_recomputation() -> None:
@@ -377,13 +375,13 @@ def a_weight_part_dropped() -> None:
 
 
 def weight_parts_of_the_last_micro_batch_lost() -> None:
-    inner = StageEngine._INSTRUCTION_MAP[instructions.BackwardWeight]
+    inner = StageEngine._HANDLERS[ActionKind.backward_weight]
 
     def backward_weight(self: StageEngine, micro_batch: int, stage: int) -> None:
         if micro_batch < len(self._micro_batches) - 1:
             inner(self, micro_batch, stage)
 
-    StageEngine._INSTRUCTION_MAP |= {instructions.BackwardWeight: backward_weight}
+    StageEngine._HANDLERS |= {ActionKind.backward_weight: backward_weight}
 
 
 def buffer_given_back_after_the_forward_pass() -> None:
@@ -459,7 +457,7 @@ def key_and_value_gradients_not_summed_over_context() -> None:
 
 def cut_changed(change: Callable[[MicroBatch, MicroBatch], MicroBatch]) -> None:
     inner = context.cut_micro_batch
-    megads.engine.training.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
+    megads.engine.train_engine.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
 
 
 def document_mask_local_to_the_chunk() -> None:
@@ -489,8 +487,8 @@ def positions_counted_from_the_rank() -> None:
 
 
 def tokens_summed_over_data_parallel_only() -> None:
-    inner = megads.engine.training.global_tokens
-    megads.engine.training.global_tokens = lambda batches, grid, *where: inner(
+    inner = megads.engine.train_engine.global_tokens
+    megads.engine.train_engine.global_tokens = lambda batches, grid, *where: inner(
         batches, replace(grid, data=grid.dp), *where
     )
 
@@ -559,7 +557,7 @@ def window_of_local_places() -> None:
 def gates_before_ups() -> None:
     """The first half of a rank's columns as gates: on another rank lie those that they belong to."""
 
-    def swiglu(gate_up: Tensor, fused: bool) -> Tensor:
+    def swiglu(gate_up: Tensor, kernels: Any) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 

@@ -1,6 +1,6 @@
 """Before training, rank 0 measures how a run computes fastest on its GPU, and all ranks do as it found.
 
-Attention: `megads.model.attention_choice`. The other operators, under ops.impl=auto: each of megads' kernels is taken
+Attention: `megads.engine.attention_trials`. The other operators, under ops.impl=auto: each of megads' kernels is taken
 if it is exact, gives the same bits on every run and is faster than torch's operator, on the run's own shapes.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megads.engine.operator_trials import CANDIDATES, OURS, TORCH, OperatorCase, OperatorWork, operator_cases
-from megads.model.attention_choice import AttentionChoice, choose_attention
-from megads.model.attention_kinds import AttentionKind, AttentionWork
+from megads.engine.attention_trials import AttentionChoice, choose_attention
+from megads.engine.operator_trials import CANDIDATES, OURS, TORCHS, OperatorCase, OperatorWork, operator_cases
 from megads.model.config import ModelConfig
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import (
     ROUNDS,
     DeviceBroken,
@@ -30,8 +30,8 @@ from megads.ops.autotune import (
     read_cached,
     write_cached,
 )
-from megads.ops.choice import Kernels
 from megads.ops.config import Implementation, KernelOp
+from megads.ops.kernels import Kernels
 from megads.parallel.context import held_places
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -168,7 +168,7 @@ def settle_operators(
     """Which of megads' kernels this run takes under ops.impl=auto on GPUs; collective over the world where it measures.
 
     Args:
-        kernels: as `megads.ops.choice.load` has made them ready.
+        kernels: as `megads.ops.resolve.load` has made them ready.
         work: what a rank computes.
         attention: the kind that the run takes.
         grid: the ranks.
@@ -247,7 +247,7 @@ def _measure(case: OperatorCase, device: torch.device, file: Path, rounds: int) 
     except (RuntimeError, NotImplementedError) as failure:  # such as no memory for the inputs
         reason = f"cannot be tried: {type(failure).__name__}: {first_line(failure)}"
         return TunedOperator(case.op, case.shape, TuningResult(reason), TuningResult(reason))
-    return TunedOperator(case.op, case.shape, outcomes[OURS], outcomes[TORCH])
+    return TunedOperator(case.op, case.shape, outcomes[OURS], outcomes[TORCHS])
 
 
 def _read(file: Path) -> TunedOperator | None:

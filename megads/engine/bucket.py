@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
@@ -36,9 +37,7 @@ class Bucket:
         data: Axis,
         sharded: bool,
         also_over: ProcessGroup | None,
-        fused: bool = False,
-        *,
-        apex: bool = False,
+        kernels: Kernels = TORCH,
     ) -> None:
         """Moves the parameters into the bucket's flat buffer.
 
@@ -49,11 +48,9 @@ class Bucket:
             sharded: True gives each of them a slice of the bucket (ZeRO-1), False all of it to all (ZeRO-0).
             also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
                 ranks that each saw a part of the sequence.
-            fused: take megads' own kernel for sums of squares.
-            apex: take NVIDIA apex' on GPUs.
+            kernels: whose kernel sums squares.
         """
-        self.layout, self.copies, self._also_over = layout, copies, also_over
-        self._fused, self._apex = fused, apex
+        self.layout, self.copies, self._also_over, self._kernels = layout, copies, also_over, kernels
         self._data, self._sharded = data, sharded
         first = copies[0][0]
         self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
@@ -119,7 +116,7 @@ class Bucket:
         for slot in self._empty:
             sums[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
-        self.squares = square_sums(sums, self._slots, self._fused, apex=self._apex)
+        self.squares = square_sums(sums, self._slots, self._kernels)
         if self._data.size == 1 or not self._sharded:
             self.gradient = sums
             if self._data.size > 1:

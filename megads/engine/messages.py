@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.parallel.acknowledgement import acknowledged_sends, sent_and_received
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
 from megads.parallel.pipeline_actions import Action, Placement, Schedule
-from megads.parallel.schedule_messages import P2P_CTAS
+from megads.parallel.schedule_messages import P2P_CTAS, acknowledged_sends, sent_and_received
 
 Shape = tuple[int, ...]
 

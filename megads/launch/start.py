@@ -28,7 +28,8 @@ from megads.launch.preflight_data import (
 from megads.monitor.console import Console
 from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.choice import Kernels, choose, prepare
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import choose, prepare
 from megads.runtime.environment import rehearsal_folder
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.metrics import EventWriter

@@ -173,3 +173,15 @@ def single_rank_grid() -> ParallelGrid:
     """The grid of one process, no process group needed."""
     alone = Axis(0, (0,), None)
     return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)
+
+
+def padded_rows(vocab_size: int, size: int) -> int:
+    """Rows each rank holds so that all hold the same number; those beyond the vocabulary are padding."""
+    return -(-vocab_size // size)
+
+
+def own_rows(vocab_size: int, axis: Axis) -> tuple[int, int]:
+    """(start, valid): the vocabulary's row that this rank's first one is, and how many of its rows are no padding."""
+    rows = padded_rows(vocab_size, axis.size)
+    start = axis.rank * rows
+    return start, max(0, min(rows, vocab_size - start))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.ops import linear as products
-from megads.ops.eligible import kernel_takes
+from megads.ops.kernels import TORCH, Kernels
 from megads.parallel import collectives
 from megads.parallel.cross_entropy import is_root, weighted_loss_
 from megads.parallel.region_linear import Region, even_parts
@@ -53,14 +53,14 @@ class Targets:
         weights_bs: fp32 or fp64, the gradient of the result with respect to each token's loss; has none itself.
         vocab_size: true size of the vocabulary.
         chunk: tokens whose logits are in memory at a time.
-        fused: the loss by megads' own kernel.
+        kernels: whose kernel computes the loss.
     """
 
     labels_bs: Tensor
     weights_bs: Tensor
     vocab_size: int
     chunk: int
-    fused: bool = False
+    kernels: Kernels = TORCH
 
     @property
     def parts(self) -> list[slice]:
@@ -136,16 +136,15 @@ def _chunked(
     x_bsh: Tensor, weight: nn.Parameter, targets: Targets, region: Region, sums: Sums | _OwnSum | None
 ) -> tuple[Tensor, Tensor]:
     """The loss and, where there are sums for the weight's, the gradient of the input (else undefined)."""
-    x_mh, fused = x_bsh.flatten(0, 1), region.fused
+    x_mh, kernels = x_bsh.flatten(0, 1), region.kernels
     labels_m, weights_m = targets.labels_bs.flatten(), targets.weights_bs.flatten()
     grad_mh = torch.empty_like(x_mh) if sums is not None else x_mh
-    in_kernel = targets.fused and kernel_takes(x_mh, gpu=True)
     room_cr = x_mh.new_empty(targets.chunk, weight.shape[0])
     loss = torch.zeros((), dtype=torch.float64, device=x_mh.device)
     leaving: list[dist.Work] = []
     for part in targets.parts:
         logits_cr = room_cr[: part.stop - part.start]
-        products.linear_into(logits_cr, x_mh[part], weight, fused)
+        products.linear_into(logits_cr, x_mh[part], weight, kernels)
         loss += weighted_loss_(
             logits_cr,
             labels_m[part],
@@ -153,15 +152,15 @@ def _chunked(
             targets.vocab_size,
             region.axis,
             trains=sums is not None,
-            fused=in_kernel,
+            kernels=targets.kernels,
         )
         if sums is None:
             continue
-        products.linear_into(grad_mh[part], logits_cr, weight.t(), fused)
+        products.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
         if region.axis.size > 1 and not region.sequence_parallel:
             leaving.append(dist.all_reduce(grad_mh[part], group=region.axis.group, async_op=True))
         # Beside the message.
-        sums.add(weight, WeightGradient(logits_cr, x_mh[part], fused))
+        sums.add(weight, WeightGradient(logits_cr, x_mh[part], kernels))
     for message in leaving:
         message.wait()
     return loss, grad_mh.view_as(x_bsh)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megads.errors import ConfigError
-from megads.parallel.grid import Axis
+from megads.ops.kernels import TORCH, Kernels
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.table import Cut, ShardingTable
 from megads.parallel.tensor import (
@@ -23,7 +24,6 @@ from megads.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megads.parallel.vocabulary import padded_rows
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def shard_stage(
     *,
     sequence_parallel: bool,
     chunks: int = 1,
-    fused: bool = False,
+    kernels: Kernels = TORCH,
 ) -> tuple[nn.Module, dict[str, Placement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
@@ -136,7 +136,7 @@ def shard_stage(
         sequence_parallel: outside of the regions each rank holds its share of dim 1 of the activations; of no effect
             on one rank.
         chunks: parts in which messages travel beside products; see `megads.parallel.region_linear.Region`.
-        fused: products by `megads.ops.linear`'s choice, not by torch's.
+        kernels: whose kernel multiplies.
 
     Returns:
         The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
@@ -145,7 +145,7 @@ def shard_stage(
         ConfigError: a size does not divide.
     """
     sequence_parallel = sequence_parallel and axis.size > 1
-    region = Region(axis, sequence_parallel, chunks, fused)
+    region = Region(axis, sequence_parallel, chunks, kernels)
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"

@@ -17,29 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from megads.ops import linear as products
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 
 
 class WeightGradient:
     """A weight's gradient that is yet to be computed, once; holds the layer's input and its output's gradient."""
 
-    def __init__(self, grad_bso: Tensor, x_bsi: Tensor | Callable[[], Tensor], fused: bool) -> None:
+    def __init__(self, grad_bso: Tensor, x_bsi: Tensor | Callable[[], Tensor], kernels: Kernels) -> None:
         """Computes nothing yet.
 
         Args:
             grad_bso: [b, s, o].
             x_bsi: [b, s, i], or what gathers it.
-            fused: products by `megads.ops.linear`'s choice, not by torch's.
+            kernels: whose kernel multiplies.
         """
-        self._grad_bso, self._x_bsi, self._fused = grad_bso, x_bsi, fused
+        self._grad_bso, self._x_bsi, self._kernels = grad_bso, x_bsi, kernels
 
     @property
     def straight(self) -> bool:
         """Whether `add_to` computes the sums in place; else it is no better than adding up `compute`'s."""
-        return self._fused and products.sums_in_place(self._grad_bso, self._input())
+        return self._kernels.fused(KernelOp.linear) and products.sums_in_place(self._grad_bso, self._input())
 
     def compute(self) -> Tensor:
         """Returns it: [o, i] in the weight's dtype."""
-        return products.weight_gradient(self._grad_bso, self._input(), self._fused)
+        return products.weight_gradient(self._grad_bso, self._input(), self._kernels)
 
     def add_to(self, sums_oi: Tensor, first: bool) -> None:
         """Adds it to fp32 sums [o, i], or writes it over what they hold.
@@ -48,7 +50,7 @@ class WeightGradient:
             sums_oi: contiguous.
             first: what they hold does not count.
         """
-        products.add_weight_gradient(sums_oi, self._grad_bso, self._input(), first, self._fused)
+        products.add_weight_gradient(sums_oi, self._grad_bso, self._input(), first, self._kernels)
 
     def _input(self) -> Tensor:
         if not isinstance(self._x_bsi, Tensor):
@@ -178,21 +180,21 @@ class _SplitLinear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: Tensor | None,
         gradients: WeightGradients | None,
-        fused: bool,
+        kernels: Kernels,
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
         # Under recomputation what was saved is another tensor of the same values.
         ctx.parameter = weight
-        ctx.gradients, ctx.has_bias, ctx.fused = gradients, bias is not None, fused
-        return products.linear(x_bsi, weight, bias, fused)
+        ctx.gradients, ctx.has_bias, ctx.kernels = gradients, bias is not None, kernels
+        return products.linear(x_bsi, weight, bias, kernels)
 
     @staticmethod
     def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
-        fused = ctx.fused
-        grad_x_bsi = products.input_gradient(grad_bso, weight, fused) if ctx.needs_input_grad[0] else None
+        kernels = ctx.kernels
+        grad_x_bsi = products.input_gradient(grad_bso, weight, kernels) if ctx.needs_input_grad[0] else None
         grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
-        grad_weight = give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, fused))
+        grad_weight = give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, kernels))
         return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
@@ -201,7 +203,7 @@ def linear(
     weight: nn.Parameter,
     bias: Tensor | None,
     gradients: WeightGradients | None,
-    fused: bool = False,
+    kernels: Kernels = TORCH,
 ) -> Tensor:
     """x W^T + b, whose weight's gradient can be put off or go straight to its sums.
 
@@ -210,14 +212,14 @@ def linear(
         weight: [o, i].
         bias: [o], or None.
         gradients: decides in the backward pass; None where autograd gets them all.
-        fused: products by `megads.ops.linear`'s choice, not by torch's.
+        kernels: whose kernel multiplies.
 
     Returns:
         [b, s, o], in x's dtype; gradients are those of F.linear.
     """
-    if not torch.is_grad_enabled() or (gradients is None and not fused):
-        return products.linear(x_bsi, weight, bias, fused)
-    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, fused)
+    if not torch.is_grad_enabled() or (gradients is None and not kernels.fused(KernelOp.linear)):
+        return products.linear(x_bsi, weight, bias, kernels)
+    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, kernels)
     return out_bso
 
 

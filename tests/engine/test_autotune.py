@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.engine.attention_trials import AttentionChoice, choice_key
 from megads.engine.autotune import (
     ATTENTION_EVENT,
     FOLDER,
@@ -32,13 +33,13 @@ from megads.engine.autotune import (
 )
 from megads.engine.operator_trials import OperatorCase, OperatorTrial, OperatorWork
 from megads.errors import ConfigError
-from megads.model.attention_choice import AttentionChoice, choice_key
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
 from megads.monitor.console import render_event
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.autotune import DeviceBroken, TuningResult
-from megads.ops.choice import Kernels, load
 from megads.ops.config import Implementation, KernelOp, OpsConfig
+from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -105,8 +106,8 @@ def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
 Body = Callable[[bool, Tensor], Tensor]
 
 
-def slowly(fast: bool, x: Tensor) -> Tensor:
-    if not fast:
+def slowly(kernels: Kernels, x: Tensor) -> Tensor:
+    if kernels is not FUSED:
         time.sleep(5e-3)
     return 2 * x
 
@@ -121,8 +122,8 @@ class _WrongGradient(torch.autograd.Function):
         return 2.01 * grad
 
 
-def _raising(fused: bool, x: Tensor) -> Tensor:
-    if fused:
+def _raising(kernels: Kernels, x: Tensor) -> Tensor:
+    if kernels is FUSED:
         raise RuntimeError("no kernel image is available\nmore of it")
     return 2 * x
 
@@ -130,15 +131,18 @@ def _raising(fused: bool, x: Tensor) -> Tensor:
 SHIFTS = itertools.cycle((torch.zeros(99), F.one_hot(torch.tensor(0), 99) * 1.2e-7))
 BODIES: dict[KernelOp, tuple[Body, str]] = {
     KernelOp.norm: (slowly, ""),
-    KernelOp.gelu: (lambda fused, x: slowly(not fused, x), "slower"),
-    KernelOp.swiglu: (lambda fused, x: slowly(fused, x) * (1.01 if fused else 1.0), "times that of plain torch"),
+    KernelOp.gelu: (lambda kernels, x: slowly(TORCH if kernels is FUSED else FUSED, x), "slower"),
+    KernelOp.swiglu: (
+        lambda kernels, x: slowly(kernels, x) * (1.01 if kernels is FUSED else 1.0),
+        "times that of plain torch",
+    ),
     KernelOp.rotary: (
-        lambda fused, x: _WrongGradient.apply(x) if fused else slowly(fused, x),
+        lambda kernels, x: _WrongGradient.apply(x) if kernels is FUSED else slowly(kernels, x),
         "times that of plain torch",
     ),
     KernelOp.dropout: (_raising, "RuntimeError: no kernel image is available"),
     KernelOp.add_norm: (
-        lambda fused, x: 2 * x + next(SHIFTS) if fused else slowly(fused, x),
+        lambda kernels, x: 2 * x + next(SHIFTS) if kernels is FUSED else slowly(kernels, x),
         "other bits on every run",
     ),
 }
@@ -148,9 +152,9 @@ CALLED: list[KernelOp] = []
 def case_of(op: KernelOp, body: Body, shape: str = "9") -> OperatorCase:
     """An operator with a kernel of this kind, on inputs of which 2 x is inexact in fp32."""
 
-    def outputs(fused: bool, x: Tensor) -> tuple[Tensor]:
+    def outputs(kernels: Kernels, x: Tensor) -> tuple[Tensor]:
         CALLED.append(op)
-        return (body(fused, x) / 3,)
+        return (body(kernels, x) / 3,)
 
     def make(device: torch.device) -> OperatorTrial:
         # SHIFTS change the first number, which has to be small, or a third of it may round to the same.
@@ -225,8 +229,8 @@ def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
     """Catches a kernel with an illegal access that ends every start of a run in the same way."""
 
     def make(device: torch.device) -> OperatorTrial:
-        def break_it(fused: bool, x: Tensor) -> tuple[Tensor]:
-            if fused:
+        def break_it(kernels: Kernels, x: Tensor) -> tuple[Tensor]:
+            if kernels is FUSED:
                 trial.device = torch.device("meta")  # on which, as on a GPU after such an access, nothing can be read
                 raise RuntimeError("an illegal memory access was encountered")
             return (x,)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.engine.partition_shards import parameter_shards, rectangles
+from megads.engine.train_engine import parameter_shards, rectangles
 from megads.parallel.sharding import Placement
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megads.parallel.lookup import add_sorted, lookup
+from megads.parallel.tensor import add_sorted, lookup
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from tests.parallel.flat_sums import FlatSums
 

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
-from megads.parallel.grid import Axis
+from megads.ops.kernels import FUSED, TORCH
+from megads.ops.resolve import load
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.tensor import (
     ColumnParallelBranches,
@@ -22,7 +23,6 @@ from megads.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
@@ -107,7 +107,7 @@ def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) ->
 def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
     """Two branches of one input, each a column and a row layer, run together and apart."""
     axis = tensor_axis()
-    region, gradients = Region(axis, sequence_parallel, chunks, fused), WeightGradients()
+    region, gradients = Region(axis, sequence_parallel, chunks, FUSED if fused else TORCH), WeightGradients()
     columns = [ColumnParallelLinear(HIDDEN, FFN, region).double() for _ in range(2)]
     rows = [RowParallelLinear(FFN, HIDDEN, region).double() for _ in range(2)]
     parameters = [parameter for layer in (*columns, *rows) for parameter in layer.parameters()]
@@ -159,7 +159,7 @@ def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int,
 def _wide_pair(fused: bool) -> list[Any]:
     """Output and gradients of layers whose parts are wide enough for our own kernel, in fp32."""
     load(OpsConfig(Implementation.fused), print, cuda=False)
-    region = Region(tensor_axis(), sequence_parallel=True, chunks=2, fused=fused)
+    region = Region(tensor_axis(), sequence_parallel=True, chunks=2, kernels=FUSED if fused else TORCH)
     column, row = ColumnParallelLinear(48, 64, region), RowParallelLinear(64, 48, region)
     parameters = [*column.parameters(), *row.parameters()]
     for seed, parameter in enumerate(parameters):

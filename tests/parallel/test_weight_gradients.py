@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.ops import linear as products
+from megads.ops.kernels import FUSED
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, linear
 
 
@@ -93,7 +94,7 @@ def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pyte
 
     gradients = WeightGradients(Taken(take))
     for _ in range(2):
-        out = linear(x, weight, bias, gradients, fused=True)
+        out = linear(x, weight, bias, gradients, kernels=FUSED)
         if later:
             with gradients.put_off() as owed:
                 out.backward(grad)

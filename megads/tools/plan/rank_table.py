@@ -14,9 +14,8 @@ from megads.config import RootConfig
 from megads.model.config import ModelConfig
 from megads.model.stages import EMBEDDING, HEAD, stage_specs
 from megads.parallel.config import AXES, ParallelConfig
-from megads.parallel.grid import Place, axis_lines, place_of
+from megads.parallel.grid import Place, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
-from megads.parallel.vocabulary import padded_rows
 from megads.runtime.visible_console import VisibleConsole
 
 

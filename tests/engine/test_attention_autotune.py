@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megads.errors import ConfigError
-from megads.model.attention_choice import (
+from megads.engine.attention_trials import (
     FOLDER,
     AttentionChoice,
     choice_key,
     choose_attention,
     measure,
+    plain_attention,
     trial_problem,
     within_plan,
 )
-from megads.model.attention_kinds import AttentionKind, AttentionWork
+from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
-from megads.ops.attention_trial import plain_attention
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import TuningResult, cache_file, fastest
 from megads.ops.config import Implementation
 from megads.parallel.context import held_places
