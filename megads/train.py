@@ -28,7 +28,7 @@ from megads.data.recorded import read_record, record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.samples import WindowSubset
 from megads.data.unigram import unigram_entropy
-from megads.engine.autotune import record_tuning, settle_attention, settle_operators
+from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.build import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
@@ -98,8 +98,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
         work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
-        attention = settle_attention(config.model, work, grid, device, run_dir)
-        kernels, operators = settle_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
+        attention = autotune_attention(config.model, work, grid, device, run_dir)
+        kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
         record_tuning(events, attention, operators)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention.kind)

@@ -29,8 +29,8 @@ import megads.parallel.recompute
 import megads.parallel.tensor
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.bucket import Bucket
-from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.p2p import P2PCommunicator
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.token_mean import TokenMeanLoss
 from megads.engine.zero_engine import ZeroEngine
@@ -43,14 +43,14 @@ from megads.ops.philox import DropoutMask
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, context, cross_entropy, head_loss
-from megads.parallel.collectives import leave_region
+from megads.parallel.collectives import reduce_from_tp_region
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear
-from megads.parallel.weight_gradients import PutOff, WeightGradient, linear
+from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
@@ -85,7 +85,7 @@ def replicated_parameters_count_on_every_rank() -> None:
 
 def bf16_reduction() -> None:
     def launch(self: Bucket) -> None:
-        rounded = self._sums.bfloat16()
+        rounded = self._main_grad.bfloat16()
         out = rounded.new_empty(len(self.slice))
         # Through the module's name, which the test listens at.
         megads.engine.bucket.dist.reduce_scatter_tensor(out, rounded, group=self._data.group)
@@ -176,7 +176,7 @@ def tied_sum_before_data_parallel_reduce() -> None:
         for bucket in self.buckets:
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
                 if id(same[0]) in pairs:
-                    dist.all_reduce(bucket._sums[slot.start : slot.stop], group=pairs[id(same[0])])
+                    dist.all_reduce(bucket._main_grad[slot.start : slot.stop], group=pairs[id(same[0])])
         reduce(self)
 
     BucketAdamW._make_buckets, BucketAdamW.reduce = make_buckets, reduce_all
@@ -217,7 +217,7 @@ def no_backward_all_reduce_of_column_layers() -> None:
 
 def row_bias_on_every_rank() -> None:
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        return leave_region(F.linear(x, self.weight, self.bias), self.region.axis)
+        return reduce_from_tp_region(F.linear(x, self.weight, self.bias), self.region.axis)
 
     RowParallelLinear.forward = forward
 
@@ -365,13 +365,13 @@ def dropout_redrawn_in_recomputation() -> None:
 
 
 def a_weight_part_dropped() -> None:
-    inner = PutOff.settle
+    inner = DeferredWgrads.compute
 
-    def settle(self: PutOff, sums: Any) -> None:
-        self._owed.pop()
-        inner(self, sums)
+    def compute(self: DeferredWgrads, main_grads: Any) -> None:
+        self._deferred.pop()
+        inner(self, main_grads)
 
-    PutOff.settle = settle
+    DeferredWgrads.compute = compute
 
 
 def weight_parts_of_the_last_micro_batch_lost() -> None:
@@ -390,7 +390,7 @@ def buffer_given_back_after_the_forward_pass() -> None:
     def run_forward(self: StageEngine, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         inner(self, micro_batch, stage, hidden, None)
         if buffer is not None:
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
 
     StageEngine._run_forward = run_forward
 
@@ -400,22 +400,22 @@ def buffers_given_back_before_the_weight_part() -> None:
 
     def run_backward(self: StageEngine, *args: Any) -> list[Tensor]:
         for buffer in inner(self, *args):
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
         return []
 
     StageEngine._run_backward = run_backward
 
 
 def messages_received_in_another_order() -> None:
-    inner = Messages._post_ahead
+    inner = P2PCommunicator._post_ahead
 
-    def post_ahead(self: Messages, peer: int) -> None:
+    def post_ahead(self: P2PCommunicator, peer: int) -> None:
         due = self._links[peer].due
         if len(due) > 1 and due[0].kind is due[1].kind is ActionKind.receive_gradient:
             due[0], due[1] = due[1], due[0]
         inner(self, peer)
 
-    Messages._post_ahead = post_ahead
+    P2PCommunicator._post_ahead = post_ahead
 
 
 def gradients_reduced_with_the_first_virtual_stage() -> None:

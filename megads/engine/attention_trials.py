@@ -208,7 +208,7 @@ DOCUMENTS_OF_A_SAMPLE = 4
 
 
 @dataclass(frozen=True)
-class AttentionChoice:
+class TunedAttention:
     """The kind that a run takes, and why.
 
     Attributes:
@@ -240,7 +240,7 @@ class AttentionChoice:
         return {"kind": self.kind.value, "source": self.source, "key": self.key, "outcomes": outcomes}
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> AttentionChoice:
+    def from_dict(cls, content: Mapping[str, Any]) -> TunedAttention:
         """Reads what `to_dict` returned; raises ValueError, KeyError or TypeError on anything else."""
         outcomes = {str(name): TuningResult(**found) for name, found in content["outcomes"].items()}
         return cls(AttentionKind(content["kind"]), str(content["source"]), str(content["key"]), outcomes)
@@ -250,15 +250,15 @@ def _unsteady(found: TuningResult) -> bool:
     return found.time_ms is not None and not found.repeats
 
 
-def choose_attention(
+def tune_attention(
     model: ModelConfig,
     work: AttentionWork,
     device: torch.device,
     *,
     places_s: Tensor | None = None,
-    earlier: Callable[[str], AttentionChoice | None] = lambda _key: None,
+    earlier: Callable[[str], TunedAttention | None] = lambda _key: None,
     rounds: int = 10,
-) -> AttentionChoice:
+) -> TunedAttention:
     """The kind of attention of a run: what the user asked for, or the quickest that is exact.
 
     A CPU's choice is not measured: `AttentionKind.auto` is the fused kernel there, or sdpa. A kind that the user asked
@@ -277,10 +277,10 @@ def choose_attention(
         ConfigError: what was asked for does not run here, or nothing does.
     """
     if not work.cuda:
-        return AttentionChoice(model.attention, "nothing is measured")
+        return TunedAttention(model.attention, "nothing is measured")
     if model.attention is not AttentionKind.auto:
         return _asked_for(model, work, device, places_s)
-    key = choice_key(work, device)
+    key = attention_key(work, device)
     known = earlier(key)
     if known is not None:
         return replace(known, source="as at the run's earlier start")
@@ -301,8 +301,8 @@ def measure(
     *,
     places_s: Tensor | None = None,
     rounds: int = 10,
-) -> AttentionChoice:
-    """Tries kinds of attention on a run's shapes and takes the quickest; arguments as of `choose_attention`.
+) -> TunedAttention:
+    """Tries kinds of attention on a run's shapes and takes the quickest; arguments as of `tune_attention`.
 
     Raises:
         ConfigError: none of them can be taken.
@@ -318,7 +318,7 @@ def measure(
     if best is None:
         found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
         raise ConfigError(f"model.attention = auto finds nothing that computes attention here: {found}")
-    return AttentionChoice(AttentionKind(best), "measured", outcomes=outcomes)
+    return TunedAttention(AttentionKind(best), "measured", outcomes=outcomes)
 
 
 def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, TuningResult]:
@@ -341,7 +341,7 @@ def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, 
 
 def _asked_for(
     model: ModelConfig, work: AttentionWork, device: torch.device, places_s: Tensor | None
-) -> AttentionChoice:
+) -> TunedAttention:
     """What the user asked for, if it runs; a large error is told, not refused."""
     kind = model.attention
     problem, info = trial_problem(model, work, device, places_s)
@@ -351,7 +351,7 @@ def _asked_for(
             f"model.attention = {kind} does not run on {device_name(device)} with this model's shapes "
             f"({found.reason}): use model.attention=auto"
         )
-    return AttentionChoice(kind, "asked for", outcomes={kind.value: found})
+    return TunedAttention(kind, "asked for", outcomes={kind.value: found})
 
 
 def trial_problem(
@@ -416,7 +416,7 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
     return attend
 
 
-def choice_key(work: AttentionWork, device: torch.device) -> str:
+def attention_key(work: AttentionWork, device: torch.device) -> str:
     """Of all that a choice depends on: device, software, and the work."""
     return cache_key(device, {FLASH_PACKAGE: _version(FLASH_PACKAGE), **asdict(work)})
 
@@ -428,10 +428,10 @@ def _version(package: str) -> str:
         return ""
 
 
-def _read(key: str) -> AttentionChoice | None:
+def _read(key: str) -> TunedAttention | None:
     """None where nothing whole is kept under this key: it is measured anew and written over."""
     try:
-        choice = AttentionChoice.from_dict(read_cached(cache_file(FOLDER, key)))
+        choice = TunedAttention.from_dict(read_cached(cache_file(FOLDER, key)))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return choice if choice.key == key else None

@@ -1,9 +1,9 @@
 """AdamW on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
 
 The same code drives both precisions, so what the fp32 parity tests prove is what bf16 training runs. A step is:
-gradients are added to fp32 sums as the backward pass makes them, micro-batch after micro-batch; the last one starts the
-reduction of each bucket as soon as its last gradient is in; norm, clip and AdamW work on this rank's slices; and the
-new weights are gathered.
+gradients are added to fp32 main_grad as the backward pass makes them, micro-batch after micro-batch; the last one
+starts the reduction of each bucket as soon as its last gradient is in; norm, clip and AdamW work on this rank's slices;
+and the new weights are gathered.
 """
 
 from __future__ import annotations
@@ -157,12 +157,12 @@ class BucketAdamW:
             bucket.begin()
 
     def add(self, weight: Parameter, gradient: Addend) -> None:
-        """See Sums; of products that were put off, or are computed in the sums themselves."""
+        """See MainGrads; of products that were deferred, or are computed in main_grad itself."""
         bucket, slot = self._places[weight]
         bucket.add_product(slot, weight, gradient)
 
     def done(self, weight: Parameter) -> None:
-        """See Sums."""
+        """See MainGrads."""
         if self.last_backward:
             self._places[weight][0].missing -= 1
             self._launch_complete()

@@ -14,13 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adapter import PipelineExecutor
 from megads.engine.interface import Culprit, EngineSpec
-from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW, gradient_of
+from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
-from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
+from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
 from megads.runtime.spans import Span, SpanRecorder
 
 Key = tuple[int, int]
@@ -53,10 +53,10 @@ class InFlight:
 
 
 @dataclass
-class Owed:
-    """What the first part of a backward pass leaves to the second: gradients, and the messages' buffers they need."""
+class DeferredBackward:
+    """What a backward pass defers to its second part: gradients of weights, and the p2p buffers they need."""
 
-    gradients: PutOff
+    gradients: DeferredWgrads
     buffers: list[Tensor]
 
 
@@ -91,11 +91,11 @@ class StageEngine:
         self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)
         self.optimizer = self._executor.optimizer
         self._rank, self._hidden_size = spec.grid.pp.rank, spec.model.hidden_size
-        self._messages = Messages(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
+        self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients(self.optimizer)
-        # Embedding, and head in chunks, add to the sums whoever computes the products.
+        # Embedding, and head in chunks, add to main_grad whoever computes the products.
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
@@ -124,7 +124,7 @@ class StageEngine:
         self._in_flight: dict[Key, InFlight] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._input_gradients: dict[Key, Tensor] = {}
-        self._owed: dict[Key, Owed] = {}
+        self._deferred: dict[Key, DeferredBackward] = {}
         self.total_loss: Tensor | None = None
         self.forward_finite = {
             stage: torch.ones((), dtype=torch.bool, device=self.device) for stage in self.module.chunks
@@ -150,9 +150,9 @@ class StageEngine:
         return self._forward_schedules[micro_batches]
 
     def _run(self, schedule: Schedule, *, trains: bool) -> None:
-        self._messages.begin(schedule, self._message_shape)
+        self._p2p.begin(schedule, self._message_shape)
         self._executor.execute(schedule, self, trains=trains)
-        self._messages.finish()
+        self._p2p.finish()
 
     def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
         """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
@@ -227,7 +227,7 @@ class StageEngine:
     def _take(self, receive: ActionKind, micro_batch: int, stage: int) -> Tensor:
         """Waits for a message; the wait is what its span shows."""
         with self._spans.span(receive, micro_batch, stage):
-            return self._messages.take(Action(receive, micro_batch, stage))
+            return self._p2p.take(Action(receive, micro_batch, stage))
 
     def _forward(self, micro_batch: int, stage: int) -> None:
         hidden, buffer = self._input(micro_batch, stage)
@@ -249,7 +249,7 @@ class StageEngine:
         if torch.is_grad_enabled():
             self._in_flight[micro_batch, stage] = InFlight(hidden, root, buffer)
         elif buffer is not None:
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
 
     def _output_gradient(self, micro_batch: int, stage: int) -> tuple[Tensor | None, Tensor | None]:
         """The gradient with which a stage's backward pass starts, and the message's buffer if it came in one."""
@@ -263,21 +263,21 @@ class StageEngine:
 
     def _backward(self, micro_batch: int, stage: int) -> None:
         for buffer in self._run_backward(ActionKind.backward, micro_batch, stage):
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
 
     def _backward_input(self, micro_batch: int, stage: int) -> None:
-        with self._weight_gradients.put_off() as gradients:
+        with self._weight_gradients.defer() as gradients:
             buffers = self._run_backward(ActionKind.backward_input, micro_batch, stage)
         # What the weights' gradients are computed from may lie in the buffers.
-        self._owed[micro_batch, stage] = Owed(gradients, buffers)
+        self._deferred[micro_batch, stage] = DeferredBackward(gradients, buffers)
 
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
         self._note_last(micro_batch)
-        owed = self._owed.pop((micro_batch, stage))
+        deferred = self._deferred.pop((micro_batch, stage))
         with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
-            owed.gradients.settle(self.optimizer)
-        for buffer in owed.buffers:
-            self._messages.release(buffer)
+            deferred.gradients.compute(self.optimizer)
+        for buffer in deferred.buffers:
+            self._p2p.release(buffer)
 
     def _note_last(self, micro_batch: int) -> None:
         self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
@@ -297,18 +297,18 @@ class StageEngine:
     def _send_activation(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_activation, micro_batch, stage)
         with self._spans.span(action.kind, micro_batch, stage):
-            self._messages.send(action, self._outputs.pop((micro_batch, stage)))
+            self._p2p.send(action, self._outputs.pop((micro_batch, stage)))
 
     def _send_gradient(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_gradient, micro_batch, stage)
         with self._spans.span(action.kind, micro_batch, stage):
-            self._messages.send(action, self._input_gradients.pop((micro_batch, stage)))
+            self._p2p.send(action, self._input_gradients.pop((micro_batch, stage)))
 
     def _receive_activation(self, micro_batch: int, stage: int) -> None:
-        self._messages.post(Action(ActionKind.receive_activation, micro_batch, stage))
+        self._p2p.post(Action(ActionKind.receive_activation, micro_batch, stage))
 
     def _receive_gradient(self, micro_batch: int, stage: int) -> None:
-        self._messages.post(Action(ActionKind.receive_gradient, micro_batch, stage))
+        self._p2p.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
     def reduce_gradients(self) -> None:
         """See ActionRunner."""

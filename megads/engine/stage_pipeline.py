@@ -34,7 +34,7 @@ from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import axis_lines
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
-from megads.parallel.sharding import Placement, materialise, shard_stage
+from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
 from megads.parallel.weight_gradients import SplitLayer
 
 
@@ -67,14 +67,14 @@ def build_stage(stage_spec: StageSpec, spec: EngineSpec) -> nn.Module:
     return stage
 
 
-def _tied(place: Placement) -> Placement:
+def _tied(place: ParameterPlacement) -> ParameterPlacement:
     assert place.key == TIED_COPY
     return replace(place, key=TIED_PARAMETER)
 
 
-def placement_of(parameter: nn.Parameter) -> Placement:
+def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
     """Where a parameter of a StagePipeline lies in the unsharded model."""
-    place: Placement = parameter.placement  # type: ignore[attr-defined]
+    place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
     return place
 
 
@@ -103,7 +103,7 @@ def wrap_blocks(
         parallel: the layout.
         pipeline_rank: the one that holds them.
         compiled: what is compiled.
-        gradients_in_place: layers add gradients of weights to their sums themselves.
+        gradients_in_place: layers add gradients of weights to main_grad themselves.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
@@ -220,7 +220,7 @@ def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bo
     Args:
         blocks: cut already, their attention cores wrapped. What runs a whole block again is put around it afterwards.
         compiled: how.
-        splits: layers put off gradients of weights, or add them to their sums, which each backward pass decides.
+        splits: layers defer gradients of weights, or add them to main_grad, which each backward pass decides.
     """
     if compiled is Compile.none:
         return

@@ -23,7 +23,7 @@ from megads.engine.interface import Culprit, EngineSpec, EvaluationResult, Shard
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.context import cut_micro_batch
-from megads.parallel.sharding import Placement
+from megads.parallel.sharding import ParameterPlacement
 from megads.runtime.control_plane import ControlPlane
 from megads.runtime.spans import Span
 
@@ -96,7 +96,7 @@ def agree_on_culprit(
 
 
 @dataclass(frozen=True)
-class Rectangle:
+class LocalRectangle:
     """Part of a local matrix or vector: where it lies and which elements of the flattened local tensor it takes."""
 
     offset: tuple[int, ...]
@@ -105,12 +105,12 @@ class Rectangle:
     stop: int
 
 
-def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectangle]:
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[LocalRectangle]:
     """Cuts elements [start, stop) of a flattened local tensor of one or two dims into rectangles, in order."""
     if start >= stop:
         return
     if len(shape) == 1:
-        yield Rectangle((start,), (stop - start,), start, stop)
+        yield LocalRectangle((start,), (stop - start,), start, stop)
         return
     width = shape[1]
     while start < stop:
@@ -118,15 +118,15 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rectan
         if column == 0 and stop - start >= width:
             rows = (stop - start) // width
             end = start + rows * width
-            yield Rectangle((row, 0), (rows, width), start, end)
+            yield LocalRectangle((row, 0), (rows, width), start, end)
         else:
             end = min(stop, (row + 1) * width)
-            yield Rectangle((row, column), (1, end - start), start, end)
+            yield LocalRectangle((row, column), (1, end - start), start, end)
         start = end
 
 
 def parameter_shards(
-    kind: str, place: Placement, local_shape: tuple[int, ...], first: int, flat: Tensor
+    kind: str, place: ParameterPlacement, local_shape: tuple[int, ...], first: int, flat: Tensor
 ) -> list[Shard]:
     """Rectangles of one parameter that `flat`, holding its flattened elements from `first` on, covers.
 

@@ -2,7 +2,7 @@
 
 torch multiplies fp32 matrices with MKL, which on AMD's processors uses half of AVX-512: our kernel is twice as fast
 (measured on a core of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). In bf16 torch takes oneDNN, which is good, but
-rounds what it sums up: our kernel adds weight gradients to their fp32 sums, and on a Zen 4 or 5 is faster besides.
+rounds what it sums up: our kernel adds weight gradients to fp32 main_grad, and on a Zen 4 or 5 is faster besides.
 Elsewhere oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one. On
 x86 processors without AVX-512 oneDNN has no bf16 product, and torch falls back to plain loops: our kernel widens the
 operands to fp32 as it packs them, and is 4 to 100 times as fast.
@@ -80,27 +80,27 @@ def weight_gradient(grad_mo: Tensor, x_mi: Tensor, kernels: Kernels) -> Tensor:
     return grad_mo.t() @ x_mi
 
 
-def sums_in_place(grad_mo: Tensor, x_mi: Tensor) -> bool:
-    """Whether a fused `add_weight_gradient` computes in the sums; else it computes the gradient first."""
+def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
+    """Whether a fused `add_weight_gradient` accumulates inside the product; else it computes the gradient first."""
     return _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
 
 
-def add_weight_gradient(sums_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, kernels: Kernels) -> None:
-    """Adds `weight_gradient`, which is not rounded to its dtype on the way where `sums_in_place`.
+def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, kernels: Kernels) -> None:
+    """Adds `weight_gradient`, which is not rounded to its dtype on the way where `fuses_accumulation`.
 
     Args:
-        sums_oi: fp32, contiguous.
+        main_grad_oi: fp32, contiguous.
         grad_mo: [..., o].
         x_mi: [..., i].
-        first: writes over what the sums hold.
+        first: writes over what it holds.
         kernels: see `linear`.
     """
-    if kernels.fused(KernelOp.linear) and sums_in_place(grad_mo, x_mi):
-        _gemm_into(sums_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
+    if kernels.fused(KernelOp.linear) and fuses_accumulation(grad_mo, x_mi):
+        _gemm_into(main_grad_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
     elif first:
-        sums_oi.copy_(weight_gradient(grad_mo, x_mi, kernels))
+        main_grad_oi.copy_(weight_gradient(grad_mo, x_mi, kernels))
     else:
-        sums_oi.add_(weight_gradient(grad_mo, x_mi, kernels))
+        main_grad_oi.add_(weight_gradient(grad_mo, x_mi, kernels))
 
 
 def register() -> None:

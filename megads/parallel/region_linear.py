@@ -92,7 +92,7 @@ def _bias_gradients(grads: Sequence[Tensor], biases: Sequence[bool]) -> list[Ten
 def _weight_gradients(
     ctx: Any, weights: Sequence[nn.Parameter], grads: Sequence[Tensor], input_of: Callable[[int], Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of layers' weights; None where they are put off, or in their sums already.
+    """The gradients of layers' weights; None where they are deferred, or in main_grad already.
 
     Args:
         ctx: of the layers.
@@ -188,7 +188,7 @@ class _OpenShare(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x_bti, *weights), axis, kernels = ctx.saved_tensors, ctx.region.axis, ctx.region.kernels
         of_biases = _bias_gradients(grads, ctx.has_bias)
-        if ctx.gradients is not None and ctx.gradients.puts_off:
+        if ctx.gradients is not None and ctx.gradients.defers:
             # The whole is gathered when it is needed, so that only the share is kept until then.
             of_weights = _weight_gradients(ctx, ctx.parameters, grads, _GatheredOnce(x_bti, axis, len(grads)))
             grad_x_bti = collectives.start_scatter(_input_gradient(grads, weights, kernels), axis)()

@@ -12,8 +12,8 @@ from enum import StrEnum
 from functools import lru_cache
 
 from megads.errors import ConfigError
-from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
-from megads.parallel.schedule_messages import with_messages
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
+from megads.parallel.schedule_p2p import with_messages
 from megads.parallel.schedule_v import bidirectional_v, zero_bubble_v
 
 
@@ -100,9 +100,9 @@ def _groups(micro_batches: int, contiguous: int) -> list[range]:
 __all__ = [
     "Action",
     "ActionKind",
-    "Placement",
     "Schedule",
     "ScheduleName",
+    "StagePlacement",
     "build_schedule",
     "check_contiguous",
     "stage_placement",
@@ -124,7 +124,7 @@ _ORDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
 """Computations of each rank, from p and m; interleaved takes more."""
 
 
-def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None = None) -> Placement:
+def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None = None) -> StagePlacement:
     """Where a schedule puts its virtual stages; the number of micro-batches does not matter.
 
     Args:
@@ -146,15 +146,15 @@ def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None =
                 f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, which has one stage a "
                 "rank: leave it out, or use parallel.schedule=interleaved"
             )
-        return Placement(ranks)
+        return StagePlacement(ranks)
     if name in _V_SHAPED:
         if virtual_stages not in (None, 2):
             raise ConfigError(
                 f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, whose V shape has two "
                 "stages a rank: leave it out, or use parallel.schedule=interleaved"
             )
-        return Placement(ranks + ranks[::-1])
-    return Placement(ranks * (2 if virtual_stages is None else virtual_stages))
+        return StagePlacement(ranks + ranks[::-1])
+    return StagePlacement(ranks * (2 if virtual_stages is None else virtual_stages))
 
 
 def check_contiguous(name: str, pipeline_ranks: int, contiguous: int | None) -> None:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """Where a rank's parameter lies in the unsharded one.
 
     Attributes:
@@ -77,13 +77,13 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
 
 def _placement(
     key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
-) -> Placement:
+) -> ParameterPlacement:
     dim = 1 if cut is Cut.row else 0
     if cut is None or cut is Cut.sequence or dim >= len(shape):  # the bias of a row-parallel layer is whole
-        return Placement(key, shape, sequence_partial=sequence_parallel)
+        return ParameterPlacement(key, shape, sequence_partial=sequence_parallel)
     rows = padded_rows(shape[dim], axis.size)
     start = min(axis.rank * rows, shape[dim])
-    return Placement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
+    return ParameterPlacement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
 
 
 def _lookup(patterns: Mapping[str, T], path: str) -> T | None:
@@ -125,7 +125,7 @@ def shard_stage(
     sequence_parallel: bool,
     chunks: int = 1,
     kernels: Kernels = TORCH,
-) -> tuple[nn.Module, dict[str, Placement]]:
+) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
     Args:
@@ -172,7 +172,7 @@ def shard_stage(
 
 def materialise(
     stage: nn.Module,
-    placements: dict[str, Placement],
+    placements: dict[str, ParameterPlacement],
     value: Callable[[str, tuple[int, ...]], Tensor],
     device: torch.device,
 ) -> nn.Module:

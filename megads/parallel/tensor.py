@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.ops.config import KernelOp
-from megads.parallel.collectives import leave_region, scatter_sequence
+from megads.parallel.collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.head_loss import Targets, head_loss
 from megads.parallel.region_linear import Region, closing_linears, opening_linear, opening_linears
@@ -37,25 +37,25 @@ class RowGradient:
         """
         self._grad_mh, self._rows_m = grad_bsh.flatten(0, -2), rows_bs.flatten()
 
-    def add_to(self, sums_rh: Tensor, first: bool) -> None:
-        """Adds it to sums; the bits are the same for any number of threads, and on every run.
+    def add_to(self, main_grad_rh: Tensor, first: bool) -> None:
+        """Adds it to main_grad; the bits are the same for any number of threads, and on every run.
 
         Args:
-            sums_rh: fp32 or wider.
-            first: what they hold does not count.
+            main_grad_rh: fp32 or wider.
+            first: what it holds does not count.
         """
         if first:
-            sums_rh.zero_()
-        grad_mh = self._grad_mh.to(sums_rh.dtype)
-        if sums_rh.device.type == "cuda":
-            add_sorted(sums_rh, self._rows_m, grad_mh)
+            main_grad_rh.zero_()
+        grad_mh = self._grad_mh.to(main_grad_rh.dtype)
+        if main_grad_rh.device.type == "cuda":
+            add_sorted(main_grad_rh, self._rows_m, grad_mh)
         else:
-            sums_rh.index_add_(0, self._rows_m, grad_mh)
+            main_grad_rh.index_add_(0, self._rows_m, grad_mh)
 
 
-def add_sorted(sums_rh: Tensor, rows_m: Tensor, grad_mh: Tensor) -> None:
-    """Adds to rows of the sums in one order on a GPU, too: it sorts them, where index_add_ has atomics."""
-    sums_rh.index_put_((rows_m,), grad_mh, accumulate=True)
+def add_sorted(main_grad_rh: Tensor, rows_m: Tensor, grad_mh: Tensor) -> None:
+    """Adds to rows of main_grad in one order on a GPU, too: it sorts them, where index_add_ has atomics."""
+    main_grad_rh.index_put_((rows_m,), grad_mh, accumulate=True)
 
 
 class _Lookup(torch.autograd.Function):
@@ -70,9 +70,9 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad_bsh: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
         (rows_bs,), weight = ctx.saved_tensors, ctx.weight
         gradient = RowGradient(grad_bsh, rows_bs)
-        sums = ctx.gradients.sums if ctx.gradients is not None else None
-        if sums is not None:
-            add_whole(sums, weight, gradient)
+        main_grads = ctx.gradients.main_grads if ctx.gradients is not None else None
+        if main_grads is not None:
+            add_whole(main_grads, weight, gradient)
             return None, None, None
         if isinstance(ctx.gradients, TiedGradient):
             return None, ctx.gradients.take(weight, gradient), None
@@ -89,7 +89,7 @@ def lookup(rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | N
     Args:
         rows_bs: int64 [b, s].
         weight: [r, h].
-        gradients: whose sums the table's gradient goes to, never put off; None, or without sums, leaves it to autograd.
+        gradients: whose main_grad the table's gradient goes to, never deferred; None, or without one: autograd's.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.embedding(rows_bs, weight)
@@ -183,7 +183,7 @@ class RowParallelBranches(RegionBorder):
 class VocabParallelEmbedding(SplitLayer):
     """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole.
 
-    Its gradient is added to the sums of the step where there are any; it is never put off, as nobody waits for more.
+    Its gradient is added to main_grad where there is one; it is never deferred, as nobody waits for more.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
@@ -199,7 +199,7 @@ class VocabParallelEmbedding(SplitLayer):
         foreign_bs = (local_bs < 0) | (local_bs >= self.rows)
         hidden_bsh = lookup(local_bs.masked_fill(foreign_bs, 0), self.weight, self.weight_gradients)
         hidden_bsh = hidden_bsh.masked_fill(foreign_bs[..., None], 0.0)
-        return (scatter_sequence if self.sequence_parallel else leave_region)(hidden_bsh, self.axis)
+        return (reduce_scatter_to_sp_region if self.sequence_parallel else reduce_from_tp_region)(hidden_bsh, self.axis)
 
 
 class PositionShardEmbedding(nn.Module):

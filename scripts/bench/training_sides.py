@@ -148,7 +148,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     """
     import torch.distributed as dist
 
-    from megads.engine.attention_trials import choose_attention
+    from megads.engine.attention_trials import tune_attention
     from megads.engine.build import build_train_engine
     from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
@@ -172,7 +172,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
         work.model.attention_work(), bf16=work.precision == "bf16", cuda=cuda, impl=ops.model, seq_len=work.seq_len,
         micro_batch_size=work.micro_batch_size,
     )  # fmt: skip
-    attention = choose_attention(work.model, asked, device).kind
+    attention = tune_attention(work.model, asked, device).kind
     spec = EngineSpec(
         replace(work.model, attention=attention), layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
         micro_batch_size=work.micro_batch_size, seed=SEED, device=device,

@@ -18,17 +18,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.engine.attention_trials import AttentionChoice, choice_key
+from megads.engine.attention_trials import TunedAttention, attention_key
 from megads.engine.autotune import (
     ATTENTION_EVENT,
     FOLDER,
     TunedOperator,
     TunedOperators,
+    autotune_attention,
+    autotune_operators,
     earlier_attention,
     earlier_operators,
     record_tuning,
-    settle_attention,
-    settle_operators,
     tune,
 )
 from megads.engine.operator_trials import OperatorCase, OperatorTrial, OperatorWork
@@ -53,19 +53,19 @@ WORK = replace(
 )
 
 
-def settled(run_dir: Path) -> tuple[AttentionChoice, TunedOperators, str]:
+def settled(run_dir: Path) -> tuple[TunedAttention, TunedOperators, str]:
     """What a rank takes, and the error of what cannot be had; each rank has a cache of its own."""
     load(OpsConfig(Implementation.fused), print, cuda=False)
     rank = dist.get_rank()
     os.environ["XDG_CACHE_HOME"] = str(run_dir / f"cache_{rank}")
     parallel = ParallelConfig(cp=2)
     grid = build_grid(parallel, rank, 2)
-    choice = settle_attention(MODEL, WORK, grid, CPU, run_dir)
+    choice = autotune_attention(MODEL, WORK, grid, CPU, run_dir)
     work = OperatorWork(MODEL, parallel, 32, 1, torch.bfloat16, loss_chunk=8)
-    kernels, operators = settle_operators(AUTO, work, AttentionKind.fused_softmax, grid, CPU, run_dir)
+    kernels, operators = autotune_operators(AUTO, work, AttentionKind.fused_softmax, grid, CPU, run_dir)
     assert operators is not None and kernels.tuned == operators.taken | {KernelOp.attention}
     with pytest.raises(ConfigError) as raised:
-        settle_attention(replace(MODEL, attention=AttentionKind.cudnn), WORK, grid, CPU, run_dir)
+        autotune_attention(replace(MODEL, attention=AttentionKind.cudnn), WORK, grid, CPU, run_dir)
     return choice, operators, str(raised.value)
 
 
@@ -84,14 +84,14 @@ def test_rank_0_decides(tmp_path: Path) -> None:
 def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
     """Catches an event that cannot be read back, one of another shape or device taken for this one, and an event where
     nothing was chosen."""
-    key = choice_key(WORK, CPU)
+    key = attention_key(WORK, CPU)
     outcomes = {
         "flash": TuningResult(error=0.7, repeats=True, time_ms=1.25, kept_bytes=7),
         "flex": TuningResult("too old"),
     }
-    choice = AttentionChoice(AttentionKind.flash, "measured", key, outcomes)
+    choice = TunedAttention(AttentionKind.flash, "measured", key, outcomes)
     events = EventWriter(tmp_path)
-    record_tuning(events, AttentionChoice(AttentionKind.auto, "nothing is measured"), None)
+    record_tuning(events, TunedAttention(AttentionKind.auto, "nothing is measured"), None)
     assert not (tmp_path / "events.jsonl").read_text() and earlier_attention(tmp_path, key) is None
     record_tuning(events, replace(choice, kind=AttentionKind.sdpa), None)
     record_tuning(events, choice, None)
@@ -215,7 +215,7 @@ def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> 
     """Catches a resume that takes other kernels than the run had, because the cache was removed or measured anew."""
     tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1)
     before = replace(tuned, taken=frozenset({KernelOp.gelu}))
-    untuned = AttentionChoice(AttentionKind.auto, "nothing is measured")
+    untuned = TunedAttention(AttentionKind.auto, "nothing is measured")
     record_tuning(EventWriter(tmp_path), untuned, replace(before, key="another"))
     record_tuning(EventWriter(tmp_path), untuned, before)
     shutil.rmtree(own_cache)

@@ -102,7 +102,7 @@ def test_bf16_where_torch_has_no_product(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     monkeypatch.setattr(products, "torch_loops_over_bf16", products.torch_loops_over_bf16.__wrapped__)
     x, _, _, grad = tensors(BF16, (3, 40), 70, 50)
-    assert products.sums_in_place(grad, x) is ours
+    assert products.fuses_accumulation(grad, x) is ours
 
 
 def test_fp64_goes_to_torch() -> None:
@@ -207,6 +207,6 @@ def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) 
     products.add_weight_gradient(sums, grad, x, False, FUSED if fused else TORCH)
     straight = dtype is torch.float32 or fused
     assert (sums - exact).norm() <= (1e-6 if straight else 4e-3) * exact.norm()
-    assert products.sums_in_place(grad, x)
+    assert products.fuses_accumulation(grad, x)
     products.add_weight_gradient(sums, grad[:0], x[:0], False, FUSED if fused else TORCH)
     assert (sums - exact).norm() <= 4e-3 * exact.norm()

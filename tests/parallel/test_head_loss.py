@@ -19,7 +19,7 @@ from megads.parallel.head_loss import Targets, chunk_tokens, head_loss
 from megads.parallel.region_linear import Region
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
-from tests.parallel.flat_sums import FlatSums
+from tests.parallel.main_grads import FlatMainGrads
 from tests.parallel.test_collectives import tensor_axis
 from tests.parallel.test_cross_entropy import SHAPES
 
@@ -76,7 +76,7 @@ def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
     """Catches a gradient that autograd gets as well, one counted done for every chunk, and lost micro-batches."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.float().requires_grad_(), nn.Parameter(weight.float())
-    sums, region = FlatSums(parameter), Region(single_rank_grid().tp, kernels=KERNELS[fused])
+    sums, region = FlatMainGrads(parameter), Region(single_rank_grid().tp, kernels=KERNELS[fused])
     for number in (1, 2):
         loss = head_loss(x, parameter, Targets(labels, weights, 37, 5, KERNELS[fused]), region, WeightGradients(sums))
         assert sums.finished == number - 1
@@ -90,7 +90,7 @@ def test_validation_makes_no_gradients() -> None:
     """Catches gradients of validation in the sums of the step: a weight that trains asks for one in any mode."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
-    sums = FlatSums(parameter)
+    sums = FlatMainGrads(parameter)
     with torch.no_grad():
         targets, region = Targets(labels, weights, 37, 5), Region(single_rank_grid().tp)
         loss = head_loss(x.float(), parameter, targets, region, WeightGradients(sums))
@@ -102,7 +102,7 @@ def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
     """Catches a loss that is scaled after its gradient was added up: the step would train on half of the scale."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
-    gradients = WeightGradients(FlatSums(parameter))
+    gradients = WeightGradients(FlatMainGrads(parameter))
     region, targets = Region(single_rank_grid().tp), Targets(labels, weights, 37, 5)
     loss = head_loss(x.float().requires_grad_(), parameter, targets, region, gradients)
     with pytest.raises(AssertionError, match="cannot be scaled"):

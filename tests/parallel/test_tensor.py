@@ -123,19 +123,19 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
         return sum(row(F.gelu(column(x))) for column, row in zip(columns, rows, strict=True))
 
     results = []
-    for function, put_off in ((together, False), (apart, False), (together, True)):
+    for function, defer in ((together, False), (apart, False), (together, True)):
         x = own_tokens(random(2, LENGTH, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
         for layer in (*columns, *rows):
             layer.zero_grad()
-            layer.weight_gradients = gradients if put_off else None
+            layer.weight_gradients = gradients if defer else None
         y = function(x)
         loss = (y * own_tokens(random(2, LENGTH, HIDDEN, seed=9), axis, sequence_parallel)).sum()
-        if put_off:
-            with gradients.put_off() as owed:
+        if defer:
+            with gradients.defer() as deferred:
                 loss.backward()
             assert all(layer.weight.grad is None for layer in (*columns, *rows))
             with torch.no_grad():
-                owed.settle(Taken(lambda weight, gradient: setattr(weight, "grad", gradient.compute())))
+                deferred.compute(Taken(lambda weight, gradient: setattr(weight, "grad", gradient.compute())))
         else:
             loss.backward()
         results.append([t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))])
@@ -150,8 +150,8 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
 def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int, fused: bool) -> None:
     """Catches a branch that is left out of the shared message, in either direction, or counts twice, a bias of the
     other branch, and gradients that are put off with another layer's input."""
-    for together, apart, put_off in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
-        for found in (together, put_off):
+    for together, apart, defer in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
+        for found in (together, defer):
             for value, expected in zip(found, apart, strict=True):
                 torch.testing.assert_close(torch.from_numpy(value), torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 
 P2P_CTAS = 8
 """Most blocks of NCCL's send and receive kernels, and so channels of their communicators. Each block holds a
@@ -43,21 +43,21 @@ class Message:
     receiver: int
 
 
-def message_from(placement: Placement, computation: Action) -> Message | None:
+def message_from(placement: StagePlacement, computation: Action) -> Message | None:
     """The message that carries what a computation makes; None where it stays on its rank or is the last of its row."""
     if computation.kind not in _MESSAGES:
         return None
     return _message(placement, computation, computation.stage, computation.stage + _MESSAGES[computation.kind][2])
 
 
-def message_to(placement: Placement, computation: Action) -> Message | None:
+def message_to(placement: StagePlacement, computation: Action) -> Message | None:
     """The message that a computation waits for; None if it needs none."""
     if computation.kind not in _MESSAGES:
         return None
     return _message(placement, computation, computation.stage - _MESSAGES[computation.kind][2], computation.stage)
 
 
-def _message(placement: Placement, computation: Action, maker: int, user: int) -> Message | None:
+def _message(placement: StagePlacement, computation: Action, maker: int, user: int) -> Message | None:
     if not placement.crosses(maker, user):
         return None
     send, receive, _ = _MESSAGES[computation.kind]
@@ -69,7 +69,9 @@ def _message(placement: Placement, computation: Action, maker: int, user: int) -
     )
 
 
-def with_messages(placement: Placement, computations: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+def with_messages(
+    placement: StagePlacement, computations: Sequence[Sequence[Action]]
+) -> tuple[tuple[Action, ...], ...]:
     """Adds loads, sends (right after what makes the tensor) and receives (right before its use, in order of sending).
 
     Where messages of one peer are used in another order than they are sent, a receive is listed earlier than its use.
