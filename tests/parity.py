@@ -1,4 +1,4 @@
-"""The layouts that the parity tests train with megads.verify, and what only tests look at: dropout, working weights.
+"""The layouts that parity tests train with megads.tools.verify, and what only tests look at: dropout, hot weights.
 
 The comparison itself is the product's: `megads verify_layout` makes it for the user's own layout.
 """

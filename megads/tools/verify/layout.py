@@ -18,7 +18,7 @@ from megads.model.initialise import InitialValue
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, build_grid
-from megads.tools.verify.run import Piece, RankRun, pieces
+from megads.tools.verify.run import RankRun, TensorPart, pieces
 from megads.tools.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
 
 _ACTIVATION_DIMS = 3
@@ -136,9 +136,9 @@ def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
     return found.loss_sum, found.tokens
 
 
-def first_gradients(engine: TrainEngine) -> list[Piece]:
+def first_gradients(engine: TrainEngine) -> list[TensorPart]:
     """A list that fills with this rank's reduced gradients of the next step."""
-    found: list[Piece] = []
+    found: list[TensorPart] = []
 
     def keep(shards: list[Shard]) -> None:
         found.extend(pieces(shards))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 # Of processor time: on a machine that others use too, seconds of the clock say little.
 CPU_LIMIT_S = 10
 # For what waits without computing; above the other, so that a busy machine is no hang.
@@ -75,7 +75,7 @@ class ForkServer:
 
     def __init__(self, root: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.attack.fork_server"],
+            [sys.executable, "-m", "tests.fork_server"],
             cwd=root,
             env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(root), "PATH": os.environ["PATH"]},
             stdin=subprocess.PIPE,
@@ -113,8 +113,13 @@ class ForkServer:
         return line.strip()
 
 
+def left_by_commands(folder: Path) -> list[str]:
+    """Names in the folder of a command, without those of the server."""
+    return sorted({path.name for path in folder.iterdir()} - {*_NAMES, "tmp"})
+
+
 @contextmanager
-def fork_server(root: Path) -> Iterator[ForkServer]:
+def run_fork_server(root: Path) -> Iterator[ForkServer]:
     """Yields a server; ends it."""
     server = ForkServer(root)
     try:
