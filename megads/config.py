@@ -12,8 +12,8 @@ from megads.data.batch_size import BatchSizeSchedule
 from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, Engine, TextTokenizerConfig
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.attention_kinds import AttentionWork, why_not
 from megads.model.config import ModelConfig, Position
+from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute

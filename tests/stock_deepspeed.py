@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.deepspeed_setup import prepare_deepspeed
+from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.stage_pipeline import StagePipeline, placement_of, run_stages
 from megads.engine.token_mean import TokenMeanLoss
 from megads.optim.groups import parameter_groups

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megads.errors import ConfigError
-from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
 
 # Beyond any model; what is planned layer by layer ends.
 _MOST_LAYERS = 10_000

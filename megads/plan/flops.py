@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
+from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 
 

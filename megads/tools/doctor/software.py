@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from typing import Any
 
-from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
 from megads.ops.config import Implementation
 from megads.tools.doctor.finding import Finding, note, ok, problem, size
 from megads.tools.doctor.trial import TrialResult

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.batch import MicroBatch
 from megads.engine.build import build_train_engine
-from megads.engine.interface import Shard, TrainEngine
+from megads.engine.interface import EngineSpec, Shard, TrainEngine
 from megads.model.initialise import InitialValue
-from megads.ops.choice import load
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.tools.verify.run import RankRun, TensorPart, pieces
@@ -87,8 +87,8 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         value: initial weights; None is the scenario's.
     """
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    ops = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
-    return build_train_engine(
+    kernels = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
+    spec = EngineSpec(
         scenario.model,
         parallel,
         scenario.optim,
@@ -98,8 +98,9 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         seed=scenario.seed,
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
-        ops=ops,
+        kernels=kernels,
     )
+    return build_train_engine(spec)
 
 
 def rank_batches(scenario: Scenario, step: int, grid: ParallelGrid) -> list[MicroBatch]:

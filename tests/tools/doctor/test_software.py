@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megads.model.attention_kinds import AttentionKind
+from megads.ops.attention_kinds import AttentionKind
 from megads.tools.doctor.finding import Finding, Status
 from megads.tools.doctor.software import describe_gpus, judge_probe
 from megads.tools.doctor.trial import TrialResult, read_outcome

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megads.errors import ConfigError
-from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
 from megads.model.config import ModelConfig
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
 from megads.ops.config import Implementation
 
 GPU = AttentionWork(

@@ -11,9 +11,10 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.model.explicit_attention import MaskedSoftmax, explicit_attention
 from megads.model.stages import Block, use_kernels
+from megads.ops.kernels import FUSED
 from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.softmax import MaskedSoftmax, explicit_attention
 
 CONFIG = ModelConfig(hidden_size=24, num_heads=6, init_std=0.2)
 STARTS = torch.stack([torch.arange(40) // 13 * 13, torch.zeros(40, dtype=torch.int64)])
@@ -44,7 +45,7 @@ def test_the_kernels_in_the_core(position: Position, dropout: float, shared: int
         for kind in (AttentionKind.sdpa, AttentionKind.fused_softmax, AttentionKind.fused):
             core = AttentionCore(replace(config, attention=kind), 7, "core")
             core.narrow(shared - 1, shared)
-            core.fused = True
+            core.kernels = FUSED
             found.append(core_gradients(core, info, len(places)))
         for expected, softmax, whole in zip(*found, strict=True):
             torch.testing.assert_close(softmax, expected, rtol=1e-4, atol=1e-5)

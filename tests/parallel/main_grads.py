@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from megads.parallel.weight_gradients import Addend
 
 
-class FlatSums:
-    """What `megads.parallel.weight_gradients.Sums` asks for, of one weight.
+class FlatMainGrads:
+    """What `megads.parallel.weight_gradients.MainGrads` asks for, of one weight.
 
     Attributes:
         sums: fp32; what was in memory before the first gradient does not count.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.engine.deepspeed_setup import require_deepspeed
+from megads.engine.deepspeed_adapter import require_deepspeed
 from megads.errors import ConfigError
 
 

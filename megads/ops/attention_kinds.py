@@ -81,7 +81,7 @@ def why_not(kind: AttentionKind, work: AttentionWork) -> str:
     """Returns why attention of this kind cannot do this work, and what to change; empty where it can.
 
     What only the device can tell, such as a GPU too old for a kernel, shows when it is tried
-    (`megads.ops.attention_trial`).
+    (`megads.engine.attention_trials`).
     """
     match kind:
         case AttentionKind.auto | AttentionKind.sdpa:

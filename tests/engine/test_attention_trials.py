@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops import attention_trial
+from megads.engine import attention_trials
+from megads.engine.attention_trials import AttentionTrial, Problem, plain_attention, tried_queries
 from megads.ops.attention import attention
-from megads.ops.attention_trial import AttentionTrial, Problem, plain_attention, tried_queries
 from megads.ops.autotune import TuningResult, compare, examine, fastest
 from megads.ops.flex_attention import flex_attention, visible_blocks
 from megads.ops.philox import DropoutMask
@@ -105,7 +105,7 @@ def test_gradients_that_differ_from_run_to_run() -> None:
 def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trial of the first queries alone: keys that only some of the others see wrongly; and an exact result
     that needs all of them."""
-    monkeypatch.setattr(attention_trial, "MOST_TRIED", 20)
+    monkeypatch.setattr(attention_trials, "MOST_TRIED", 20)
     problem = problem_of(starts=torch.zeros(2, 150, dtype=torch.int64))
     assert tried_queries(problem).tolist()[::19] == [0, 149]
     changed = torch.zeros(2, 150, dtype=torch.int64)

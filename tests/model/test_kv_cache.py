@@ -9,7 +9,7 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT
-from megads.model.incremental import PIECE, IncrementalGPT
+from megads.model.kv_cache import PIECE, CachedGPT
 from tests.model.test_gpt import hot_value
 
 VOCAB_SIZE = 50
@@ -38,8 +38,8 @@ def full_logits(model_config: ModelConfig, sequence: list[int]) -> Tensor:
         return model(torch.tensor([sequence]), BatchInfo(sample_ids=torch.tensor([0])))[0]
 
 
-def incremental(model_config: ModelConfig) -> IncrementalGPT:
-    return IncrementalGPT(GPT(model_config, 0, hot_value))
+def incremental(model_config: ModelConfig) -> CachedGPT:
+    return CachedGPT(GPT(model_config, 0, hot_value))
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
@@ -137,7 +137,7 @@ def test_bf16_error_is_that_of_bf16() -> None:
     model = GPT(config(), 0, hot_value).bfloat16().eval()
     with torch.no_grad():
         whole = model(torch.tensor([sequence]), BatchInfo(sample_ids=torch.tensor([0])))[0, -1].float()
-    cached = IncrementalGPT(model)
+    cached = CachedGPT(model)
     cached.start(1)
     cached.append([sequence[:12]])
     for token in sequence[12:-1]:

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.parallel.acknowledgement import acknowledged_sends, sent_and_received
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
-from megads.parallel.pipeline_actions import Action, Placement, Schedule
-from megads.parallel.schedule_messages import P2P_CTAS
+from megads.parallel.pipeline_actions import Action, Schedule, StagePlacement
+from megads.parallel.schedule_p2p import P2P_CTAS, acknowledged_sends, sent_and_received
 
 Shape = tuple[int, ...]
 
@@ -66,7 +65,7 @@ class _Link:
     posted: int = 0
 
 
-class Messages:
+class P2PCommunicator:
     """What one pipeline rank sends and receives in a step.
 
     Two process groups carry the messages, one to higher pipeline ranks and one to lower ones: NCCL runs all between
@@ -93,7 +92,7 @@ class Messages:
         self._acknowledged: dict[Action, tuple[Action, ...]] = {}
         self._peers: dict[Action, int] = {}
 
-    def _connect(self, placement: Placement, device: torch.device) -> None:
+    def _connect(self, placement: StagePlacement, device: torch.device) -> None:
         """Sends one element each way between all ranks that will talk, in one order on all of them.
 
         NCCL connects two ranks in the first call of both, which waits for the other's: a receive that is posted ahead
@@ -196,7 +195,7 @@ class Messages:
             self._end(send)
 
 
-def receives_ahead(placement: Placement, device: torch.device) -> int:
+def receives_ahead(placement: StagePlacement, device: torch.device) -> int:
     """Receives that are posted to each peer before they are due.
 
     On CPUs one: a message that comes early finds its place. On GPUs such a receive is a kernel that holds

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.alibi import causal_bias_at, hide_other_documents
-from megads.model.attention import Attention, AttentionCore
+from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
 from megads.model.config import Position
 from megads.model.gpt import GPT
-from megads.ops.masked_attention import bias_dtype, masked_attention
+from megads.ops.sdpa import bias_dtype, masked_attention
 
 PIECE = 512
 """Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""
 
 
-class Pass:
+class DecodeStep:
     """What all layers share in one forward pass.
 
     Args:
@@ -55,7 +54,7 @@ class Pass:
         return self._bias
 
 
-class CachingCore(nn.Module):
+class CachedAttentionCore(nn.Module):
     """The same attention over all tokens of the sequences so far; takes the place of an AttentionCore.
 
     Slot i of a row holds key and value of the token at place first + i. A row that is shorter than its neighbours has
@@ -67,7 +66,7 @@ class CachingCore(nn.Module):
     def __init__(self, core: AttentionCore) -> None:
         super().__init__()
         self.core = core
-        self.current: Pass | None = None
+        self.current: DecodeStep | None = None
         self.first = 0
         self.keys_btmd: Tensor | None = None
         self.values_btmd: Tensor | None = None
@@ -116,7 +115,7 @@ class CachingCore(nn.Module):
         self.first = keys.start
 
 
-class IncrementalGPT:
+class CachedGPT:
     """Reads sequences piece by piece and gives the logits of what comes next.
 
     Logits are those of the whole model on the whole sequence, up to rounding. With ALiBi and rotary positions there is
@@ -135,10 +134,10 @@ class IncrementalGPT:
         self.max_length = model.config.max_seq_len if learned else None
         self.device = next(model.parameters()).device
         self.lengths: list[int] = []
-        self._cores: list[CachingCore] = []
+        self._cores: list[CachedAttentionCore] = []
         for attention in [module for module in model.modules() if isinstance(module, Attention)]:
             assert isinstance(attention.core, AttentionCore)
-            caching = CachingCore(attention.core)
+            caching = CachedAttentionCore(attention.core)
             attention.core = caching
             self._cores.append(caching)
 
@@ -211,7 +210,7 @@ class IncrementalGPT:
         # Of a row that has ended the next query is just behind its end.
         next_query = min(min(length + offset, end) for length, end in zip(self.lengths, ends, strict=True))
         first_key = 0 if self.window is None else max(0, next_query - self.window + 1)
-        current = Pass(places_bs, range(first_key, max(self.lengths) + offset + count), starts_bs)
+        current = DecodeStep(places_bs, range(first_key, max(self.lengths) + offset + count), starts_bs)
         for core in self._cores:
             core.current = current
         positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megads.errors import ConfigError
-from megads.model.attention_choice import (
+from megads.engine.attention_trials import (
     FOLDER,
-    AttentionChoice,
-    choice_key,
-    choose_attention,
+    TunedAttention,
+    attention_key,
     measure,
+    plain_attention,
     trial_problem,
+    tune_attention,
     within_plan,
 )
-from megads.model.attention_kinds import AttentionKind, AttentionWork
+from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
-from megads.ops.attention_trial import plain_attention
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import TuningResult, cache_file, fastest
 from megads.ops.config import Implementation
 from megads.parallel.context import held_places
@@ -48,7 +48,7 @@ def test_measured_once_then_remembered() -> None:
     """Catches a choice measured at every start, one that another shape takes over, and a file cut short that ends a run
     or is believed."""
     work = work_of(MODEL)
-    first = choose_attention(MODEL, work, CPU, rounds=1)
+    first = tune_attention(MODEL, work, CPU, rounds=1)
     assert first.source == "measured" and first.outcomes is not None
     timed = {name for name, found in first.outcomes.items() if found.time_ms is not None}
     assert timed == {"sdpa", "augmented", "fused_softmax"} and first.kind.value in timed
@@ -56,15 +56,15 @@ def test_measured_once_then_remembered() -> None:
         assert "there is no kernel for torch.bfloat16 on cpu" in first.outcomes[kind].reason
     assert "flash-attn" in first.outcomes["flash"].reason or "no kernel" in first.outcomes["flash"].reason
     assert all(f"{name} " in first.text for name in timed) and "flex: " in first.text
-    again = choose_attention(MODEL, work, CPU, rounds=1)
+    again = tune_attention(MODEL, work, CPU, rounds=1)
     assert again == replace(first, source="measured before")
     longer = work_of(MODEL, seq_len=64)
-    assert choice_key(longer, CPU) != first.key
+    assert attention_key(longer, CPU) != first.key
     file = cache_file(FOLDER, first.key)
     file.write_text(file.read_text()[:-40])
-    assert choose_attention(MODEL, work, CPU, rounds=1).source == "measured"
+    assert tune_attention(MODEL, work, CPU, rounds=1).source == "measured"
     file.unlink()
-    assert choose_attention(MODEL, work, CPU, rounds=1).source == "measured"
+    assert tune_attention(MODEL, work, CPU, rounds=1).source == "measured"
 
 
 @pytest.mark.usefixtures("kernels")
@@ -73,7 +73,7 @@ def test_dropout_is_measured(context: int) -> None:
     """Catches attention dropout that stays with plain torch unmeasured, and kinds that cannot drop that are tried."""
     model = replace(MODEL, attention_dropout=0.1)
     places = None if context == 1 else held_places(96, 1, 2, CPU)
-    choice = choose_attention(model, work_of(model, context=context), CPU, places_s=places, rounds=1)
+    choice = tune_attention(model, work_of(model, context=context), CPU, places_s=places, rounds=1)
     assert choice.outcomes is not None and choice.source == "measured"
     timed = {name for name, found in choice.outcomes.items() if found.time_ms is not None}
     assert timed == {"sdpa", "fused_softmax"} and choice.kind.value in timed
@@ -84,17 +84,17 @@ def test_a_run_goes_on_with_its_own_choice() -> None:
     """Catches a resume that takes another kernel than the run had, because the cache was removed or measured anew: its
     losses would not be those of a run that never stopped."""
     work = work_of(MODEL, impl=Implementation.torch)
-    key = choice_key(work, CPU)
-    before = AttentionChoice(AttentionKind.flex, "measured", key)
+    key = attention_key(work, CPU)
+    before = TunedAttention(AttentionKind.flex, "measured", key)
     asked: list[str] = []
 
-    def earlier(wanted: str) -> AttentionChoice | None:
+    def earlier(wanted: str) -> TunedAttention | None:
         asked.append(wanted)
         return before
 
-    found = choose_attention(MODEL, work, CPU, earlier=earlier)
+    found = tune_attention(MODEL, work, CPU, earlier=earlier)
     assert asked == [key] and found == replace(before, source="as at the run's earlier start")
-    assert AttentionChoice.from_dict(json.loads(json.dumps(before.to_dict()))) == replace(before, outcomes={})
+    assert TunedAttention.from_dict(json.loads(json.dumps(before.to_dict()))) == replace(before, outcomes={})
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_what_was_asked_for_must_run() -> None:
     asked = replace(MODEL, attention=AttentionKind.cudnn)
     work = work_of(MODEL, impl=Implementation.torch)
     with pytest.raises(ConfigError, match=r"model\.attention = cudnn does not run on cpu.*model\.attention=auto"):
-        choose_attention(asked, work, CPU)
-    kept = choose_attention(replace(MODEL, attention=AttentionKind.augmented), work, CPU)
+        tune_attention(asked, work, CPU)
+    kept = tune_attention(replace(MODEL, attention=AttentionKind.augmented), work, CPU)
     assert kept.kind is AttentionKind.augmented and kept.outcomes is not None
     with pytest.raises(ConfigError, match=r"auto finds nothing.*flex: RuntimeError: there is no kernel"):
         measure(MODEL, work, CPU, (AttentionKind.flex,))
     for model in (MODEL, asked):
-        untried = choose_attention(model, replace(work, cuda=False), CPU)
+        untried = tune_attention(model, replace(work, cuda=False), CPU)
         assert (
-            untried == AttentionChoice(model.attention, "nothing is measured")
+            untried == TunedAttention(model.attention, "nothing is measured")
             and not cache_file(FOLDER, "").parent.exists()
         )
 

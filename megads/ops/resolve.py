@@ -1,70 +1,21 @@
-"""Decides which implementation runs, before anything is computed."""
+"""Decides what ops.impl and optim.impl stand for on this machine, before anything is computed.
+
+Imports no torch unless kernels are loaded: a launcher must not wait for it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from megads.errors import ConfigError
 from megads.ops import build_cuda
 from megads.ops.apex import load_apex, require_apex
-from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.compiler import require_compiler
-from megads.ops.config import OPTIMIZER_OPS, Compile, Implementation, KernelOp, OpsConfig
+from megads.ops.build import KernelsUnavailable, build, find_compiler, library_path
+from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.ops.kernels import Kernels
 
 Prepare = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Which implementation computes each operator of a run.
-
-    Attributes:
-        model: of the model's operators and the loss: fused, torch, apex, or auto, which is `tuned`.
-        optimizer: of gradient norms and AdamW, likewise.
-        reason: why not others; empty where nothing had to be decided.
-        compiled: what torch.compile compiles.
-        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
-        tuned: under auto the operators that megads' kernels compute, as measured on the GPU (`megads.engine.autotune`);
-            torch computes the others. None: not measured yet.
-    """
-
-    model: Implementation
-    optimizer: Implementation
-    reason: str = ""
-    compiled: Compile = Compile.none
-    loss_chunk: int | None = None
-    tuned: frozenset[KernelOp] | None = None
-
-    def fused(self, op: KernelOp) -> bool:
-        """Whether megads' kernel computes this operator."""
-        impl = self.optimizer if op in OPTIMIZER_OPS else self.model
-        return impl is Implementation.fused or (impl is Implementation.auto and op in (self.tuned or ()))
-
-    @property
-    def loaded(self) -> bool:
-        """Megads' kernels are in this process, whether the model takes them or only tries them."""
-        return self.model in (Implementation.fused, Implementation.auto)
-
-    @property
-    def text(self) -> str:
-        """For the console and the event."""
-        apart = f", optim.impl: {self.optimizer}" if self.optimizer is not self.model else ""
-        model = str(self.model)
-        if Implementation.auto in (self.model, self.optimizer):
-            model += " (each operator is measured on the GPU)" if self.tuned is None else f" ({self._tuned_text})"
-        return f"ops.impl: {model}{apart}{f' ({self.reason})' if self.reason else ''}"
-
-    @property
-    def _tuned_text(self) -> str:
-        names = ", ".join(op for op in KernelOp if self.fused(op))
-        return f"megads' kernels: {names}; torch's: the others" if names else "torch's operators"
-
-
-TORCH = Kernels(Implementation.torch, Implementation.torch)
-"""Torch's operators as they are."""
-FUSED = Kernels(Implementation.fused, Implementation.fused)
-"""Megads' kernels wherever there is one."""
 
 
 def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Kernels:
@@ -172,3 +123,30 @@ def _take(
         return Implementation.torch, str(error)
     # Which of them are exact and faster than torch's on this GPU is measured before training.
     return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""
+
+
+def require_compiler(compiled: Compile, *, cuda: bool) -> None:
+    """Refuses torch.compile where it cannot work.
+
+    Args:
+        compiled: what the user asked for.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: the compiler's own compiler is missing, or there are no GPUs for CUDA graphs.
+    """
+    if compiled is Compile.none:
+        return
+    if compiled is Compile.graphs and not cuda:
+        raise ConfigError(
+            "ops.compile = graphs captures CUDA graphs, but the model is on a CPU: use ops.compile=blocks or none"
+        )
+    try:
+        find_compiler()
+    except KernelsUnavailable as error:
+        raise ConfigError(f"ops.compile = {compiled} cannot run: {error}; or use ops.compile=none") from None
+    if cuda and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            f"ops.compile = {compiled} cannot run: torch compiles for GPUs by triton, which is not installed; install "
+            "the triton that this torch names (pip show torch), or use ops.compile=none"
+        )
