@@ -212,6 +212,16 @@ def test_nothing_from_the_network_is_unpickled() -> None:
     assert not [module.name for module in modules() for name, _ in imports(module) if name.split(".")[0] in PICKLES]
 
 
+def test_a_class_name_means_one_thing() -> None:
+    """Catches a second Placement, Outcome or Shard, of which a reader never knows which is meant."""
+    names: dict[str, list[str]] = {}
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                names.setdefault(node.name, []).append(module.name)
+    assert {name: found for name, found in names.items() if len(found) > 1} == {}
+
+
 def test_no_global_statement() -> None:
     """Catches module-level state that two runs in one process would share."""
     assert [m.name for m in modules() if any(isinstance(node, ast.Global) for node in ast.walk(m.tree))] == []
