@@ -25,7 +25,7 @@ from megads.data.indexed_check import check_document_index, check_offsets
 from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, unpack_header
 from megads.data.verified_once import computed_once
 from megads.errors import DataError
-from megads.ops.sorted_keys import DocumentOrder
+from megads.ops.sorted_keys import DocumentOffsets
 from megads.runtime.files import sync, sync_directory, temporary_path
 
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
@@ -158,9 +158,9 @@ class IndexedDataset:
         starts = self._offsets[np.minimum(sequences, self.num_sequences - 1)] // self.dtype.itemsize
         return np.where(sequences < self.num_sequences, starts, self.num_tokens)
 
-    def addresses(self, first: int) -> DocumentOrder:
+    def addresses(self, first: int) -> DocumentOffsets:
         """Returns where compiled code finds the starts of documents, `first` counting as 0; valid as long as this."""
-        return DocumentOrder(
+        return DocumentOffsets(
             self.document_index[first:].ctypes.data,
             self._offsets.ctypes.data,
             self.num_sequences,

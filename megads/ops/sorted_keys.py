@@ -21,7 +21,7 @@ BUCKET_BITS = 13
 """A bucket of 2^13 entries stays in a core's cache while it is sorted."""
 
 
-class DocumentOrder(ctypes.Structure):
+class DocumentOffsets(ctypes.Structure):
     """Where the documents of an indexed dataset start; the arrays must outlive it.
 
     Attributes:
@@ -54,7 +54,7 @@ class KeySort:
     sort: Callable[..., None]
 
     def passes(
-        self, generator: np.random.PCG64, items: int, capacity: int, threads: int, documents: DocumentOrder | None
+        self, generator: np.random.PCG64, items: int, capacity: int, threads: int, documents: DocumentOffsets | None
     ) -> Iterator[npt.NDArray[Any]]:
         """Yields ENTRY arrays of all items in the order of their keys, equal keys in the order of the items.
 

@@ -225,7 +225,7 @@ def save_killed_at(run_dir: Path, event_number: int, step: int) -> str:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:
     """Catches a moment in which neither the old nor the new checkpoint is whole; step 1 replaces its own."""
     for event_number in range(1, 200):
