@@ -169,7 +169,7 @@ def _buffer_released_early() -> None:
     def run_forward(engine: StageEngine, micro_batch: int, stage: int, hidden: Any, buffer: Any) -> None:
         inner(engine, micro_batch, stage, hidden, buffer)
         if buffer is not None:
-            engine._messages.release(buffer)
+            engine._p2p.release(buffer)
             engine._in_flight[micro_batch, stage].buffer = None
 
     StageEngine._run_forward = run_forward  # type: ignore[method-assign]
