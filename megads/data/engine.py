@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -131,16 +132,38 @@ class FastEngine(CheckedEngine):
             raise ValueError(f"it finds added tokens within words, too, which {words[0]!r} must not be")
         self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
         self._awkward = awkward
+        self._assigned: set[str] = set()
 
     def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
         """The same without a check; raises EngineMismatch where it fails."""
         if not texts:
             return np.zeros(0, np.int64), []
+        newer = [place for place, text in enumerate(texts) if not self._knows(text)]
         try:
             found = self._tokenizer.encode_batch(list(texts))
         except Exception as error:  # the reference has the last word on what can be tokenized
             raise EngineMismatch(str(error)) from error
-        return self._awkward.to_numpy(self._awkward.flatten(found)), self._awkward.num(found).tolist()
+        flat, lengths = self._awkward.to_numpy(self._awkward.flatten(found)), self._awkward.num(found).tolist()
+        return self._by_the_reference(texts, newer, flat, lengths) if newer else (flat, lengths)
+
+    def _knows(self, text: str) -> bool:
+        """Whether the two engines agree on what is a letter: their tables are of different versions of Unicode."""
+        if text.isascii():
+            return True
+        new = set(text) - self._assigned
+        unassigned = {character for character in new if unicodedata.category(character) == "Cn"}
+        self._assigned |= new - unassigned
+        return not unassigned
+
+    def _by_the_reference(
+        self, texts: Sequence[str], places: Sequence[int], flat: Ids, lengths: list[int]
+    ) -> tuple[Ids, list[int]]:
+        """Returns the ids with those of some texts replaced by the reference's."""
+        right, right_lengths = self.reference.encode([texts[place] for place in places])
+        documents = np.split(flat, np.cumsum(lengths)[:-1])
+        for place, ids in zip(places, np.split(right, np.cumsum(right_lengths)[:-1]), strict=True):
+            documents[place] = ids
+        return np.concatenate(documents), [ids.size for ids in documents]
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -30,6 +30,10 @@ PIECES = [
 ]  # fmt: skip
 
 
+NEWER = range(0x16EA0, 0x16ED4)
+"""Beria Erfe, of Unicode 17."""
+
+
 def hard_texts(count: int) -> list[str]:
     random = np.random.default_rng(0)
     return ["".join(PIECES[i] for i in random.integers(0, len(PIECES), random.integers(1, 80))) for _ in range(count)]
@@ -58,6 +62,22 @@ def test_fast_gives_the_same_dataset(tmp_path: Path) -> None:
         made[name] = Path(f"{tmp_path / name.value}.bin").read_bytes()
         assert report.engine == ("hf" if name is Engine.hf else "fast")
     assert made[Engine.hf] == made[Engine.fast] == made[Engine.auto]
+
+
+@needs_gigatoken
+def test_letters_of_a_newer_unicode(tmp_path: Path) -> None:
+    """Catches wrong ids where one engine's tables have a letter that the other's do not, which no sample need hold."""
+    source = tmp_path / "source.jsonl"
+    letters = [chr(code) for code in NEWER]
+    # Beside punctuation, so that tokens are learnt which a letter there would split.
+    source.write_text("".join(json.dumps({"text": f"!{letter}!{letter}! " * 3}) + "\n" for letter in letters))
+    tokenizer = str(tmp_path / "newer.json")
+    train_tokenizer(TokenizerConfig(input=[str(source)], output=tokenizer, vocab_size=600))
+    reference = HuggingFaceEngine(load_tokenizer(tokenizer))
+    texts = ["the", "é", *(f"a!{letter}!{letter} b{letter}" for letter in letters), "end"]
+    flat, lengths = FastEngine(tokenizer, reference).encode_unchecked(texts)
+    right, right_lengths = reference.encode(texts)
+    assert lengths == right_lengths and np.array_equal(flat, right)
 
 
 @needs_gigatoken
