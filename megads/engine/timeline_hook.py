@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from megads.engine.interface import TrainEngine
 from megads.parallel.grid import ParallelGrid
+from megads.runtime.files import atomic_writer
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.spans import Span, clock_offset_s
 
@@ -57,7 +59,10 @@ class TimelineHook:
             "spans": [asdict(span) for span in spans],
         }
         path = timeline_path(self._run_dir, step, grid.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        unfinished.write_text(json.dumps(record) + "\n")
-        unfinished.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_writer(path) as file:
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            # A full disk, or something else in the file's place: no reason to end a run.
+            logging.getLogger(__name__).warning("the timeline of step %d is not written: %s", step, error)

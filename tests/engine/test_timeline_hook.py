@@ -53,6 +53,13 @@ def test_engines_without_a_pipeline_are_timed_too(tmp_path: Path) -> None:
     assert all(one["end_s"] <= other["start_s"] for one, other in pairwise(spans))
 
 
+def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
+    """Catches a run that ends because something else lies where its timeline goes."""
+    timeline_path(tmp_path, 2, 0).mkdir(parents=True)
+    run_ranks(_train, 1, scenario_with(global_batch_size=4, micro_batch_size=2), "single", tmp_path)
+    assert [path.name for path in (tmp_path / "timeline").iterdir()] == [timeline_path(tmp_path, 2, 0).name]
+
+
 def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> None:
     """Catches steps that nobody asked for, actions without a time, waits that count as work, and clocks that differ: a
     stage cannot begin before the one that it waits for has ended."""
