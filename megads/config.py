@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.data.batch_size import BatchSizeSchedule
@@ -15,10 +15,12 @@ from megads.evaluate.config import EvaluationConfig
 from megads.model.attention_kinds import AttentionWork, why_not
 from megads.model.config import ModelConfig, Position
 from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.optim import schedule as _builtin_schedules  # noqa: F401 (registers them)
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+from megads.runtime.registry import HOOKS, OPTIMIZERS, SCHEDULES, import_plugins
 
 if TYPE_CHECKING:
     from megads.data.recorded import DataRecord
@@ -132,6 +134,24 @@ class RootConfig:
     """Console."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The machine."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own to import, which register hooks, model blocks, optimizers, schedules, readers or trackers
+    (docs/extending.md)."""
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """Hooks of your plugins to run, each with its settings: hooks.<name>.<setting>=<value>, or hooks.<name>={}."""
+
+    def settle_plugins(self) -> None:
+        """Imports the plugins, and checks and completes the settings of every part that the config names.
+
+        Raises:
+            ConfigError: a plugin cannot be imported, there is no such part, or a setting does not fit it.
+        """
+        import_plugins(self.plugins)
+        optim, schedule = self.optim, self.schedule
+        optim.options = OPTIMIZERS.complete(optim.name, optim.options, "optim.name", "optim.options")
+        schedule.options = SCHEDULES.complete(schedule.name, schedule.options, "schedule.name", "schedule.options")
+        for name, given in self.hooks.items():
+            self.hooks[name] = HOOKS.complete(name, given or {}, f"hooks.{name}", f"hooks.{name}")
 
 
 def check_config(config: RootConfig) -> None:
@@ -218,6 +238,11 @@ def _check_optimizer(config: RootConfig) -> None:
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
             "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
+        )
+    if stage in GRADIENT_STAGES and not config.optim.is_adamw:
+        raise ConfigError(
+            f"optim.name = {config.optim.name} needs parallel.zero_stage = 0 or 1, but parallel.zero_stage = {stage}: "
+            "there DeepSpeed's optimizer is around torch's AdamW; use one of them, or optim.name=adamw"
         )
 
 

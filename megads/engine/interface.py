@@ -71,8 +71,8 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", and "gradient" for
-            those that are watched.
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq" or what a plugin's
+            optimizer keeps, and "gradient" for those that are watched.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.

@@ -92,7 +92,7 @@ def scaled_run(
         model=_scaled_model(config.model, parallel),
         parallel=parallel,
         train=train,
-        schedule=ScheduleConfig(name=config.schedule.name),
+        schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options),
         data=DataConfig(train=[DatasetConfig(data)]),
         tokenizer=TextTokenizerConfig(),
         checkpoint=dataclasses.replace(config.checkpoint, load=load),
