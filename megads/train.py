@@ -235,6 +235,7 @@ def build_engine(
         seed=config.train.seed,
         device=device,
         ops=ops,
+        deepspeed=config.deepspeed,
     )
 
 

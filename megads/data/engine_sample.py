@@ -29,7 +29,7 @@ def sample_texts(source: DocumentReader | None, first: Sequence[Block], fields: 
     """Returns up to 300 texts.
 
     Of uncompressed JSON lines they come from evenly spaced places; of other files, which cannot be entered in their
-    middle, from the beginnings of those in which such places lie.
+    middle, from the beginnings of those in which such places lie; of files that a plugin reads, from the first block.
 
     Args:
         source: the files; None is the standard input.
@@ -38,7 +38,7 @@ def sample_texts(source: DocumentReader | None, first: Sequence[Block], fields: 
     """
     rows = chain.from_iterable(block.load().rows(fields) for block in first[:1])
     found = list(islice(_texts(rows), FIRST_DOCUMENTS))
-    for path, position in _places(source) if source else ():
+    for path, position in _places(source) if source and source.custom is None else ():
         found += islice(_texts(_rows_at(path, position, fields)), DOCUMENTS_OF_PLACE)
     return found
 

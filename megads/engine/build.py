@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
 
 from megads.engine.interface import TrainEngine
@@ -27,6 +31,7 @@ def build_train_engine(
     device: torch.device,
     value: InitialValue | None = None,
     ops: Kernels = TORCH,
+    deepspeed: Mapping[str, Any] | None = None,
 ) -> TrainEngine:
     """The engine of a layout, with its initial weights; collective over the world.
 
@@ -41,11 +46,14 @@ def build_train_engine(
         device: where this rank computes.
         value: initial weights; None is `megads.model.initialise.initial_value`.
         ops: whose operators compute, as `megads.ops.choice.load` has made them ready.
+        deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
 
     Raises:
         ConfigError: the model cannot be cut this way, or DeepSpeed is too old.
     """
-    make = ShardedTrainEngine if parallel.zero_stage in GRADIENT_STAGES else PipelineTrainEngine
+    make: Callable[..., TrainEngine] = PipelineTrainEngine
+    if parallel.zero_stage in GRADIENT_STAGES:
+        make = partial(ShardedTrainEngine, deepspeed=deepspeed or {})
     return make(
         model,
         parallel,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from megads.batch import MicroBatch
 from megads.engine.culprit import agree_on_culprit, not_finite
+from megads.engine.deepspeed_options import with_options
 from megads.engine.deepspeed_setup import prepare_deepspeed
 from megads.engine.interface import Culprit, EvaluationResult, Shard, StepResult
 from megads.engine.partition_shards import parameter_shards
@@ -48,6 +51,7 @@ class ShardedTrainEngine:
         device: torch.device,
         value: InitialValue | None = None,
         ops: Kernels = TORCH,
+        deepspeed: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         prepare_deepspeed()
         self.device, self.grid = device, grid
@@ -55,7 +59,11 @@ class ShardedTrainEngine:
         self._watch: Callable[[list[Shard]], None] | None = None
         self._watch_spans: Callable[[list[Span]], None] | None = None
         value = value or initial_value(model, seed)
-        config = partial(sharded_config, parallel.zero_stage, precision, micro_batch_size, optim.clip_grad)
+
+        def config(bucket_elements: int) -> dict[str, Any]:
+            settings = (parallel.zero_stage, precision, micro_batch_size, optim.clip_grad, bucket_elements)
+            return with_options(sharded_config(*settings), deepspeed)
+
         shard = partial(shard_weights, grid=grid, precision=precision, config=config(BUCKET_ELEMENTS))
         module = WholeModel(
             model,

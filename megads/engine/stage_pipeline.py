@@ -17,7 +17,7 @@ from megads.engine.optimizer import NamedParameter
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
-from megads.model.sharding import SHARDING
+from megads.model.sharding import sharding_of
 from megads.model.stages import (
     EMBEDDING,
     HEAD,
@@ -37,6 +37,7 @@ from megads.parallel.grid import ParallelGrid, axis_lines, place_of
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
 from megads.parallel.sharding import Placement, materialise, shard_stage
+from megads.parallel.table import ShardingTable
 
 
 class StageLayerSpec(LayerSpec):  # type: ignore[misc]
@@ -68,13 +69,13 @@ class StageLayerSpec(LayerSpec):  # type: ignore[misc]
         stage, placements = shard_stage(
             stage,
             self.spec.name,
-            SHARDING,
+            self.spec.table,
             self.grid.tp,
             sequence_parallel=self.parallel.sequence_parallel,
             chunks=self.parallel.tp_chunks,
             fused=self.ops.fused(KernelOp.linear),
         )
-        gather_in_cores(stage, self.spec.name, SHARDING, self.grid.cp)
+        gather_in_cores(stage, self.spec.name, self.spec.table, self.grid.cp)
         if self.tied and self.spec.name == HEAD:
             placements = {path: self._tied(place) for path, place in placements.items()}
         stage = materialise(stage, placements, self.value, self.device)
@@ -109,6 +110,7 @@ def wrap_blocks(
     parallel: ParallelConfig,
     pipeline_rank: int,
     compiled: Compile,
+    table: ShardingTable,
     *,
     gradients_in_place: bool = False,
 ) -> None:
@@ -119,11 +121,12 @@ def wrap_blocks(
         parallel: the layout.
         pipeline_rank: the one that holds them.
         compiled: what is compiled.
+        table: of the model.
         gradients_in_place: layers add gradients of weights to their sums themselves.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
-    recompute_cores(blocks, modes, SHARDING)
+    recompute_cores(blocks, modes, table)
     compile_blocks(list(blocks.values()), compiled, splits=gradients_in_place or parallel.schedule in SPLIT_SCHEDULES)
     recompute_whole(blocks.values(), modes)
 
@@ -184,7 +187,7 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
         self.bounds = stage_bounds([spec.weight for spec in specs], parallel)
         self.placement = parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
-        self.tied, self.hidden_size = tied, model.hidden_size
+        self.tied, self.hidden_size, self.table = tied, model.hidden_size, sharding_of(model)
         self.grid, self.parallel, self.ops = grid, parallel, ops
         self.gradients_in_place = ops.fused(KernelOp.linear) and device.type == "cpu"
         super().__init__(
@@ -208,7 +211,14 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             stages |= zip(names, self.forward_funcs, strict=True)
         if self.tied and EMBEDDING in stages and HEAD in stages:
             stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
-        wrap_blocks(stages, self.parallel, self.stage_id, self.ops.compiled, gradients_in_place=self.gradients_in_place)
+        wrap_blocks(
+            stages,
+            self.parallel,
+            self.stage_id,
+            self.ops.compiled,
+            self.table,
+            gradients_in_place=self.gradients_in_place,
+        )
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Groups of the ranks that hold the two copies of a tied embedding."""

@@ -12,6 +12,7 @@ from megads.engine.stage_pipeline import StageLayerSpec, run_stages, wrap_blocks
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue
+from megads.model.sharding import sharding_of
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
 from megads.ops.choice import TORCH, Kernels
 from megads.parallel.config import ParallelConfig
@@ -79,7 +80,7 @@ class WholeModel(nn.Module):
                 shard(stage)
             stages[spec.name] = stage
         self.stages = nn.ModuleList(stages.values())
-        wrap_blocks(stages, parallel, 0, ops.compiled)
+        wrap_blocks(stages, parallel, 0, ops.compiled, sharding_of(model))
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""

@@ -124,6 +124,8 @@ class Registry:
         Raises:
             ConfigError: there is no such part, or an option is unknown, missing or of another type.
         """
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{section} = {given}: want settings by name, as in {section}.<setting>=<value>, or {{}}")
         if name in self._reserved:
             if given:
                 raise ConfigError(
@@ -143,9 +145,29 @@ class Registry:
         assert isinstance(plain, dict)
         return {str(name): value for name, value in plain.items()}
 
+    def complete_all(self, named: dict[str, Any], section: str) -> None:
+        """Completes, in place, the options of several parts.
+
+        Args:
+            named: options by name.
+            section: the config key that holds them.
+
+        Raises:
+            ConfigError: see `complete`.
+        """
+        for name, given in named.items():
+            key = f"{section}.{name}"
+            named[name] = self.complete(name, given or {}, key, key)
+
     def options_of(self, part: Part, options: Mapping[str, Any]) -> Any:
         """An instance of a part's dataclass from what `complete` returned, or from what is left to its defaults."""
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(part.options), dict(options)))
+
+    def source_of(self, name: str) -> str:
+        """Version and digest of the module that registered a part: what it does may have changed where this has."""
+        home = sys.modules[self.find(name, f"the {self._kind} {name}").make.__module__]
+        package = sys.modules.get(home.__name__.partition(".")[0], home)
+        return _version(package)
 
     def make(self, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
         """Calls a part with its typed options and further arguments.

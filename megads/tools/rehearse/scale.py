@@ -114,6 +114,7 @@ def _scaled_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         norm=model.norm,
         mlp=model.mlp,
         parallel_block=model.parallel_block,
+        block=model.block,
         bias=model.bias,
         embedding_norm=model.embedding_norm,
         tie_embeddings=model.tie_embeddings,
