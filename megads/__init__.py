@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from megads.batch import BatchInfo as BatchInfo
+    from megads.errors import ConfigError as ConfigError
     from megads.model.attention import Attention as Attention
     from megads.model.config import ModelConfig as ModelConfig
     from megads.model.dropout import Dropout as Dropout
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "megads.batch": ("BatchInfo",),
+    "megads.errors": ("ConfigError",),
     "megads.model.attention": ("Attention",),
     "megads.model.config": ("ModelConfig",),
     "megads.model.dropout": ("Dropout",),

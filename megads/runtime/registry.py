@@ -165,9 +165,7 @@ class Registry:
 
     def source_of(self, name: str) -> str:
         """Version and digest of the module that registered a part: what it does may have changed where this has."""
-        home = sys.modules[self.find(name, f"the {self._kind} {name}").make.__module__]
-        package = sys.modules.get(home.__name__.partition(".")[0], home)
-        return _version(package)
+        return _version(sys.modules[self.find(name, f"the {self._kind} {name}").make.__module__])
 
     def make(self, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
         """Calls a part with its typed options and further arguments.
