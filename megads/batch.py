@@ -5,7 +5,10 @@ Shape suffixes: b = micro-batch size, s = sequence length.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -82,3 +85,24 @@ class MicroBatch:
         """A copy on another device; does not wait for it."""
         whole = (self.tokens_bs, self.labels_bs, self.loss_mask_bs)
         return MicroBatch(self.info.to(device), *(None if x is None else copy_to(x, device) for x in whole))
+
+
+T = TypeVar("T")
+
+
+class PerBatch(Generic[T]):
+    """Makes a value when the first layer asks for it and forgets it with the micro-batch.
+
+    Held weakly by the BatchInfo object itself: a recomputed forward pass, which is given the same object, finds the
+    value again.
+    """
+
+    def __init__(self) -> None:
+        self._values: WeakKeyDictionary[BatchInfo, dict[Hashable, T]] = WeakKeyDictionary()
+
+    def get(self, info: BatchInfo, key: Hashable, make: Callable[[], T]) -> T:
+        """The value of this micro-batch under `key`, which says all that `make` depends on beside the micro-batch."""
+        values = self._values.setdefault(info, {})
+        if key not in values:
+            values[key] = make()
+        return values[key]

@@ -13,9 +13,9 @@ from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig,
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.attention_kinds import AttentionWork, why_not
 from megads.model.config import ModelConfig, Position
 from megads.model.sharding import has_attention_core
+from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim import schedule as _builtin_schedules  # noqa: F401 (registers them)
 from megads.optim.config import OptimConfig, ScheduleConfig

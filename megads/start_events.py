@@ -12,7 +12,7 @@ from megads.data.packed import PackedSamples
 from megads.data.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.frozen_config import config_digest
-from megads.ops.choice import Kernels
+from megads.ops.kernels import Kernels
 from megads.plan.parameters import parameter_count
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter
@@ -22,7 +22,7 @@ def record_start(
     config: RootConfig,
     engine: TrainEngine,
     device: torch.device,
-    ops: Kernels,
+    kernels: Kernels,
     state: TrainState,
     events: EventWriter,
 ) -> None:
@@ -32,7 +32,7 @@ def record_start(
         config: of the run.
         engine: what trains.
         device: this rank's.
-        ops: whose operators compute.
+        kernels: which implementation computes each operator.
         state: where the run stands.
         events: of the run.
     """
@@ -46,7 +46,7 @@ def record_start(
         zero_stage=config.parallel.zero_stage,
         stages=engine.bounds,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        ops=ops.text.removeprefix("ops.impl: "),
+        ops=kernels.text.removeprefix("ops.impl: "),
         threads_per_rank=torch.get_num_threads(),
         config_digest=config_digest(config),
     )

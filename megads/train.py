@@ -28,18 +28,19 @@ from megads.data.recorded import read_record, record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.samples import WindowSubset
 from megads.data.unigram import unigram_entropy
-from megads.engine.autotune import record_tuning, settle_attention, settle_operators
+from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.build import build_train_engine
-from megads.engine.interface import TrainEngine
+from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
-from megads.model.attention_kinds import AttentionKind
 from megads.monitor.hook_plugins import HookContext, plugin_hooks
 from megads.monitor.metrics_hook import MetricsHook
-from megads.ops.choice import Kernels, load
+from megads.ops.attention_kinds import AttentionKind
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import load
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
@@ -87,19 +88,19 @@ def train(config: RootConfig, run_dir: Path) -> int:
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir))
-        ops = load_ops(config, device, control)
+        kernels = load_kernels(config, device, control)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
         step_lines = metrics_hook(config, environment, device, metrics, control)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
-        work = attention_work(config, cuda=device.type == "cuda", fused=ops.loaded)
-        attention = settle_attention(config.model, work, grid, device, run_dir)
-        ops, operators = settle_operators(ops, operator_work(config), attention.kind, grid, device, run_dir)
+        work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
+        attention = autotune_attention(config.model, work, grid, device, run_dir)
+        kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
         record_tuning(events, attention, operators)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, ops, attention.kind)
+        engine = build_engine(config, grid, device, kernels, attention.kind)
         state = TrainState()
         beats.enter("loading a checkpoint")
         resume(config, run_dir, engine, state, events, metrics)
@@ -111,7 +112,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
         hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
-        record_start(config, engine, device, ops, state, events)
+        record_start(config, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
         stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
@@ -195,7 +196,7 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def load_ops(config: RootConfig, device: torch.device, control: ControlPlane) -> Kernels:
+def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane) -> Kernels:
     """Loads the kernels that this run takes; all ranks take the same, or replicas would drift apart.
 
     Raises:
@@ -222,10 +223,10 @@ def operator_work(config: RootConfig) -> OperatorWork:
 
 
 def build_engine(
-    config: RootConfig, grid: ParallelGrid, device: torch.device, ops: Kernels, attention: AttentionKind
+    config: RootConfig, grid: ParallelGrid, device: torch.device, kernels: Kernels, attention: AttentionKind
 ) -> TrainEngine:
     """The engine with its initial weights."""
-    return build_train_engine(
+    spec = EngineSpec(
         replace(config.model, attention=attention),
         config.parallel,
         config.optim,
@@ -234,9 +235,10 @@ def build_engine(
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
         device=device,
-        ops=ops,
+        kernels=kernels,
         deepspeed=config.deepspeed,
     )
+    return build_train_engine(spec)
 
 
 def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> None:
@@ -273,6 +275,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, s
         needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
         packing=packing(config),
+        end_sample=batch_size_schedule(config).samples_after(planned_steps(config)),
     )
 
 

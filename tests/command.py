@@ -25,6 +25,19 @@ TIMEOUT_S = 240.0
 COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
 
 
+def run_megads(folder: Path, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "megads.cli.main", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 def small_model(corpus: Path, **changes: Any) -> list[str]:
     """Overrides of a model with six heads and a vocabulary that no number of ranks divides; `__` stands for a dot."""
     values: dict[str, Any] = {

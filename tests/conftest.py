@@ -11,6 +11,7 @@ import torch
 
 from tests.command import StartCommand, commands_in
 from tests.corpus import write_corpus
+from tests.fork_server import ForkServer, run_fork_server
 
 # As many as a rank has: references computed with more threads would fight the ranks for the cores, and LayerNorm's
 # gradient depends on the number bit for bit.
@@ -45,6 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of one small prepared dataset; read only."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Runs commands that end by themselves, without the seconds that each process would spend on imports."""
+    with run_fork_server(tmp_path_factory.mktemp("forked")) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The layouts that the parity tests train with megads.verify, and what only tests look at: dropout, working weights.
+"""The layouts that parity tests train with megads.tools.verify, and what only tests look at: dropout, hot weights.
 
 The comparison itself is the product's: `megads verify_layout` makes it for the user's own layout.
 """
@@ -99,9 +99,12 @@ LAYOUTS = {
     "zero3dp4": ParallelConfig(dp=4, zero_stage=3),
     "hierarchical": ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2),
 }
-SLOW = ("zero2dp2", "zero3dp2", "zero3tp2dp2", "hierarchical")
+SLOW = (
+    *("zero2dp2", "zero3dp2", "zero3tp2dp2", "hierarchical"),
+    *("tp2pp2", "pp2dp2", "pp2dp2, ZeRO-0", "tp2sp", "cp3"),
+)
 """ZeRO-3 gathers every layer twice a micro-batch: on two cores 50 steps take it 10 to 40 s. The fast tier has shorter
-runs of these layouts in tests/engine/test_sharded_training.py."""
+runs of these layouts in tests/engine/test_sharded_training.py. The others are parts of layouts that are not slow."""
 IN_PAIRS = (
     *("pp2 interleaved", "pp2 zb_h1", "pp2 zb_v", "tp2pp2sp", "cp2dp2"),
     *("zero2dp3", "zero2tp2dp2", "zero3dp3", "zero3dp4"),

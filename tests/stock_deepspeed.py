@@ -14,7 +14,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.deepspeed_setup import prepare_deepspeed
+from megads.engine.deepspeed_adapter import prepare_deepspeed
+from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import StagePipeline, placement_of, run_stages
 from megads.engine.token_mean import TokenMeanLoss
 from megads.optim.groups import parameter_groups
@@ -82,8 +83,19 @@ def build_stock(scenario: Scenario, parallel: ParallelConfig) -> StockEngine:
     low = scenario.dtype is torch.bfloat16
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     loss = TokenMeanLoss(scenario.model.vocabulary, grid)
-    value = initial_weights(scenario) or (lambda name, shape: torch.zeros(shape))
-    module = StockPipeline(scenario.model, parallel, grid, scenario.seed, value, torch.device("cpu"), loss)
+    spec = EngineSpec(
+        scenario.model,
+        parallel,
+        scenario.optim,
+        grid,
+        precision=scenario.dtype,
+        micro_batch_size=scenario.micro_batch_size,
+        seed=scenario.seed,
+        device=torch.device("cpu"),
+        value=initial_weights(scenario) or (lambda name, shape: torch.zeros(shape)),
+    )
+    module = StockPipeline(spec, loss)
+    module.loss_fn = loss
     named = [(placement_of(p).key, p) for p in module.parameters()]
     groups = parameter_groups(named, tied_name=None, weight_decay=scenario.optim.weight_decay)
     config = {

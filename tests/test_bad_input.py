@@ -5,25 +5,41 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megads.data.indexed import bin_path, idx_path
 from megads.data.indexed_header import HEADER
-from tests.command import Command, Ended, StartCommand, small_model, steps_of
+from tests.command import StartCommand, small_model, steps_of
 from tests.corpus import VOCAB_SIZE
+from tests.fork_server import ForkServer, Outcome
 
 
-def refused(command: Command, code: int, *texts: str) -> Ended:
+@dataclass(frozen=True)
+class Forked:
+    """Runs `megads` commands in a folder, forked from a process that has imported everything."""
+
+    folder: Path
+    server: ForkServer
+
+    def __call__(self, *arguments: str) -> Outcome:
+        return self.server(self.folder, arguments)
+
+
+@pytest.fixture
+def forked(tmp_path: Path, fork_server: ForkServer) -> Forked:
+    return Forked(tmp_path, fork_server)
+
+
+def refused(ended: Outcome, code: int, *texts: str) -> None:
     """Checks the end of a command that must fail with one message."""
-    ended = command.end()
     assert ended.code == code, ended
     for text in texts:
         assert text in ended.err, ended.err
     assert "Traceback" not in ended.err + ended.out
     assert ended.err.startswith("megads ") and len(ended.err.splitlines()) == 1, ended.err
-    return ended
 
 
 BAD_CONFIGS = {
@@ -56,30 +72,30 @@ BAD_CONFIGS = {
 
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)
-def test_bad_configuration(case: str, corpus: Path, megads: StartCommand) -> None:
+def test_bad_configuration(case: str, corpus: Path, forked: Forked) -> None:
     """Catches a config that starts ranks, is dropped without a word, or is refused without value and remedy."""
     overrides, texts = BAD_CONFIGS[case]
-    refused(megads("train", *small_model(corpus, train__steps=4), *overrides), 2, *texts)
-    assert not (megads.folder / "runs").exists()
+    refused(forked("train", *small_model(corpus, train__steps=4), *overrides), 2, *texts)
+    assert not (forked.folder / "runs").exists()
 
 
 @pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])
-def test_empty_corpus(verb: str, megads: StartCommand) -> None:
+def test_empty_corpus(verb: str, forked: Forked) -> None:
     """Catches a tokenizer of nothing, or an empty dataset that only training refuses."""
-    empty, blank = megads.folder / "empty.jsonl", megads.folder / "blank.jsonl"
+    empty, blank = forked.folder / "empty.jsonl", forked.folder / "blank.jsonl"
     empty.touch()
     blank.write_text('{"text": ""}\n{"text": ""}\n')
     tokenizer = []
     if verb == "preprocess":
-        text = megads.folder / "words.txt"
+        text = forked.folder / "words.txt"
         text.write_text("some words to learn from, some words to learn\n" * 20)
-        trained = megads("tokenizer", f"input=[{text}]", "output=tokenizer.json", "vocab_size=300").end()
+        trained = forked("tokenizer", f"input=[{text}]", "output=tokenizer.json", "vocab_size=300")
         assert trained.code == 0, trained.err
         tokenizer = ["tokenizer=tokenizer.json"]
     for path in (empty, blank):
-        refused(megads(verb, f"input=[{path}]", "output=out", *tokenizer), 3)
-    refused(megads(verb, "input=[missing.jsonl]", "output=out", *tokenizer), 3, "missing.jsonl")
-    assert [path.name for path in megads.folder.glob("out*")] == []
+        refused(forked(verb, f"input=[{path}]", "output=out", *tokenizer), 3)
+    refused(forked(verb, "input=[missing.jsonl]", "output=out", *tokenizer), 3, "missing.jsonl")
+    assert [path.name for path in forked.folder.glob("out*")] == []
 
 
 def _remove_bin(prefix: Path) -> None:
@@ -141,40 +157,40 @@ BAD_DATA: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_DATA)
-def test_bad_data(case: str, corpus: Path, megads: StartCommand) -> None:
+def test_bad_data(case: str, corpus: Path, forked: Forked) -> None:
     """Catches damage that trains, and a start of all ranks to learn of it: the launcher looks at the data first."""
-    prefix = megads.folder / "data"
+    prefix = forked.folder / "data"
     for ending in (".bin", ".idx"):
         shutil.copy(f"{corpus}{ending}", f"{prefix}{ending}")
     spoil, texts = BAD_DATA[case]
     spoil(prefix)
-    refused(megads("train", *small_model(prefix, train__steps=4)), 3, *texts)
-    assert not (megads.folder / "runs").exists()
+    refused(forked("train", *small_model(prefix, train__steps=4)), 3, *texts)
+    assert not (forked.folder / "runs").exists()
 
 
-def test_missing_data(megads: StartCommand) -> None:
+def test_missing_data(forked: Forked) -> None:
     """Catches a run directory that is made for a mistyped path."""
     refused(
-        megads("train", *small_model(Path("no/such/corpus"), train__steps=4)), 3, "no/such/corpus.idx: no such file"
+        forked("train", *small_model(Path("no/such/corpus"), train__steps=4)), 3, "no/such/corpus.idx: no such file"
     )
-    assert not (megads.folder / "runs").exists()
+    assert not (forked.folder / "runs").exists()
 
 
-def test_missing_validation_data(corpus: Path, megads: StartCommand) -> None:
+def test_missing_validation_data(corpus: Path, forked: Forked) -> None:
     """Catches validation data that is looked for only when training has begun."""
     overrides = small_model(corpus, train__steps=4, data__valid="no/such/corpus")
-    refused(megads("train", *overrides), 3, "no/such/corpus.idx: no such file")
+    refused(forked("train", *overrides), 3, "no/such/corpus.idx: no such file")
 
 
-def test_run_directory_that_cannot_be_written(corpus: Path, megads: StartCommand) -> None:
+def test_run_directory_that_cannot_be_written(corpus: Path, forked: Forked) -> None:
     """Catches a traceback from the first file that is written. A path through a file stops even the superuser."""
-    (megads.folder / "file").write_text("kept")
-    run_dir = megads.folder / "file" / "run"
+    (forked.folder / "file").write_text("kept")
+    run_dir = forked.folder / "file" / "run"
     refused(
-        megads("train", *small_model(corpus, train__steps=4, run__dir=run_dir)), 2,
+        forked("train", *small_model(corpus, train__steps=4, run__dir=run_dir)), 2,
         f"the run directory {run_dir} cannot be written to", "Not a directory", "run.dir=<path>",
     )  # fmt: skip
-    assert (megads.folder / "file").read_text() == "kept"
+    assert (forked.folder / "file").read_text() == "kept"
 
 
 @pytest.mark.distributed

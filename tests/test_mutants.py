@@ -19,22 +19,21 @@ from torch import Tensor
 
 import megads.engine.bucket
 import megads.engine.optimizer
-import megads.engine.sharded_training
 import megads.engine.stage_pipeline
 import megads.engine.token_mean
-import megads.engine.training
+import megads.engine.train_engine
+import megads.engine.zero_engine
 import megads.model.attention
 import megads.model.stages
 import megads.parallel.recompute
 import megads.parallel.tensor
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine import instructions
 from megads.engine.bucket import Bucket
-from megads.engine.messages import Messages
 from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.p2p import P2PCommunicator
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.sharded_engine import ShardedEngine
 from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
@@ -44,15 +43,14 @@ from megads.ops.philox import DropoutMask
 from megads.optim.buckets import BucketLayout
 from megads.optim.groups import Role
 from megads.parallel import collectives, context, cross_entropy, head_loss
-from megads.parallel.collectives import leave_region
+from megads.parallel.collectives import reduce_from_tp_region
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import Axis
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear
-from megads.parallel.vocabulary import padded_rows
-from megads.parallel.weight_gradients import PutOff, WeightGradient, linear
+from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
 from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, train_reference
@@ -87,7 +85,7 @@ def replicated_parameters_count_on_every_rank() -> None:
 
 def bf16_reduction() -> None:
     def launch(self: Bucket) -> None:
-        rounded = self._sums.bfloat16()
+        rounded = self._main_grad.bfloat16()
         out = rounded.new_empty(len(self.slice))
         # Through the module's name, which the test listens at.
         megads.engine.bucket.dist.reduce_scatter_tensor(out, rounded, group=self._data.group)
@@ -132,22 +130,22 @@ def missing_tensor_parallel_mark() -> None:
 
 
 def bf16_reduction_of_shards() -> None:
-    inner = megads.engine.sharded_training.sharded_config
+    inner = megads.engine.zero_engine.zero_settings
 
     def config(*args: Any) -> Any:
         return inner(*args) | {"communication_data_type": "bf16"}
 
-    megads.engine.sharded_training.sharded_config = config
+    megads.engine.zero_engine.zero_settings = config
 
 
 def divided_by_the_shards_twice() -> None:
-    inner = ShardedEngine.__init__
+    inner = ZeroEngine.__init__
 
-    def init(self: ShardedEngine, *args: Any) -> None:
+    def init(self: ZeroEngine, *args: Any) -> None:
         inner(self, *args)
         self.averaged_over = 1
 
-    ShardedEngine.__init__ = init
+    ZeroEngine.__init__ = init
 
 
 def micro_batches_overwrite_each_other() -> None:
@@ -155,14 +153,14 @@ def micro_batches_overwrite_each_other() -> None:
 
 
 def subgroups_average_their_gradients() -> None:
-    inner = ShardedEngine.accumulate
+    inner = ZeroEngine.accumulate
 
-    def accumulate(self: ShardedEngine, micro_batches: Any) -> Tensor:
+    def accumulate(self: ZeroEngine, micro_batches: Any) -> Tensor:
         total = inner(self, micro_batches)
-        self.optimizer.grad_partitions_flat_buffer /= self.replica.size
+        self.deepspeed.reduced_gradients.div_(self._replica.size)
         return total
 
-    ShardedEngine.accumulate = accumulate
+    ZeroEngine.accumulate = accumulate
 
 
 def tied_sum_before_data_parallel_reduce() -> None:
@@ -178,7 +176,7 @@ def tied_sum_before_data_parallel_reduce() -> None:
         for bucket in self.buckets:
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
                 if id(same[0]) in pairs:
-                    dist.all_reduce(bucket._sums[slot.start : slot.stop], group=pairs[id(same[0])])
+                    dist.all_reduce(bucket._main_grad[slot.start : slot.stop], group=pairs[id(same[0])])
         reduce(self)
 
     BucketAdamW._make_buckets, BucketAdamW.reduce = make_buckets, reduce_all
@@ -219,7 +217,7 @@ def no_backward_all_reduce_of_column_layers() -> None:
 
 def row_bias_on_every_rank() -> None:
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        return leave_region(F.linear(x, self.weight, self.bias), self.region.axis)
+        return reduce_from_tp_region(F.linear(x, self.weight, self.bias), self.region.axis)
 
     RowParallelLinear.forward = forward
 
@@ -343,14 +341,14 @@ def recomputation_of_the_latest_micro_batch() -> None:
         inner(block)
 
     latest: list[Any] = []
-    begin = StageEngine._INSTRUCTION_MAP[instructions.Forward]
+    begin = StageEngine._HANDLERS[ActionKind.forward]
 
     def forward_pass(self: StageEngine, micro_batch: int, stage: int) -> None:
         latest[:] = [self._micro_batches[micro_batch].info]
         begin(self, micro_batch, stage)
 
     megads.parallel.recompute.recompute_module = recompute_module
-    StageEngine._INSTRUCTION_MAP |= {instructions.Forward: forward_pass}
+    StageEngine._HANDLERS |= {ActionKind.forward: forward_pass}
 
 
 def dropout_redrawn_in_recomputation() -> None:
@@ -367,23 +365,23 @@ def dropout_redrawn_in_recomputation() -> None:
 
 
 def a_weight_part_dropped() -> None:
-    inner = PutOff.settle
+    inner = DeferredWgrads.compute
 
-    def settle(self: PutOff, sums: Any) -> None:
-        self._owed.pop()
-        inner(self, sums)
+    def compute(self: DeferredWgrads, main_grads: Any) -> None:
+        self._deferred.pop()
+        inner(self, main_grads)
 
-    PutOff.settle = settle
+    DeferredWgrads.compute = compute
 
 
 def weight_parts_of_the_last_micro_batch_lost() -> None:
-    inner = StageEngine._INSTRUCTION_MAP[instructions.BackwardWeight]
+    inner = StageEngine._HANDLERS[ActionKind.backward_weight]
 
     def backward_weight(self: StageEngine, micro_batch: int, stage: int) -> None:
         if micro_batch < len(self._micro_batches) - 1:
             inner(self, micro_batch, stage)
 
-    StageEngine._INSTRUCTION_MAP |= {instructions.BackwardWeight: backward_weight}
+    StageEngine._HANDLERS |= {ActionKind.backward_weight: backward_weight}
 
 
 def buffer_given_back_after_the_forward_pass() -> None:
@@ -392,7 +390,7 @@ def buffer_given_back_after_the_forward_pass() -> None:
     def run_forward(self: StageEngine, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         inner(self, micro_batch, stage, hidden, None)
         if buffer is not None:
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
 
     StageEngine._run_forward = run_forward
 
@@ -402,22 +400,22 @@ def buffers_given_back_before_the_weight_part() -> None:
 
     def run_backward(self: StageEngine, *args: Any) -> list[Tensor]:
         for buffer in inner(self, *args):
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
         return []
 
     StageEngine._run_backward = run_backward
 
 
 def messages_received_in_another_order() -> None:
-    inner = Messages._post_ahead
+    inner = P2PCommunicator._post_ahead
 
-    def post_ahead(self: Messages, peer: int) -> None:
+    def post_ahead(self: P2PCommunicator, peer: int) -> None:
         due = self._links[peer].due
         if len(due) > 1 and due[0].kind is due[1].kind is ActionKind.receive_gradient:
             due[0], due[1] = due[1], due[0]
         inner(self, peer)
 
-    Messages._post_ahead = post_ahead
+    P2PCommunicator._post_ahead = post_ahead
 
 
 def gradients_reduced_with_the_first_virtual_stage() -> None:
@@ -459,7 +457,7 @@ def key_and_value_gradients_not_summed_over_context() -> None:
 
 def cut_changed(change: Callable[[MicroBatch, MicroBatch], MicroBatch]) -> None:
     inner = context.cut_micro_batch
-    megads.engine.training.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
+    megads.engine.train_engine.cut_micro_batch = lambda batch, *args: change(batch, inner(batch, *args))
 
 
 def document_mask_local_to_the_chunk() -> None:
@@ -489,8 +487,8 @@ def positions_counted_from_the_rank() -> None:
 
 
 def tokens_summed_over_data_parallel_only() -> None:
-    inner = megads.engine.training.global_tokens
-    megads.engine.training.global_tokens = lambda batches, grid, *where: inner(
+    inner = megads.engine.train_engine.global_tokens
+    megads.engine.train_engine.global_tokens = lambda batches, grid, *where: inner(
         batches, replace(grid, data=grid.dp), *where
     )
 
@@ -559,7 +557,7 @@ def window_of_local_places() -> None:
 def gates_before_ups() -> None:
     """The first half of a rank's columns as gates: on another rank lie those that they belong to."""
 
-    def swiglu(gate_up: Tensor, fused: bool) -> Tensor:
+    def swiglu(gate_up: Tensor, kernels: Any) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 

@@ -115,7 +115,13 @@ FEATURES = {
 FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
 
 
-@pytest.mark.parametrize(("chain", "model"), [(CHAIN, {}), (FEATURES_CHAIN, FEATURES)], ids=["plain", "features"])
+@pytest.mark.parametrize(
+    ("chain", "model"),
+    [
+        pytest.param(CHAIN, {}, id="plain"),
+        pytest.param(FEATURES_CHAIN, FEATURES, id="features", marks=pytest.mark.slow),
+    ],
+)
 def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads: StartCommand) -> None:
     """N6, N2. Catches rows of padding that are read as weights, ZeRO parts put at wrong places, and samples skipped;
     heads whose queries and keys come apart, and gates that do."""
@@ -144,6 +150,7 @@ def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads
         shutil.rmtree(checkpoint_of(run_dir, 2 * (number + 2)))
 
 
+@pytest.mark.slow
 def test_longer_training_continues_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches a longer train.steps that starts another run, reads samples twice, or skips the last validation."""
     overrides = small_model(corpus, schedule__decay_samples=120)
@@ -190,6 +197,7 @@ def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, me
     assert read_manifest(checkpoint_of(run_dir, 1)).sequence > read_manifest(checkpoint_of(run_dir, 6)).sequence
 
 
+@pytest.mark.slow
 def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Path, megads: StartCommand) -> None:
     """Catches a run that has its last checkpoint, is therefore finished, and never gets its last validation line."""
     killed = megads.folder / "killed"

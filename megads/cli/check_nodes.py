@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.launch.node_check.check import Checked, Place, check_nodes
+from megads.launch.node_check.check import Checked, CheckTarget, check_nodes
 from megads.launch.node_check.config import CheckNodesConfig
 from megads.launch.node_check.judge import Measured
 from megads.runtime import environment
@@ -43,7 +43,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
     return UnhealthyNode.exit_code if checked.rejected else EXIT_OK
 
 
-def find_place(config: CheckNodesConfig) -> Place:
+def find_place(config: CheckNodesConfig) -> CheckTarget:
     """Returns what is to be checked.
 
     Raises:
@@ -54,11 +54,11 @@ def find_place(config: CheckNodesConfig) -> Place:
     )
     if on_slurm:
         allocation = find_allocation()
-        return Place(tuple(node.name for node in allocation.nodes), allocation.nodes[0].address, allocation)
+        return CheckTarget(tuple(node.name for node in allocation.nodes), allocation.nodes[0].address, allocation)
     name = environment.node_name()
     if config.checkers == 1:
-        return Place((name,))
-    return Place(tuple(f"{name}/{number}" for number in range(config.checkers)))
+        return CheckTarget((name,))
+    return CheckTarget(tuple(f"{name}/{number}" for number in range(config.checkers)))
 
 
 def describe(checked: Checked) -> str:

@@ -31,7 +31,7 @@ _FLAGS = {
 _CFG = {"job": "the verb's config", "hydra": "Hydra's own config", "all": "both"}
 
 
-class Candidate(NamedTuple):
+class Suggestion(NamedTuple):
     """One word that may stand at the cursor; one that ends in `=` or `.` goes on."""
 
     text: str
@@ -47,7 +47,7 @@ def script(shell: str) -> str:
     return (Path(__file__).parent / "shells" / f"megads.{shell}").read_text(encoding="utf-8")
 
 
-def complete(words: Sequence[str], verbs: Mapping[str, str], commands: Mapping[str, str]) -> list[Candidate]:
+def complete(words: Sequence[str], verbs: Mapping[str, str], commands: Mapping[str, str]) -> list[Suggestion]:
     """Returns the candidates for the last word; none where a file name or a free value is wanted.
 
     Args:
@@ -71,10 +71,10 @@ def complete(words: Sequence[str], verbs: Mapping[str, str], commands: Mapping[s
     sign = current[: len(current) - len(current.lstrip("+~"))]
     found = _override(verb, current[len(sign) :], own_config_dirs(words))
     words_alone = {flag: override for flag, override in verb.flags.items() if not flag.startswith("-")}
-    return _matching(words_alone, current) + [Candidate(sign + text, explanation) for text, explanation in found]
+    return _matching(words_alone, current) + [Suggestion(sign + text, explanation) for text, explanation in found]
 
 
-def _override(verb: Verb, current: str, own_dirs: Sequence[Path]) -> list[Candidate]:
+def _override(verb: Verb, current: str, own_dirs: Sequence[Path]) -> list[Suggestion]:
     """Returns what `current` may become: a group, a section, a key, or a value."""
     name, equals, value = current.partition("=")
     groups = group_names(verb.name)
@@ -100,5 +100,5 @@ def _next_parts(known: Sequence[Key], current: str) -> Iterator[tuple[str, str]]
             yield f"{key.name}{'.' if key.is_section else '='}", f"{key.explanation}{kind}"
 
 
-def _matching(options: Mapping[str, str], current: str) -> list[Candidate]:
-    return [Candidate(text, explanation) for text, explanation in options.items() if text.startswith(current)]
+def _matching(options: Mapping[str, str], current: str) -> list[Suggestion]:
+    return [Suggestion(text, explanation) for text, explanation in options.items() if text.startswith(current)]

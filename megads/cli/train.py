@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 from megads.cli.verb import Invocation, Verb
-from megads.launch.start import Start, start_run
+from megads.launch.start import StartRequest, start_run
 from megads.tools.sweep.config import SweepConfig
 
 
@@ -39,7 +39,7 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
         from megads.tools.rehearse.start import rehearsed
 
         config = rehearsed(config, invocation.choices, rehearsal)
-    return start_run(config, Start(invocation.choices, invocation.claimed_dirs, _describe))
+    return start_run(config, StartRequest(invocation.choices, invocation.claimed_dirs, _describe))
 
 
 def _describe(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:

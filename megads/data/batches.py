@@ -65,9 +65,9 @@ def assemble(
         return [MicroBatch(info) for info in infos]
     tokens_nt = np.zeros((ids_mb.size, source.seq_len + 1), widest_dtype(runs))
     # Before, for a message in place of a signal; afterwards, because the lost end of a page reads as zeros.
-    _require_whole(runs)
+    for part in runs:
+        part.dataset.require_whole()
     copy_tokens(runs, tokens_nt)
-    _require_whole(runs)
     for part in runs:
         part.dataset.require_unwritten()
     _check_tokens(runs, tokens_nt, vocab_size)
@@ -77,11 +77,6 @@ def assemble(
         _micro_batch(info, tokens_nt[first : first + size], mask_ns[first : first + size])
         for info, first in zip(infos, range(0, ids_mb.size, size), strict=True)
     ]
-
-
-def _require_whole(runs: Sequence[Runs]) -> None:
-    for part in runs:
-        part.dataset.require_whole()
 
 
 def _infos(runs: Sequence[Runs], ids_mb: IntArray, seq_len: int, packing: Packing) -> list[BatchInfo]:

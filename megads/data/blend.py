@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from math import floor
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +20,15 @@ import numpy.typing as npt
 
 from megads.data.indexed import IntArray
 from megads.data.packed import PackedSamples
-from megads.data.runs import Runs, blended_runs
+from megads.data.runs import Runs, blended_runs, rows_by_part
 from megads.data.samples import TrainSamples
 from megads.data.skip import Skips
 
 # So many samples at a time go down the tree together: enough for the work at its nodes to count, and
 # few enough for the processor's cache.
 CHUNK = 1 << 18
+FEW = 4
+"""Up to so many samples a dataset go down the tree one by one."""
 
 
 BlendPart = TrainSamples | PackedSamples
@@ -90,6 +94,8 @@ class BalancedOrder:
 
     def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
         """See `Interleaving`."""
+        if numbers.size <= FEW * self._datasets:
+            return self._place_few(numbers)
         datasets, places = np.empty_like(numbers), np.empty_like(numbers)
         for begin in range(0, numbers.size, CHUNK):
             part = slice(begin, begin + CHUNK)
@@ -98,6 +104,19 @@ class BalancedOrder:
                 _deal_run(self._root, int(asked[0]), np.arange(asked.size), datasets[part], places[part])
             else:
                 _deal(self._root, asked.astype(np.float64), np.arange(asked.size), datasets[part], places[part])
+        return datasets, places
+
+    def _place_few(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """The same one by one, down the tree: NumPy's calls at every node would take longer."""
+        found = []
+        for number in numbers.tolist():
+            node, place = self._root, number
+            while (left := node.left) is not None and (right := node.right) is not None:
+                before = floor(place * node.share + 0.5)
+                goes_left = floor((place + 1) * node.share + 0.5) != before
+                node, place = (left, before) if goes_left else (right, place - before)
+            found.append((node.dataset, place))
+        datasets, places = np.array(found, np.int64).reshape(-1, 2).T
         return datasets, places
 
     def counts(self, total: int) -> IntArray:
@@ -252,15 +271,23 @@ class BlendedSamples:
             return self.parts[0].dataset_samples(places)
         found = np.empty((samples.size, 3), np.int64)
         found[:, 0] = datasets
-        for dataset in np.unique(datasets):
-            inside = datasets == dataset
-            found[inside, 1:] = self.parts[dataset].dataset_samples(places[inside])
+        for dataset, rows in rows_by_part(datasets):
+            found[rows, 1:] = self.parts[dataset].dataset_samples(places[rows])
         return found
 
     def build_maps(self, samples: int) -> int:
         """See `TrainSource`."""
         counts = self._order.counts(self._end(samples))
         return sum(part.build_maps(int(count)) for part, count in zip(self.parts, counts, strict=True))
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`."""
+        # What is read ahead of the end has no place in an order that was made for so many samples.
+        read = self._order.counts(self._end(samples if end is None else min(samples, end))).tolist()
+        ends = [None] * len(read) if end is None else self._order.counts(self._end(end)).tolist()
+        for part, of_part, end_of_part in zip(self.parts, read, ends, strict=True):
+            if not stop.is_set():
+                part.build_next_maps(of_part, end_of_part, stop)
 
     def _end(self, samples: int) -> int:
         """One more than the number in the whole stream of the last of the run's first samples."""

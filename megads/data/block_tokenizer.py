@@ -14,8 +14,10 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from megads.data.blocks import Block, LoadedBlock
+from megads.data.caching_engine import CachingEngine
 from megads.data.config import Engine, TextSpecialTokens
 from megads.data.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
+from megads.data.pre_tokens import UnknownPattern
 from megads.data.record_text import Fields
 from megads.data.shards import ShardHeader, kept_shard, shard_checksum, shard_path, write_shard
 from megads.data.text import Document, RejectedLine
@@ -66,7 +68,7 @@ class Finished:
         tokens: in its shard.
         input_bytes: of input that it stands for.
         kept: the shard was there already.
-        restarted: the fast engine gave other ids than the reference, which then made the shard.
+        restarted: the engine gave other ids than the reference, which then made the shard.
     """
 
     documents: int
@@ -93,9 +95,11 @@ class BlockTokenizer:
         tokenizer = _unchanged_tokenizer(settings)
         self._cutter = TextCutter(tokenizer)
         self._reference = HuggingFaceEngine(tokenizer)
-        self._engine: TextEngine = self._reference
+        self._engine: TextEngine
         if settings.engine == Engine.fast.value:
             self._engine = FastEngine(settings.tokenizer_file, self._reference)
+        else:
+            self._engine = _cached(tokenizer, self._reference)
 
     def __call__(self, number: int, block: Block) -> Finished:
         """Makes the shard of a block, unless an earlier start did.
@@ -116,13 +120,15 @@ class BlockTokenizer:
         try:
             header = self._make(path, loaded, identity, self._engine)
         except EngineMismatch:
+            # It is not asked again: what it does wrong need not be in the documents of a block that are checked.
+            self._engine = self._reference
             header, restarted = self._make(path, loaded, identity, self._reference), True
         return Finished(header.sequences, header.tokens, loaded.input_bytes, kept=False, restarted=restarted)
 
     def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
         built = _ShardBuilder(engine, self._settings)
         with tokenizing(self._settings.tokenizer_file):
-            for row in block.rows(self._settings.fields):
+            for row in block.rows(self._settings.fields, self._cutter.last_cut):
                 for part in self._parts(row):
                     built.add(part)
             return built.write(path, block, identity)
@@ -196,6 +202,14 @@ class _ShardBuilder:
         self._max_token_id = max(self._max_token_id, int(ids.max(initial=0)))
         self._text_bytes += sum(len(text.encode()) for text in texts)
         self._batch, self._batch_characters = [], 0
+
+
+def _cached(tokenizer: Tokenizer, reference: HuggingFaceEngine) -> TextEngine:
+    """Returns the reference with a cache of words, where it is known how the tokenizer splits text."""
+    try:
+        return CachingEngine(tokenizer, reference)
+    except UnknownPattern:
+        return reference
 
 
 def _unchanged_tokenizer(settings: TokenizeSettings) -> Tokenizer:

@@ -45,13 +45,17 @@ class Lines:
 
     def digest(self) -> str:
         """Hash of all that decides what the block gives."""
-        return xxhash.xxh3_128_hexdigest(b"%d" % self.first + self.content)
+        digest = xxhash.xxh3_128(b"%d" % self.first)
+        digest.update(self.content)
+        return str(digest.hexdigest())
 
-    def rows(self, fields: Fields) -> Iterator[Document | RejectedLine]:
-        """Yields the documents; lines are counted from 1 at the block's start."""
-        for number, line in enumerate(io.BytesIO(self.content), start=1):
+    def rows(self, fields: Fields, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
+        """Yields the documents, long ones in pieces; lines are counted from 1 at the block's start."""
+        one_line = self.content.find(b"\n", 0, -1) < 0
+        # A long line is not copied.
+        for number, line in enumerate((self.content,) if one_line else io.BytesIO(self.content), start=1):
             for texts in json_turns(line, fields):
-                yield from rows_of(texts, self.source, number)
+                yield from rows_of(texts, self.source, number, last_cut)
 
     def load(self) -> Lines:
         """Returns itself: the lines are here already."""
@@ -95,9 +99,7 @@ class LineRange:
                     if part.endswith(b"\n") or not part:
                         break
             if position < self.end:
-                content = file.read(self.end - position)
-                if content and not content.endswith(b"\n"):
-                    content += file.readline()
+                content = _whole_lines(file, position, self.end)
         return Lines(self.source, content, self.first, self.input_bytes)
 
 
@@ -120,13 +122,24 @@ class Rows:
             digest.update(row.text.encode() if isinstance(row, Document) else b"")
         return str(digest.hexdigest())
 
-    def rows(self, fields: Fields) -> Iterator[Document | RejectedLine]:
-        """Yields the documents, with their lines in the file."""
+    def rows(self, fields: Fields, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
+        """Yields the documents, with their lines in the file; they are in pieces already."""
         yield from self.content
 
     def load(self) -> Rows:
         """Returns itself: the documents are here already."""
         return self
+
+
+def _whole_lines(file: BinaryIO, begin: int, end: int) -> bytes:
+    """Reads from a line's start to the end of the line that reaches to `end`, which is measured first: a long one that
+    grows as it is read is in memory several times."""
+    file.seek(end - 1)
+    while (part := file.readline(SMALLEST_BLOCK_BYTES)) and not part.endswith(b"\n"):
+        pass
+    end = file.tell()
+    file.seek(begin)
+    return file.read(end - begin)
 
 
 LoadedBlock = Lines | Rows
@@ -145,7 +158,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
     Args:
         reader: names the files; what is not JSON lines is read through it.
         block_bytes: text in a block, about.
-        last_cut: where plain text may be cut, see `text_pieces`.
+        last_cut: where long texts may be cut, see `text_pieces`.
 
     Raises:
         DataError: a file cannot be read.
@@ -166,7 +179,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
             pending.append(row)
             pending_bytes += len(row.text) if isinstance(row, Document) else 100
             # A prompt stays with its response.
-            whole = not (isinstance(row, Document) and row.turn)
+            whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and len(reader.fields) > 1))
             if pending_bytes >= fed_bytes and whole:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
                 reported_bytes = reader.bytes_read

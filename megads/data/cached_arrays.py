@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import logging
+import os
+import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +20,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from megads.data.content_digest import SETTLED_NS
 from megads.data.verified_once import verify_once
 from megads.errors import ConfigError, DataError
 from megads.runtime.environment import user_cache_dir
@@ -23,6 +31,14 @@ from megads.runtime.files import atomic_writer, read_json
 Arrays = dict[str, npt.NDArray[Any]]
 OpenArray = Callable[[str], AbstractContextManager[BinaryIO]]
 """Opens the file of one array, by its name, which must be written in NumPy's format."""
+
+MOST_BYTES_IN_MEMORY = 1 << 30
+"""Arrays that no folder takes are built in the memory of every rank up to this size."""
+MOST_BYTES_VERIFIED_BY_ALL = 1 << 30
+ABANDONED_S = 3600.0
+_HASH = "xxh3"
+"""Of new records; those of earlier versions have sha256."""
+_BLOCK_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +52,14 @@ class CachedArrays:
         key: all that determines them, which is recorded for those who wonder.
         arrays: their names.
         what: they are, in words, for messages.
+        size_bytes: of all of them; 0 where they are small or nobody knows.
     """
 
     name: str
     key: Mapping[str, Any]
     arrays: Sequence[str]
     what: str
+    size_bytes: int = 0
 
 
 class ArrayCache:
@@ -68,52 +86,131 @@ class ArrayCache:
             write: writes them all; may be called for a second folder, or not at all.
 
         Raises:
-            ConfigError: data.cache_dir was given and cannot be written.
+            ConfigError: no folder takes them and they are too large for the memory of every rank, or data.cache_dir was
+                given and cannot be written.
         """
         for directory in self._directories:
             found = _load(directory, wanted)
             if found is not None:
                 return found
+        refusals = []
         for directory in self._directories:
             try:
-                with _one_builder(directory, wanted):
+                with _one_builder(directory, wanted, wait=True):
                     # Another rank of this node may have built them while this one waited.
                     found = _load(directory, wanted)
                     if found is None:
                         _save(directory, wanted, write)
             except OSError as error:
-                if self._configured is not None:
-                    raise ConfigError(
-                        f"data.cache_dir = {self._configured}: cannot write the {wanted.what} there "
-                        f"({error.strerror}); give a writable folder, or null"
-                    ) from error
-                log.info("no %s cache in %s: %s", wanted.what, directory, error)
+                refusals.append(self._refusal(directory, wanted, error))
                 continue
             return found or _load(directory, wanted)
+        if wanted.size_bytes > MOST_BYTES_IN_MEMORY:
+            raise ConfigError(
+                f"no folder takes the {wanted.what} of {wanted.size_bytes / 1e9:.1f} GB: {'; '.join(refusals)}. Give "
+                "data.cache_dir=<a folder with room that all nodes see>"
+            )
         return None
+
+    def build_ahead(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
+        """Writes the arrays where nobody has written them and nobody else is at it; for the rest see `get`.
+
+        Raises:
+            ConfigError: data.cache_dir was given and cannot be written.
+        """
+        if any(_record_path(directory, wanted).is_file() for directory in self._directories):
+            return
+        for directory in self._directories:
+            try:
+                with _one_builder(directory, wanted, wait=False) as chosen:
+                    if chosen and not _record_path(directory, wanted).is_file():
+                        _save(directory, wanted, write)
+                return
+            except OSError as error:
+                self._refusal(directory, wanted, error)
+
+    def _refusal(self, directory: Path, wanted: CachedArrays, error: OSError) -> str:
+        """Why a folder does not take the arrays; raises ConfigError where the user chose it."""
+        reason = error.strerror or str(error)
+        if self._configured is not None:
+            raise ConfigError(
+                f"data.cache_dir = {self._configured}: cannot write the {wanted.what} there "
+                f"({reason}); give a writable folder, or null"
+            ) from error
+        log.info("no %s cache in %s: %s", wanted.what, directory, reason)
+        return f"{directory} ({reason})"
 
 
 @contextmanager
-def _one_builder(directory: Path, wanted: CachedArrays) -> Iterator[None]:
-    """Lets one process of a node build while the others wait; a killed builder's lock goes with it.
+def _one_builder(directory: Path, wanted: CachedArrays, wait: bool) -> Iterator[bool]:
+    """Lets one process build while the others wait, or turn to something else; a killed builder's lock goes with it.
 
-    Where the file system has no locks several build the same thing, which does no harm.
+    They are those of a node, and of all nodes where the file system has locks that nodes share. Where it has none
+    several build the same thing, which does no harm.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{wanted.name}.lock"
-    with path.open("ab") as file:
+    with path.open("a+b") as file:
+        if not (chosen := _lock(file, wait=False)) and wait:
+            file.seek(0)
+            holder = file.read().decode(errors="replace") or "another process"
+            log.info("waiting for %s, which builds the %s %s", holder, wanted.what, directory / wanted.name)
+            chosen = _lock(file, wait=True)
+        if chosen:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
+            file.flush()
+            _remove_abandoned(directory, wanted)
+        yield chosen
+    if chosen:
+        # A process that still waits holds the open file: it finds the arrays, or builds them once more.
+        path.unlink(missing_ok=True)
+
+
+def _lock(file: BinaryIO, wait: bool) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks.
+        return True
+    return True
+
+
+def _remove_abandoned(directory: Path, wanted: CachedArrays) -> None:
+    """Removes what builders left that were killed: a large map's is gigabytes."""
+    for path in directory.glob(f".{wanted.name}-*.partial"):
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    # A process that still waits holds the open file: it finds the arrays, or builds them once more.
-    path.unlink(missing_ok=True)
+            # On a file system without locks another node may be at work, which writes every few seconds.
+            if time.time() - path.stat().st_mtime > ABANDONED_S:
+                path.unlink()
 
 
 def _save(directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
-    write(lambda name: atomic_writer(_array_path(directory, wanted, name)))
-    files = {name: _file_record(_array_path(directory, wanted, name)) for name in wanted.arrays}
-    with atomic_writer(_record_path(directory, wanted)) as file:
-        file.write(json.dumps({"key": wanted.key, "files": files}, indent=1).encode())
+    room = shutil.disk_usage(directory)
+    # Some network file systems do not tell, and say that they have nothing at all.
+    if room.total and wanted.size_bytes > room.free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {wanted.size_bytes / 1e9:.1f} GB wanted, {room.free / 1e9:.1f} GB free",
+        )
+    paths = _array_paths(directory, wanted)
+    try:
+        write(lambda name: atomic_writer(paths[name]))
+        files = _file_records(paths, dict.fromkeys(paths, _HASH))
+        with atomic_writer(_record_path(directory, wanted)) as file:
+            file.write(json.dumps({"key": wanted.key, "files": files}, indent=1).encode())
+    except BaseException:
+        # Arrays without a record are of use to nobody, and may be gigabytes.
+        if not _record_path(directory, wanted).is_file():
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+        raise
+    if sum(path.stat().st_size for path in paths.values()) > MOST_BYTES_VERIFIED_BY_ALL:
+        # What is younger is verified by every rank, see `computed_once`. These bytes have just been read.
+        time.sleep(SETTLED_NS / 1e9)
+        verify_once(list(paths.values()), _claim(files), lambda: None)
 
 
 def _load(directory: Path, wanted: CachedArrays) -> Arrays | None:
@@ -123,14 +220,15 @@ def _load(directory: Path, wanted: CachedArrays) -> Arrays | None:
         return None
     try:
         expected = read_json(record_path)["files"]
-        paths = {name: _array_path(directory, wanted, name) for name in wanted.arrays}
+        paths = _array_paths(directory, wanted)
 
         def verify() -> None:
-            for name, path in paths.items():
-                if _file_record(path) != expected[name]:
-                    raise ValueError(f"{path.name} does not match its checksum")
+            hashes = {name: "sha256" if "sha256" in expected[name] else _HASH for name in paths}
+            for name, found in _file_records(paths, hashes).items():
+                if found != expected[name]:
+                    raise ValueError(f"{paths[name].name} does not match its checksum")
 
-        verify_once(list(paths.values()), f"checksums: {json.dumps(expected, sort_keys=True)}", verify)
+        verify_once(list(paths.values()), _claim(expected), verify)
         # Plain arrays over the maps: slicing np.memmap objects costs several times as much.
         return {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
@@ -138,13 +236,26 @@ def _load(directory: Path, wanted: CachedArrays) -> Arrays | None:
         return None
 
 
-def _file_record(path: Path) -> dict[str, int | str]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _claim(files: Mapping[str, Any]) -> str:
+    return f"checksums: {json.dumps(files, sort_keys=True)}"
 
 
-def _array_path(directory: Path, wanted: CachedArrays, name: str) -> Path:
-    return directory / f"{wanted.name}-{name}.npy"
+def _file_records(paths: Mapping[str, Path], hashes: Mapping[str, str]) -> dict[str, dict[str, int | str]]:
+    """Size and checksum of every file; they are read at the same time."""
+
+    def record(name: str) -> dict[str, int | str]:
+        with paths[name].open("rb") as file:
+            digest = hashlib.sha256() if hashes[name] == "sha256" else xxhash.xxh3_128()
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+            return {"bytes": file.tell(), hashes[name]: digest.hexdigest()}
+
+    with ThreadPoolExecutor(len(paths)) as threads:
+        return dict(zip(paths, threads.map(record, paths), strict=True))
+
+
+def _array_paths(directory: Path, wanted: CachedArrays) -> dict[str, Path]:
+    return {name: directory / f"{wanted.name}-{name}.npy" for name in wanted.arrays}
 
 
 def _record_path(directory: Path, wanted: CachedArrays) -> Path:

@@ -200,7 +200,7 @@ def train_source(
 ) -> TrainSamples | PackedSamples:
     """Training samples of some documents of one dataset, as data.packing says."""
     if config.packing is PackingMode.best_fit:
-        return PackedSamples(dataset, documents, seq_len, seed)
+        return PackedSamples(dataset, documents, seq_len, seed, config.cache_dir)
     return TrainSamples(dataset, documents, seq_len, seed, config.cache_dir)
 
 
@@ -209,7 +209,7 @@ def validation_source(
 ) -> ValidationSamples | PackedValidation:
     """Validation windows of some documents of one dataset, as data.packing says."""
     if config.packing is PackingMode.best_fit:
-        return PackedValidation(dataset, documents, seq_len)
+        return PackedValidation(dataset, documents, seq_len, config.cache_dir)
     return ValidationSamples(dataset, documents, seq_len)
 
 

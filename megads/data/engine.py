@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +17,12 @@ from tokenizers import Tokenizer
 from megads.data.config import Engine
 from megads.errors import ConfigError
 
-# Of the documents that the fast engine tokenizes, one in so many is tokenized by the other too.
+# Of the documents that another engine tokenizes, one in so many is tokenized by the reference too,
 RECHECK_EVERY = 1000
+# and the beginnings of the first ones of every process.
+ALWAYS_CHECKED, BEGINNING_CHARACTERS = 20, 4096
+CHECKED_CHARACTERS = 1 << 20
+"""That the reference tokenizes together, in a hundred bytes of memory for each."""
 _MOST_PAIRS = 2000
 """Of added tokens that are tried beside each other."""
 
@@ -25,7 +30,7 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 class EngineMismatch(Exception):
-    """The fast engine gave other ids than Hugging Face's."""
+    """An engine gave other ids than the reference."""
 
 
 class TextEngine(Protocol):
@@ -61,8 +66,47 @@ class HuggingFaceEngine:
         return np.array(flat, np.int64), lengths
 
 
-class FastEngine:
-    """`gigatoken`, with every batch re-checked on a random part of it.
+class CheckedEngine(ABC):
+    """One that ought to give the reference's ids, with every batch re-checked on a random part of it.
+
+    Args:
+        reference: gives the ids that are right.
+    """
+
+    def __init__(self, reference: HuggingFaceEngine) -> None:
+        self.reference = reference
+        self._random = random.Random(0)
+        self._always = ALWAYS_CHECKED
+
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
+        """Returns the ids of all texts, end to end, and how many each has.
+
+        Raises:
+            EngineMismatch: a document that was tokenized twice has two sets of ids.
+        """
+        flat, lengths = self.encode_unchecked(texts)
+        chosen = [text[:BEGINNING_CHARACTERS] for text in texts[: self._always]]
+        self._always -= len(chosen)
+        chosen += [text for text in texts if self._random.random() * RECHECK_EVERY < 1]
+        if chosen:
+            self.require_equal(chosen)
+        return flat, lengths
+
+    @abstractmethod
+    def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
+        """The same without a check; raises EngineMismatch where it fails."""
+
+    def require_equal(self, texts: Sequence[str]) -> None:
+        """Raises EngineMismatch unless both engines give the same ids for all these texts."""
+        for batch in _batches(texts):
+            right, right_lengths = self.reference.encode(batch)
+            found, lengths = self.encode_unchecked(batch)
+            if lengths != right_lengths or not np.array_equal(right, found):
+                raise EngineMismatch
+
+
+class FastEngine(CheckedEngine):
+    """`gigatoken`.
 
     Args:
         tokenizer_file: in the format of Hugging Face `tokenizers`.
@@ -74,6 +118,7 @@ class FastEngine:
     """
 
     def __init__(self, tokenizer_file: str, reference: HuggingFaceEngine) -> None:
+        super().__init__(reference)
         import awkward
         import gigatoken
 
@@ -86,20 +131,6 @@ class FastEngine:
             raise ValueError(f"it finds added tokens within words, too, which {words[0]!r} must not be")
         self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
         self._awkward = awkward
-        self._reference = reference
-        self._random = random.Random(0)
-
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """Returns the ids of all texts, end to end, and how many each has.
-
-        Raises:
-            EngineMismatch: a document that was tokenized twice has two sets of ids.
-        """
-        flat, lengths = self.encode_unchecked(texts)
-        chosen = [number for number in range(len(texts)) if self._random.random() * RECHECK_EVERY < 1]
-        if chosen:
-            self.require_equal([texts[number] for number in chosen])
-        return flat, lengths
 
     def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
         """The same without a check; raises EngineMismatch where it fails."""
@@ -111,12 +142,19 @@ class FastEngine:
             raise EngineMismatch(str(error)) from error
         return self._awkward.to_numpy(self._awkward.flatten(found)), self._awkward.num(found).tolist()
 
-    def require_equal(self, texts: Sequence[str]) -> None:
-        """Raises EngineMismatch unless both engines give the same ids for all these texts."""
-        right, right_lengths = self._reference.encode(texts)
-        found, lengths = self.encode_unchecked(texts)
-        if lengths != right_lengths or not np.array_equal(right, found):
-            raise EngineMismatch
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts of about CHECKED_CHARACTERS together."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= CHECKED_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def added_token_texts(tokenizer_file: str) -> list[str]:

@@ -14,7 +14,7 @@ from megads.data.text import Document, DocumentReader, RejectedLine
 from megads.data.text_files import COMPRESSED_ENDINGS, JSONL_ENDINGS, TEXT_ENDINGS, kind
 
 FIRST_DOCUMENTS = 100
-"""From the first block: all that there is of a pipe."""
+"""From the first block."""
 PLACES, DOCUMENTS_OF_PLACE = 40, 5
 """Evenly spaced over the bytes of all files, and documents from each place on."""
 WINDOW_BYTES = 1 << 18
@@ -25,22 +25,31 @@ LARGEST_PLAIN_BYTES = 1 << 24
 """A plain text is one document, which is checked to its end before it is believed to be text."""
 
 
-def sample_texts(source: DocumentReader | None, first: Sequence[Block], fields: Fields) -> list[str]:
-    """Returns up to 300 texts.
+def texts_of_places(source: DocumentReader, fields: Fields) -> list[str]:
+    """Returns up to 200 texts from all over the files.
 
     Of uncompressed JSON lines they come from evenly spaced places; of other files, which cannot be entered in their
     middle, from the beginnings of those in which such places lie; of files that a plugin reads, from the first block.
 
     Args:
-        source: the files; None is the standard input.
-        first: the first blocks.
+        source: the files.
         fields: of a record that hold its text.
     """
-    rows = chain.from_iterable(block.load().rows(fields) for block in first[:1])
-    found = list(islice(_texts(rows), FIRST_DOCUMENTS))
-    for path, position in _places(source) if source and source.custom is None else ():
+    found: list[str] = []
+    for path, position in _places(source) if source.custom is None else ():
         found += islice(_texts(_rows_at(path, position, fields)), DOCUMENTS_OF_PLACE)
     return found
+
+
+def first_texts(blocks: Sequence[Block], fields: Fields) -> list[str]:
+    """Returns up to 100 texts of the first block: all that there is of a pipe.
+
+    Args:
+        blocks: the first ones.
+        fields: of a record that hold its text.
+    """
+    rows = chain.from_iterable(block.load().rows(fields) for block in blocks[:1])
+    return list(islice(_texts(rows), FIRST_DOCUMENTS))
 
 
 def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:

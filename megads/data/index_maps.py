@@ -5,9 +5,12 @@ The order of an epoch depends on the dataset, the seed and the epoch alone: a lo
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol, cast
 
@@ -16,10 +19,22 @@ import numpy.typing as npt
 
 from megads.data.cached_arrays import ArrayCache, CachedArrays, OpenArray
 from megads.data.indexed import IndexedDataset, IntArray
+from megads.data.map_writer import MapWriter
+from megads.data.progress import ByteProgress
+from megads.data.random_order import PIECE, order_dtype, random_order
+from megads.runtime.environment import available_cores
 
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.
 SMALL_MAP_ENTRIES = 1 << 16
+ROWS = 1 << 18
+"""Rows of a sample index that are worked out at a time."""
+NICENESS = 10
+"""Added to that of a thread which builds while others train."""
+
+
+class BuildStopped(Exception):
+    """A map that nobody waits for was not finished."""
 
 
 def build_sample_index(sizes: npt.NDArray[np.integer[Any]], seq_len: int) -> IntArray:
@@ -33,19 +48,52 @@ def build_sample_index(sizes: npt.NDArray[np.integer[Any]], seq_len: int) -> Int
         int64 [samples + 1, 2]: (position in the document order, token offset in that document) of each sample's first
         token, which is the last token of the sample before; the final row is where the last sample ends.
     """
-    ends = np.cumsum(sizes, dtype=np.int64)
-    total = int(ends[-1]) if ends.size else 0
-    index = np.zeros((max(total - 1, 0) // seq_len + 1, 2), np.int64)
-    if not total:
-        return index
-    # A sample's position is the number of documents that end at or before its first token, those without tokens too.
-    # Counting them in one pass is faster than a search for each sample.
-    first_sample_after = (ends + (seq_len - 1)) // seq_len
-    positions = index[:, 0]
-    np.cumsum(np.bincount(first_sample_after, minlength=len(index))[: len(index)], out=positions)
-    starts = ends[positions] - sizes[positions]
-    np.subtract(np.arange(len(index)) * seq_len, starts, out=index[:, 1])
+    total = int(np.sum(sizes, dtype=np.int64))
+    cutter = SampleCutter(total, seq_len)
+    index = np.zeros((cutter.rows, 2), np.int64)
+    done = 0
+    for begin in range(0, len(sizes), PIECE):
+        for rows in cutter.cut(sizes[begin : begin + PIECE]):
+            index[done : done + len(rows)] = rows
+            done += len(rows)
     return index
+
+
+class SampleCutter:
+    """Cuts documents into samples as they come, see `build_sample_index`.
+
+    Args:
+        tokens: of all documents together.
+        seq_len: tokens that a sample predicts.
+    """
+
+    def __init__(self, tokens: int, seq_len: int) -> None:
+        self.rows = max(tokens - 1, 0) // seq_len + 1
+        """Of the whole index."""
+        self._seq_len = seq_len
+        self._documents = self._tokens = self._row = 0
+
+    def cut(self, sizes: npt.NDArray[np.integer[Any]]) -> Iterator[IntArray]:
+        """Yields int64 [n, 2], the rows whose first tokens are in the documents that come next."""
+        ends = np.cumsum(sizes, dtype=np.int64) + self._tokens
+        end_token = int(ends[-1]) if ends.size else self._tokens
+        end_row = min(-(-end_token // self._seq_len), self.rows)
+        # A sample's position is the number of documents that end at or before its first token, those without tokens
+        # too. Counting them in one pass is faster than a search for each sample.
+        first_row_after = (ends + (self._seq_len - 1)) // self._seq_len
+        for begin in range(self._row, end_row, ROWS):
+            end = min(begin + ROWS, end_row)
+            before, inside = np.searchsorted(first_row_after, (begin, end)).tolist()
+            rows = np.empty((end - begin, 2), np.int64)
+            ended = np.bincount(first_row_after[before:inside] - begin, minlength=end - begin)
+            positions = before + np.cumsum(ended)
+            starts = ends[positions] - sizes[positions]
+            rows[:, 0] = positions + self._documents
+            np.subtract(np.arange(begin, end) * self._seq_len, starts, out=rows[:, 1])
+            yield rows
+        self._row = max(end_row, self._row)
+        self._documents += len(sizes)
+        self._tokens = end_token
 
 
 @dataclass(frozen=True)
@@ -82,6 +130,29 @@ class EpochMapKey:
             shuffle=permutation(random, len(sample_index) - 1),
         )
 
+    def size_bytes(self, dataset: IndexedDataset) -> int:
+        """Returns the bytes of the map's arrays."""
+        documents, samples = _counts(dataset, self)
+        return sum(order_dtype(count).itemsize * count for count in (documents, samples)) + 16 * (samples + 1)
+
+    def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
+        """Writes what `build` computes, in bounded memory."""
+        random = np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))
+        documents, samples = _counts(dataset, self)
+        cutter = SampleCutter(_tokens(dataset, self), self.seq_len)
+        with (
+            writer.pieces("document_order", order_dtype(documents), (documents,)) as append_documents,
+            writer.pieces("sample_index", "<i8", (cutter.rows, 2)) as append_rows,
+        ):
+            for piece in random_order(random, documents, writer.threads, dataset, self.first_document):
+                assert piece.sizes is not None
+                append_documents(piece.items + self.first_document)
+                for rows in cutter.cut(piece.sizes):
+                    append_rows(rows)
+        with writer.pieces("shuffle", order_dtype(samples), (samples,)) as append_samples:
+            for piece in random_order(random, samples, writer.threads):
+                append_samples(piece.items)
+
 
 class MapKey(Protocol):
     """All that determines a map, which it can build."""
@@ -99,7 +170,13 @@ class MapKey(Protocol):
         """Returns a file name that differs wherever the map may."""
 
     def build(self, dataset: IndexedDataset) -> EpochMap:
-        """Computes the map."""
+        """Computes the map in memory."""
+
+    def size_bytes(self, dataset: IndexedDataset) -> int:
+        """Returns the bytes of the map's arrays."""
+
+    def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
+        """Writes what `build` computes, in bounded memory."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +195,21 @@ class EpochMap:
 
 
 def permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[Any]]:
-    """Returns a random order of 0..count-1, by sorting random keys.
+    """Returns a random order of 0..count-1, by sorting random keys; `random_order` gives the same in less memory.
 
     NumPy promises the raw stream of a bit generator for ever, but lets Generator.permutation change between versions:
     an update must not change the order of a run's data.
     """
-    keys = random.random_raw(count)
-    order = np.argsort(keys, kind="stable")
-    return order.astype(np.int32) if count < 2**31 else order
+    return np.argsort(random.random_raw(count), kind="stable").astype(order_dtype(count))
+
+
+def _tokens(dataset: IndexedDataset, key: MapKey) -> int:
+    return dataset.stream(range(key.first_document, key.end_document)).size
+
+
+def _counts(dataset: IndexedDataset, key: MapKey) -> tuple[int, int]:
+    """Documents and samples of one pass."""
+    return key.end_document - key.first_document, max(_tokens(dataset, key) - 1, 0) // key.seq_len
 
 
 class EpochMapCache:
@@ -137,25 +221,59 @@ class EpochMapCache:
     """
 
     def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
+        self._prefix = prefix
         self._arrays = ArrayCache(prefix, cache_dir)
 
     def get(self, dataset: IndexedDataset, key: MapKey) -> EpochMap:
         """Returns the map of one epoch, from the cache or built and cached.
 
         Raises:
-            ConfigError: data.cache_dir was given and cannot be written.
+            ConfigError: no folder takes it, and it is too large for the memory of every rank; or data.cache_dir was
+                given and cannot be written.
         """
-        documents = range(key.first_document, key.end_document)
-        samples = dataset.stream(documents).size // key.seq_len
-        if len(documents) + samples < SMALL_MAP_ENTRIES:
+        if sum(_counts(dataset, key)) < SMALL_MAP_ENTRIES:
             return key.build(dataset)
-        build = functools.cache(lambda: key.build(dataset))
+        size = key.size_bytes(dataset)
 
         def write(open_array: OpenArray) -> None:
-            for name, array in vars(build()).items():
-                with open_array(name) as file:
-                    np.save(file, array)
+            with ByteProgress(f"index map of {self._prefix}", size) as progress:
+                key.write(dataset, MapWriter(open_array, available_cores(), progress.update))
 
-        names = [field.name for field in fields(EpochMap)]
-        found = self._arrays.get(CachedArrays(key.name(), asdict(cast(Any, key)), names, "index map"), write)
-        return EpochMap(**found) if found is not None else build()
+        found = self._arrays.get(_cached(key, size), write)
+        return EpochMap(**found) if found is not None else key.build(dataset)
+
+    def build_ahead(self, dataset: IndexedDataset, key: MapKey, stop: threading.Event) -> None:
+        """Builds a map that nobody waits for, in one thread of low priority, unless another process does or it exists.
+
+        Args:
+            dataset: whose.
+            key: which.
+            stop: ends the build when it is set.
+
+        Raises:
+            ConfigError: data.cache_dir was given and cannot be written.
+        """
+        if sum(_counts(dataset, key)) < SMALL_MAP_ENTRIES:
+            return
+
+        def report(_: int) -> None:
+            if stop.is_set():
+                raise BuildStopped
+
+        with suppress(BuildStopped):
+            self._arrays.build_ahead(
+                _cached(key, key.size_bytes(dataset)),
+                lambda open_array: key.write(dataset, MapWriter(open_array, 1, report)),
+            )
+
+
+def yield_to_others() -> None:
+    """Lowers the priority of this thread, and of those that it starts, for good."""
+    # Only Linux gives each thread a priority of its own.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+
+
+def _cached(key: MapKey, size_bytes: int) -> CachedArrays:
+    names = [field.name for field in fields(EpochMap)]
+    return CachedArrays(key.name(), asdict(cast(Any, key)), names, "index map", size_bytes)

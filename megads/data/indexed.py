@@ -25,6 +25,7 @@ from megads.data.indexed_check import check_document_index, check_offsets
 from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, unpack_header
 from megads.data.verified_once import computed_once
 from megads.errors import DataError
+from megads.ops.sorted_keys import DocumentOffsets
 from megads.runtime.files import sync, sync_directory, temporary_path
 
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
@@ -83,6 +84,7 @@ class IndexedDataset:
         self._written = {path: _written(path) for path in (index, tokens)}
         self.dtype, self.num_sequences, num_entries = read_header(index)
         self.num_documents = num_entries - 1
+        self._token_bytes = self.dtype.itemsize
         raw = _map_bytes(index)
         self.sequence_sizes = np.frombuffer(raw, "<i4", self.num_sequences, HEADER.size)
         self._offsets = np.frombuffer(raw, "<i8", self.num_sequences, HEADER.size + 4 * self.num_sequences)
@@ -138,10 +140,8 @@ class IndexedDataset:
 
     def document_start(self, document: int) -> int:
         """Returns the position of a document's first token in `.bin`; that of `num_documents` is the end."""
-        sequence = int(self.document_index[document])
-        if sequence == self.num_sequences:
-            return self.num_tokens
-        return int(self._offsets[sequence]) // self.dtype.itemsize
+        sequence = self.document_index.item(document)
+        return self._offsets.item(sequence) // self._token_bytes if sequence < self.num_sequences else self.num_tokens
 
     def document_bounds(self, documents: IntArray) -> tuple[IntArray, IntArray]:
         """Returns, int64 [n] each, the positions in `.bin` of the first tokens of n documents and of their ends."""
@@ -157,6 +157,16 @@ class IndexedDataset:
         """Returns int64 [n], positions in `.bin` of the first tokens of n sequences; `num_sequences` gives the end."""
         starts = self._offsets[np.minimum(sequences, self.num_sequences - 1)] // self.dtype.itemsize
         return np.where(sequences < self.num_sequences, starts, self.num_tokens)
+
+    def addresses(self, first: int) -> DocumentOffsets:
+        """Returns where compiled code finds the starts of documents, `first` counting as 0; valid as long as this."""
+        return DocumentOffsets(
+            self.document_index[first:].ctypes.data,
+            self._offsets.ctypes.data,
+            self.num_sequences,
+            self.num_tokens,
+            self.dtype.itemsize,
+        )
 
     def document_of(self, position: int) -> int:
         """Returns the number of the document that holds the token at `position` in `.bin`."""
@@ -187,14 +197,20 @@ class IndexedDataset:
                 )
 
     def require_unwritten(self) -> None:
-        """Raises DataError where something has written to a file since it was opened.
+        """Raises DataError where something has written to a file since it was opened, or it is no longer whole.
 
         A file of another inode is no matter: what is mapped is the one that was opened. Nor is one that still holds the
         same: files on scratch disks are touched, lest they be purged.
         """
         for path, before in self._written.items():
             now = _written(path)
-            if before is not None and now is not None and now[0] == before[0] and now[1] != before[1]:
+            if before is None or now is None or now[0] != before[0]:
+                self.require_whole()
+                continue
+            # One look at a file tells both, unless its name stands for another one now.
+            if now[2] < len(self._maps[path]):
+                self.require_whole()
+            if now[1] != before[1]:
                 if self._holds_the_same is not None and self._holds_the_same(path):
                     self._written[path] = now
                     logging.getLogger(__name__).warning("%s was written to or touched, and holds the same", path)
@@ -222,13 +238,13 @@ class IndexedDataset:
         return str(end)
 
 
-def _written(path: Path) -> tuple[int, int] | None:
-    """Inode and time of the last write, in ns; None where there is no such file any more."""
+def _written(path: Path) -> tuple[int, int, int] | None:
+    """Inode, time of the last write in ns, and size; None where there is no such file any more."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _map_bytes(path: Path) -> mmap.mmap:

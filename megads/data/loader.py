@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,15 @@ import numpy as np
 from megads.batch import MicroBatch
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.batches import PLAIN, Packing, assemble
+from megads.data.index_maps import yield_to_others
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.sampler import batch_hash, micro_batch_ids
 
 POLL_S = 0.1
+LOOK_AHEAD_S = 10.0
+"""How often it is asked whether an index map will be needed soon."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class StepBatch:
 
 
 class TrainLoader:
-    """Iterates over steps for ever; one daemon thread reads ahead.
+    """Iterates over steps for ever; one daemon thread reads ahead, another builds the index maps of the next epoch.
 
     An exception in the thread reaches the consumer as it is, at the step that it spoilt.
 
@@ -52,6 +58,7 @@ class TrainLoader:
         needs_tokens: False on pipeline stages that are neither first nor last: they get the info only.
         prefetch_steps: steps that wait in the queue.
         packing: what every stage is told of document borders.
+        end_sample: what is read from it on is read ahead only; None where that is not known.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class TrainLoader:
         needs_tokens: bool = True,
         prefetch_steps: int = 2,
         packing: Packing = PLAIN,
+        end_sample: int | None = None,
     ) -> None:
         self._source = source
         self._schedule = schedule
@@ -76,8 +84,13 @@ class TrainLoader:
         self._packing = packing
         self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=prefetch_steps)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._produce, args=(start_sample,), name="train-loader", daemon=True)
-        self._thread.start()
+        self._read_samples, self._end_sample = start_sample, end_sample
+        self._threads = [
+            threading.Thread(target=self._produce, args=(start_sample,), name="train-loader", daemon=True),
+            threading.Thread(target=self._build_ahead, name="index-maps", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def __iter__(self) -> Iterator[StepBatch]:
         return self
@@ -95,9 +108,10 @@ class TrainLoader:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread; the iterator is exhausted from then on."""
+        """Ends the threads; the iterator is exhausted from then on."""
         self._closed.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> TrainLoader:
         return self
@@ -113,9 +127,19 @@ class TrainLoader:
                 batch = self._load(first_sample)
                 self._put(batch)
                 first_sample += batch.samples
+                self._read_samples = first_sample
         except BaseException as error:
             # Whatever it is, the consumer must not wait for a thread that is gone.
             self._put(error)
+
+    def _build_ahead(self) -> None:
+        """Builds maps before they are needed; what goes wrong is told, and told again when one is needed."""
+        yield_to_others()
+        while not self._closed.wait(LOOK_AHEAD_S):
+            try:
+                self._source.build_next_maps(self._read_samples, self._end_sample, self._closed)
+            except Exception as error:
+                log.warning("the next index map could not be built ahead of time: %s", error)
 
     def _put(self, item: StepBatch | BaseException) -> None:
         while not self._closed.is_set():

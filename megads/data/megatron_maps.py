@@ -10,15 +10,17 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.index_maps import FORMAT_VERSION, EpochMap, build_sample_index
+from megads.data.index_maps import FORMAT_VERSION, EpochMap, SampleCutter, build_sample_index
 from megads.data.indexed import IndexedDataset
+from megads.data.map_writer import MapWriter
+from megads.data.random_order import PIECE
 from megads.data.samples import TrainSamples
 
 SURPLUS = 1.005
@@ -50,16 +52,84 @@ class MegatronMapKey:
         return f"{hashlib.sha256(content.encode()).hexdigest()[:16]}-megatron"
 
     def build(self, dataset: IndexedDataset) -> EpochMap:
-        """Computes the map; it holds at least the samples wanted."""
-        documents = range(self.first_document, self.end_document)
-        sizes = dataset.document_sizes(documents)
-        epochs, apart_from = epochs_for(int(sizes.sum()), self.seq_len, self.samples, self.theta)
+        """Computes the map in memory; it holds at least the samples wanted."""
+        plan = self._plan(dataset)
         random = np.random.RandomState(self.seed)
-        order = _document_order(np.arange(len(documents), dtype=np.int32), epochs, apart_from is not None, random)
-        sample_index = build_sample_index(sizes[order], self.seq_len)
-        total = len(sample_index) - 1
-        parts = (0, total) if apart_from is None else (0, apart_from, total)
-        return EpochMap(order + np.int32(self.first_document), sample_index, _shuffle(parts, random))
+        order, shuffle = np.empty(plan.documents, np.int32), np.empty(plan.samples, plan.shuffle_dtype)
+        self._fill_order(order, plan, random)
+        starts, ends = dataset.document_bounds(order.astype(np.int64))
+        sample_index = build_sample_index(ends - starts, self.seq_len)
+        _fill_shuffle(shuffle, plan, random)
+        return EpochMap(order, sample_index, shuffle)
+
+    def size_bytes(self, dataset: IndexedDataset) -> int:
+        """Returns the bytes of the map's arrays."""
+        plan = self._plan(dataset)
+        return 4 * plan.documents + 16 * (plan.samples + 1) + plan.shuffle_dtype.itemsize * plan.samples
+
+    def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
+        """Writes what `build` computes, shuffling in mapped files: each swap depends on all before it."""
+        plan = self._plan(dataset)
+        random = np.random.RandomState(self.seed)
+        cutter = SampleCutter(plan.tokens, self.seq_len)
+        with writer.mapped("document_order", np.int32, plan.documents) as order:
+            self._fill_order(order, plan, random)
+            with writer.pieces("sample_index", "<i8", (cutter.rows, 2)) as append_rows:
+                for begin in range(0, order.size, PIECE):
+                    starts, ends = dataset.document_bounds(order[begin : begin + PIECE].astype(np.int64))
+                    for rows in cutter.cut(ends - starts):
+                        append_rows(rows)
+        with writer.mapped("shuffle", plan.shuffle_dtype, plan.samples) as shuffle:
+            _fill_shuffle(shuffle, plan, random)
+
+    def _plan(self, dataset: IndexedDataset) -> _Plan:
+        documents = range(self.first_document, self.end_document)
+        tokens = dataset.stream(documents).size
+        epochs, apart_from = epochs_for(tokens, self.seq_len, self.samples, self.theta)
+        return _Plan(epochs * len(documents), epochs * tokens, (epochs * tokens - 1) // self.seq_len, apart_from)
+
+    def _fill_order(self, order: npt.NDArray[np.int32], plan: _Plan, random: np.random.RandomState) -> None:
+        count = self.end_document - self.first_document
+        for begin in range(0, order.size, count):
+            _count_up(order[begin : begin + count], self.first_document)
+        last = order.size - count if plan.apart_from is not None else 0
+        for part in (order[:last], order[last:]) if last else (order,):
+            random.shuffle(part)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a map holds.
+
+    Attributes:
+        documents: of all epochs.
+        tokens: of all epochs.
+        samples: of all epochs.
+        apart_from: first sample of the last epoch where that is shuffled apart, else None.
+    """
+
+    documents: int
+    tokens: int
+    samples: int
+    apart_from: int | None
+
+    @property
+    def shuffle_dtype(self) -> np.dtype[Any]:
+        # Megatron's limit. The dtype does not change the order, but half the memory counts.
+        return np.dtype(np.uint32 if self.samples < np.iinfo(np.uint32).max - 1 else np.int64)
+
+
+def _fill_shuffle(shuffle: npt.NDArray[Any], plan: _Plan, random: np.random.RandomState) -> None:
+    _count_up(shuffle, 0)
+    borders = (0, plan.samples) if plan.apart_from is None else (0, plan.apart_from, plan.samples)
+    for begin, end in itertools.pairwise(borders):
+        random.shuffle(shuffle[begin:end])
+
+
+def _count_up(numbers: npt.NDArray[Any], first: int) -> None:
+    for begin in range(0, numbers.size, PIECE):
+        end = min(begin + PIECE, numbers.size)
+        numbers[begin:end] = np.arange(first + begin, first + end)
 
 
 def epochs_for(tokens: int, seq_len: int, samples: int, theta: float) -> tuple[int, int | None]:
@@ -81,24 +151,6 @@ def epochs_for(tokens: int, seq_len: int, samples: int, theta: float) -> tuple[i
     before_last = ((epochs - 1) * tokens - 1) // seq_len
     apart = samples - before_last < int(theta * ((tokens - 1) // seq_len))
     return epochs, before_last if apart else None
-
-
-def _document_order(
-    documents: npt.NDArray[np.int32], epochs: int, last_apart: bool, random: np.random.RandomState
-) -> npt.NDArray[np.int32]:
-    parts = [np.tile(documents, epochs - 1), documents.copy()] if last_apart else [np.tile(documents, epochs)]
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
-
-
-def _shuffle(borders: Sequence[int], random: np.random.RandomState) -> npt.NDArray[np.integer[Any]]:
-    # Megatron's limit. The dtype does not change the order, but half the memory counts.
-    dtype: type[np.integer[Any]] = np.uint32 if borders[-1] < np.iinfo(np.uint32).max - 1 else np.int64
-    parts = [np.arange(begin, end, dtype=dtype) for begin, end in itertools.pairwise(borders)]
-    for part in parts:
-        random.shuffle(part)
-    return np.concatenate(parts)
 
 
 class MegatronSamples(TrainSamples):
@@ -134,6 +186,9 @@ class MegatronSamples(TrainSamples):
         tokens = dataset.stream(documents).size
         epochs, _ = epochs_for(tokens, seq_len, max(samples, 1), theta)
         self.samples_per_map = (epochs * tokens - 1) // seq_len
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`; there is one map, of all epochs."""
 
     def _map_key(self, turn: int) -> MegatronMapKey:
         return self._wanted

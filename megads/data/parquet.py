@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from megads.data.long_text import LONG_BYTES, LongText, Text, utf8_stretches
 from megads.data.record_text import Fields, NotText, filled
 from megads.errors import ConfigError, DataError
 
@@ -17,7 +22,7 @@ _ROWS, _BATCH_BYTES = 256, 1 << 24
 _READ_BYTES = 1 << 20
 
 
-def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[str, ...] | NotText]]:
+def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
     """Reads columns of text in constant memory, however large the row groups are.
 
     Args:
@@ -46,9 +51,9 @@ def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[str
             for batch in file.iter_batches(
                 _rows_of_batch(file.metadata, columns), columns=list(columns), use_threads=False
             ):
-                for values in zip(*(batch.column(column) for column in columns), strict=True):
+                for texts in zip(*(_texts(batch.column(column)) for column in columns), strict=True):
                     done += 1
-                    yield done / rows, _texts(columns, values)
+                    yield done / rows, _record(columns, texts)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: reading parquet failed: {str(error).splitlines()[0]}; the file is truncated, damaged or no "
@@ -86,11 +91,29 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> No
         )
 
 
-def _texts(columns: Fields, values: tuple[pa.Scalar, ...]) -> tuple[str, ...] | NotText:
+def _record(columns: Fields, texts: tuple[Text | NotText, ...]) -> tuple[Text, ...] | NotText:
+    fault = next((text for text in texts if isinstance(text, NotText)), None)
+    return fault or filled(columns, tuple(text for text in texts if not isinstance(text, NotText)))
+
+
+def _texts(column: pa.Array) -> Iterator[Text | NotText]:
+    """Yields the texts of a column out of its own memory: Arrow's scalars are copies."""
+    import pyarrow as pa
+
+    column = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+    column = column.cast(pa.large_binary())
+    _, ends, content = column.buffers()
+    bounds = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1].tolist()
+    everything = memoryview(content or b"")
+    for valid, (begin, end) in zip(column.is_valid().to_pylist(), itertools.pairwise(bounds), strict=True):
+        yield _text(everything[begin:end]) if valid else NotText("null")
+
+
+def _text(content: memoryview) -> Text | NotText:
+    if len(content) > LONG_BYTES:
+        long = LongText(functools.partial(utf8_stretches, content))
+        return long if long.is_valid() else NotText("not UTF-8")
     try:
-        texts = [value.as_py() for value in values]
+        return str(content, "utf-8")
     except UnicodeDecodeError:
         return NotText("not UTF-8")
-    if None in texts:
-        return NotText("null")
-    return filled(columns, tuple(map(str, texts)))

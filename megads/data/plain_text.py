@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from megads.data import text_cuts
@@ -40,19 +40,34 @@ def text_pieces(file: BinaryIO, last_cut: LastCut | None = None) -> Iterator[str
     Yields:
         Pieces that joined give the text; none for an empty one.
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    yield from cut_pieces(_decoded(file), last_cut)
+
+
+def cut_pieces(stretches: Iterable[str], last_cut: LastCut | None = None) -> Iterator[str]:
+    """Yields a text in pieces, see `text_pieces`.
+
+    Args:
+        stretches: the text, in parts of about PIECE_CHARACTERS or less that may end anywhere.
+        last_cut: see there.
+    """
     text, searched = "", 0
-    while block := file.read(_BLOCK_BYTES):
-        text += decoder.decode(block)
+    for stretch in stretches:
+        text += stretch
         if len(text) - searched > text_cuts.PIECE_CHARACTERS:
             cut = (last_cut or _between_words)(text, searched, len(text))
             if cut is not None:
                 yield text[:cut]
                 text = text[cut:]
             searched = len(text)
-    text += decoder.decode(b"", final=True)
     if text:
         yield text
+
+
+def _decoded(file: BinaryIO) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    while block := file.read(_BLOCK_BYTES):
+        yield decoder.decode(block)
+    yield decoder.decode(b"", final=True)
 
 
 def _between_words(text: str, begin: int, end: int) -> int:

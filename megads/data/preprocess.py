@@ -23,7 +23,7 @@ from megads.data.carried_tokenizer import carried_path, write_carried
 from megads.data.config import Engine, PreprocessConfig, TextSpecialTokens
 from megads.data.content_digest import file_state, require_unchanged
 from megads.data.engine import choose_engine
-from megads.data.engine_sample import sample_texts
+from megads.data.engine_sample import first_texts, texts_of_places
 from megads.data.indexed import bin_path, idx_path, token_dtype
 from megads.data.indexed_append import IndexedDatasetAppender
 from megads.data.progress import ByteProgress
@@ -164,11 +164,13 @@ class Tokenizing:
         """
         states = {path: file_state(path) for path in source.files} if source else {}
         last_cut = TextCutter(self._tokenizer).last_cut
+        # Before the first block is read, whose reader keeps what it has decoded of a long row.
+        sample = texts_of_places(source, fields) if source and engine is not Engine.hf else []
         blocks = blocks_of(source, block_bytes_of(source), last_cut) if source else stdin_blocks()
         first = list(islice(blocks, 2))
-        chosen = choose_engine(
-            engine, self._tokenizer_file, self._tokenizer, sample_texts(source, first, fields), self._engine_key
-        )
+        if engine is not Engine.hf:
+            sample += first_texts(first, fields)
+        chosen = choose_engine(engine, self._tokenizer_file, self._tokenizer, sample, self._engine_key)
         self.engine = chosen.value
         settings = TokenizeSettings(
             os.path.realpath(self._tokenizer_file),
@@ -209,7 +211,8 @@ class Tokenizing:
                 done_bytes += one.input_bytes
                 progress.update(done_bytes, f"{tokens:,} tokens")
         if restarted:
-            self.engine = f"fast, {restarted} of {shards} parts by hf after ids that differ"
+            made = "by hf" if self.engine == Engine.fast.value else "without its cache of words,"
+            self.engine = f"{self.engine}, {restarted} of {shards} parts {made} after ids that differ"
         return shards
 
     def _join(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
+from megads.data.long_text import LONG_BYTES, Text, long_strings_apart
+
+T = TypeVar("T", str, Text)
 UTF8_MARK = b"\xef\xbb\xbf"
 
 
@@ -29,7 +33,7 @@ Fields = tuple[str, ...]
 """Names of a record's fields that make a document: the text, or what is given and what is learnt by turns."""
 
 
-def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
+def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotText]:
     """Yields the texts of one line of JSON, or why it has none; nothing for a blank line.
 
     Files that are joined by `cat` keep their byte order marks, which then stand at the start of some line, or between
@@ -39,9 +43,27 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotTex
         line: the line, its newline included or not.
         fields: those of the object that hold the texts. The last one must not be empty.
     """
+    yield from _long_turns(line, fields) or _turns(line, fields)
+
+
+def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
     for record in _records_between_marks(line) if UTF8_MARK in line else (line,):
         if record.strip():
             yield _record_turns(record, fields)
+
+
+def _long_turns(line: bytes, fields: Fields) -> list[tuple[Text, ...]]:
+    """Texts of a line with long ones; none where it has no long ones, or has a fault: that is described by its place
+    in the line, which is read whole for it."""
+    short, long = long_strings_apart(line) if len(line) > LONG_BYTES else (line, {})
+    if not long or not all(text.is_valid() for text in long.values()):
+        return []
+    found: list[tuple[Text, ...]] = []
+    for turns in _turns(short, fields):
+        if isinstance(turns, NotText):
+            return []
+        found.append(tuple(long.get(text, text) for text in turns))
+    return found
 
 
 def _records_between_marks(line: bytes) -> Iterator[bytes]:
@@ -84,7 +106,7 @@ def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
     return filled(fields, tuple(record[field] for field in fields))
 
 
-def filled(fields: Fields, texts: tuple[str, ...]) -> tuple[str, ...] | NotText:
+def filled(fields: Fields, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
     """Returns the texts unless there is nothing to learn; a prompt may be empty."""
     if texts[-1]:
         return texts

@@ -5,9 +5,10 @@ Shape suffixes: b = samples, s = sequence length, t = s + 1 tokens of a sample, 
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,9 @@ import numpy.typing as npt
 
 from megads.data.index_maps import EpochMap
 from megads.data.indexed import Array, IndexedDataset, IntArray
+
+FEW_RUNS = 16
+"""So many are not sorted before they are read."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,18 @@ class TrainSource(SampleSource, Protocol):
 
     def build_maps(self, samples: int) -> int:
         """Builds and caches the index maps that the first samples need; returns how many there are."""
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """Builds the maps that are needed soon, in this thread, where nobody else does and nobody has.
+
+        Args:
+            samples: numbers below it have been read.
+            end: numbers from it on will not be; None where that is not known.
+            stop: ends the build when it is set.
+
+        Raises:
+            ConfigError: data.cache_dir was given and cannot be written.
+        """
 
 
 class ValidationSource(SampleSource, Protocol):
@@ -159,14 +175,24 @@ def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArr
         numbers: int64 [b], its number there.
     """
     found = []
-    for part in np.unique(which):
-        rows = np.flatnonzero(which == part)
+    for part, rows in rows_by_part(which):
         for runs in parts[part].runs(numbers[rows]):
             counted = runs.counted
             if counted is not None:
                 counted = np.column_stack((rows[counted[:, 0]], counted[:, 1:]))
-            found.append(replace(runs, rows=rows[runs.rows], counted=counted))
+            in_batch = rows[runs.rows]
+            found.append(Runs(runs.dataset, runs.documents, runs.starts, runs.lengths, in_batch, runs.places, counted))
     return found
+
+
+def rows_by_part(which: IntArray) -> Iterator[tuple[int, IntArray]]:
+    """Yields each part that occurs, in order, and the rows in which it does."""
+    order = np.argsort(which, kind="stable")
+    parts = which[order]
+    borders = np.flatnonzero(parts[1:] != parts[:-1]) + 1
+    begins = [0, *borders.tolist()] if parts.size else []
+    for begin, end, part in zip(begins, [*begins[1:], parts.size], parts[begins].tolist(), strict=True):
+        yield part, order[begin:end]
 
 
 def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
@@ -181,9 +207,10 @@ def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
     """
     flat, width = out_bt.reshape(-1), out_bt.shape[1]
     for part in runs:
-        order = np.argsort(part.starts)
-        starts, lengths = part.starts[order], part.lengths[order]
-        targets = part.rows[order] * width + part.places[order]
+        starts, lengths, targets = part.starts, part.lengths, part.rows * width + part.places
+        if starts.size > FEW_RUNS:
+            order = np.argsort(starts)
+            starts, lengths, targets = starts[order], lengths[order], targets[order]
         tokens = part.dataset.all_tokens
         bounds = zip(
             starts.tolist(), (starts + lengths).tolist(), targets.tolist(), (targets + lengths).tolist(), strict=True

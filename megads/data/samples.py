@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +16,10 @@ from megads.data.runs import Runs, ValidationSource, runs_of_samples, runs_of_wi
 from megads.errors import DataError
 
 KEPT_EPOCHS = 16
+FEW_SAMPLES, FEW_DOCUMENTS = 8, 16
+"""Up to so many, of so many documents each, are found faster one by one than by operations on arrays."""
+BUILT_AHEAD = 1 / 16
+"""The next epoch's map is built in so much of an epoch at its end."""
 
 
 class TrainSamples:
@@ -41,6 +46,7 @@ class TrainSamples:
         self._fingerprint = dataset.fingerprint()
         self._cache = EpochMapCache(dataset.prefix, cache_dir)
         self._maps: OrderedDict[int, EpochMap] = OrderedDict()
+        self._built_ahead: set[int] = set()
         tokens = dataset.stream(documents).size
         self.samples_per_epoch = max(tokens - 1, 0) // seq_len
         """Samples in one pass over the documents."""
@@ -55,6 +61,8 @@ class TrainSamples:
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
         """Returns int64 [n, 2], (epoch, row of that epoch's sample index) of each of n sample numbers."""
+        if samples.size <= FEW_SAMPLES:
+            return np.array([self._row(sample) for sample in samples.tolist()], np.int64).reshape(-1, 2)
         epochs, positions = np.divmod(samples, self.samples_per_map)
         rows = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -69,14 +77,58 @@ class TrainSamples:
             self._epoch_map(epoch)
         return maps
 
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`; the next epoch's, in the last part of an epoch."""
+        epoch, place = divmod(samples, self.samples_per_map)
+        first = (epoch + 1) * self.samples_per_map
+        due = place >= self.samples_per_map * (1 - BUILT_AHEAD) and (end is None or first < end)
+        if due and epoch + 1 not in self._built_ahead:
+            # Whatever comes of it: it is built, or fails for all to see, when it is needed.
+            self._built_ahead.add(epoch + 1)
+            self._cache.build_ahead(self.dataset, self._map_key(epoch + 1), stop)
+
     def runs(self, samples: IntArray) -> list[Runs]:
-        """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
+        """Where the tokens of samples are, see `SampleSource`; one item an epoch, or one for few samples."""
+        if samples.size <= FEW_SAMPLES:
+            found = self._runs_of_few(samples.tolist())
+            if found is not None:
+                return [found]
         epochs, rows = self.dataset_samples(samples).T
-        found = []
+        by_epoch = []
         for epoch in np.unique(epochs):
             batch_rows = np.flatnonzero(epochs == epoch)
-            found.append(runs_of_samples(self.dataset, self._epoch_map(int(epoch)), rows[batch_rows], batch_rows))
-        return found
+            by_epoch.append(runs_of_samples(self.dataset, self._epoch_map(int(epoch)), rows[batch_rows], batch_rows))
+        return by_epoch
+
+    def _row(self, sample: int) -> tuple[int, int]:
+        epoch, position = divmod(sample, self.samples_per_map)
+        return epoch, int(self._epoch_map(epoch).shuffle.item(position))
+
+    def _runs_of_few(self, samples: Sequence[int]) -> Runs | None:
+        """Runs of a few samples of few documents, without NumPy, whose calls would take most of the time; else None."""
+        start_of = self.dataset.document_start
+        # document, start, length, row, place
+        found: list[tuple[int, int, int, int, int]] = []
+        for row, sample in enumerate(samples):
+            epoch, index_row = self._row(sample)
+            epoch_map = self._epoch_map(epoch)
+            index, order = epoch_map.sample_index, epoch_map.document_order
+            first, offset = index.item(index_row, 0), index.item(index_row, 1)
+            last, last_offset = index.item(index_row + 1, 0), index.item(index_row + 1, 1)
+            if last - first >= FEW_DOCUMENTS:
+                return None
+            place = 0
+            for position in range(first, last + 1):
+                document = order.item(position)
+                start = start_of(document)
+                # A sample's last token is the first one of the next sample.
+                end = start + last_offset + 1 if position == last else start_of(document + 1)
+                start += offset
+                offset = 0
+                if end > start:
+                    found.append((document, start, end - start, row, place))
+                    place += end - start
+        return Runs(self.dataset, *np.array(found, np.int64).T)
 
     def _epoch_map(self, epoch: int) -> EpochMap:
         found = self._maps.get(epoch)

@@ -50,7 +50,7 @@ class ShardHeader:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DatasetShard:
     """A shard file, opened.
 
     Attributes:
@@ -112,7 +112,7 @@ def write_shard(path: Path, header: ShardHeader, sizes: npt.NDArray[np.int32], t
         ) from error
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> DatasetShard:
     """Reads a shard's header and lengths.
 
     Raises:
@@ -128,10 +128,10 @@ def open_shard(path: Path) -> Shard:
         except TypeError as error:
             raise ValueError(str(error)) from error
         sizes = np.frombuffer(file.read(4 * header.sequences), "<i4")
-        return Shard(path, header, sizes, file.tell())
+        return DatasetShard(path, header, sizes, file.tell())
 
 
-def kept_shard(path: Path, identity: str) -> Shard | None:
+def kept_shard(path: Path, identity: str) -> DatasetShard | None:
     """Returns the shard of an earlier start if it is what would be made now, to the last bit; else None."""
     try:
         shard = open_shard(path)

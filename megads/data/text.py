@@ -17,8 +17,9 @@ from typing import NamedTuple
 from zstandard import ZstdError
 
 from megads.data.config import ReaderConfig
+from megads.data.long_text import Text
 from megads.data.parquet import parquet_rows
-from megads.data.plain_text import LastCut, text_pieces, utf8_fault
+from megads.data.plain_text import LastCut, cut_pieces, text_pieces, utf8_fault
 from megads.data.record_text import Fields, NotText, filled, json_turns
 from megads.data.text_files import (
     PARQUET_ENDINGS,
@@ -57,13 +58,29 @@ class RejectedLine(NamedTuple):
         return f"{self.source}:{self.line}: {self.why}"
 
 
-def rows_of(texts: tuple[str, ...] | NotText, source: str, line: int) -> Iterator[Document | RejectedLine]:
-    """Yields the sequences of one record, or that it has none."""
+def rows_of(
+    texts: tuple[Text, ...] | NotText, source: str, line: int, last_cut: LastCut | None = None
+) -> Iterator[Document | RejectedLine]:
+    """Yields the sequences of one record, or that it has none; long ones in pieces, see `text_pieces`."""
     if isinstance(texts, NotText):
         yield RejectedLine(source, line, texts)
-    else:
-        yield from (Document(text, source, line, turn=True) for text in texts[:-1])
-        yield Document(texts[-1], source, line)
+        return
+    for number, text in enumerate(texts, start=1):
+        turn = number < len(texts)
+        if isinstance(text, str):
+            yield Document(text, source, line, turn=turn)
+        else:
+            yield from _pieces(cut_pieces(text.stretches(), last_cut), source, line, turn)
+
+
+def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) -> Iterator[Document]:
+    piece = ""
+    for following in texts:
+        if piece:
+            yield Document(piece, source, line, continues=True, turn=turn)
+        piece = following
+    if piece:
+        yield Document(piece, source, line, turn=turn)
 
 
 @dataclass
@@ -165,7 +182,7 @@ class DocumentReader:
 
         Args:
             path: the file.
-            last_cut: where plain text may be cut, see `text_pieces`.
+            last_cut: where long texts may be cut, see `text_pieces`.
 
         Raises:
             DataError: the file cannot be read.
@@ -175,26 +192,28 @@ class DocumentReader:
             if self.custom is not None:
                 yield from self._custom(self.custom, path)
             elif kind(path) in PARQUET_ENDINGS:
-                yield from self._parquet(path, finished_bytes)
+                yield from self._parquet(path, finished_bytes, last_cut)
             elif kind(path) in TEXT_ENDINGS:
                 yield from self._plain_text(path, finished_bytes, last_cut)
             else:
-                yield from self._json_lines(path, finished_bytes)
+                yield from self._json_lines(path, finished_bytes, last_cut)
             self.bytes_read = finished_bytes + path.stat().st_size
 
-    def _json_lines(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
+    def _json_lines(
+        self, path: Path, finished_bytes: int, last_cut: LastCut | None
+    ) -> Iterator[Document | RejectedLine]:
         with path.open("rb") as raw, decompressed(raw, path) as file:
             for number, line in enumerate(file, start=1):
                 # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
                 for texts in json_turns(line, self.fields):
-                    yield from rows_of(texts, str(path), number)
+                    yield from rows_of(texts, str(path), number, last_cut)
 
-    def _parquet(self, path: Path, finished_bytes: int) -> Iterator[Document | RejectedLine]:
+    def _parquet(self, path: Path, finished_bytes: int, last_cut: LastCut | None) -> Iterator[Document | RejectedLine]:
         size = path.stat().st_size
         for number, (share, texts) in enumerate(parquet_rows(path, self.fields), start=1):
             self.bytes_read = finished_bytes + int(share * size)
-            yield from rows_of(texts, str(path), number)
+            yield from rows_of(texts, str(path), number, last_cut)
 
     def _custom(self, read: TextReader, path: Path) -> Iterator[Document | RejectedLine]:
         number = 0
@@ -217,16 +236,13 @@ class DocumentReader:
         if fault is not None:
             yield RejectedLine(str(path), fault[0], NotText("not UTF-8", f"byte {fault[1]:#04x}"))
             return
-        piece = ""
+        empty = True
         with path.open("rb") as raw, decompressed(raw, path) as file:
-            for following in text_pieces(file, last_cut):
-                if piece:
-                    yield Document(piece, str(path), 1, continues=True)
-                piece = following
+            for piece in _pieces(text_pieces(file, last_cut), str(path), 1):
                 self.bytes_read = finished_bytes + raw.tell()
-        if piece:
-            yield Document(piece, str(path), 1)
-        else:
+                empty = False
+                yield piece
+        if empty:
             yield RejectedLine(str(path), 1, NotText("empty text"))
 
 

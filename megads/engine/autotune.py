@@ -1,6 +1,6 @@
 """Before training, rank 0 measures how a run computes fastest on its GPU, and all ranks do as it found.
 
-Attention: `megads.model.attention_choice`. The other operators, under ops.impl=auto: each of megads' kernels is taken
+Attention: `megads.engine.attention_trials`. The other operators, under ops.impl=auto: each of megads' kernels is taken
 if it is exact, gives the same bits on every run and is faster than torch's operator, on the run's own shapes.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megads.engine.operator_trials import CANDIDATES, OURS, TORCH, OperatorCase, OperatorWork, operator_cases
-from megads.model.attention_choice import AttentionChoice, choose_attention
-from megads.model.attention_kinds import AttentionKind, AttentionWork
+from megads.engine.attention_trials import TunedAttention, tune_attention
+from megads.engine.operator_trials import CANDIDATES, OURS, TORCHS, OperatorCase, OperatorWork, operator_cases
 from megads.model.config import ModelConfig
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import (
     ROUNDS,
     DeviceBroken,
@@ -30,8 +30,8 @@ from megads.ops.autotune import (
     read_cached,
     write_cached,
 )
-from megads.ops.choice import Kernels
 from megads.ops.config import Implementation, KernelOp
+from megads.ops.kernels import Kernels
 from megads.parallel.context import held_places
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -130,10 +130,10 @@ class TunedOperators:
         return cls(frozenset(map(KernelOp, content["taken"])), str(content["source"]), str(content["key"]), operators)
 
 
-def settle_attention(
+def autotune_attention(
     model: ModelConfig, work: AttentionWork, grid: ParallelGrid, device: torch.device, run_dir: Path
-) -> AttentionChoice:
-    """How this run computes attention, see `choose_attention`; collective over the world.
+) -> TunedAttention:
+    """How this run computes attention, see `tune_attention`; collective over the world.
 
     Args:
         model: the model.
@@ -146,18 +146,18 @@ def settle_attention(
         ConfigError: on every rank: what was asked for does not run, or nothing does.
     """
 
-    def choose() -> AttentionChoice:
+    def choose() -> TunedAttention:
         places_s = None
         if grid.cp.size > 1 and work.seq_len is not None:
             places_s = held_places(work.seq_len, grid.cp.rank, grid.cp.size, device)
-        return choose_attention(
+        return tune_attention(
             model, work, device, places_s=places_s, earlier=lambda key: earlier_attention(run_dir, key)
         )
 
-    return grid.control.first_decides(choose, AttentionChoice)
+    return grid.control.first_decides(choose, TunedAttention)
 
 
-def settle_operators(
+def autotune_operators(
     kernels: Kernels,
     work: OperatorWork,
     attention: AttentionKind,
@@ -168,7 +168,7 @@ def settle_operators(
     """Which of megads' kernels this run takes under ops.impl=auto on GPUs; collective over the world where it measures.
 
     Args:
-        kernels: as `megads.ops.choice.load` has made them ready.
+        kernels: as `megads.ops.resolve.load` has made them ready.
         work: what a rank computes.
         attention: the kind that the run takes.
         grid: the ranks.
@@ -247,7 +247,7 @@ def _measure(case: OperatorCase, device: torch.device, file: Path, rounds: int) 
     except (RuntimeError, NotImplementedError) as failure:  # such as no memory for the inputs
         reason = f"cannot be tried: {type(failure).__name__}: {first_line(failure)}"
         return TunedOperator(case.op, case.shape, TuningResult(reason), TuningResult(reason))
-    return TunedOperator(case.op, case.shape, outcomes[OURS], outcomes[TORCH])
+    return TunedOperator(case.op, case.shape, outcomes[OURS], outcomes[TORCHS])
 
 
 def _read(file: Path) -> TunedOperator | None:
@@ -257,7 +257,7 @@ def _read(file: Path) -> TunedOperator | None:
         return None
 
 
-def record_tuning(events: EventWriter, attention: AttentionChoice, operators: TunedOperators | None) -> None:
+def record_tuning(events: EventWriter, attention: TunedAttention, operators: TunedOperators | None) -> None:
     """Writes what was chosen into the run's events, if there was a choice."""
     if attention.outcomes:
         events.write(ATTENTION_EVENT, message=attention.text, **attention.to_dict())
@@ -265,10 +265,10 @@ def record_tuning(events: EventWriter, attention: AttentionChoice, operators: Tu
         events.write(OPERATORS_EVENT, message=operators.text, **operators.to_dict())
 
 
-def earlier_attention(run_dir: Path, key: str) -> AttentionChoice | None:
+def earlier_attention(run_dir: Path, key: str) -> TunedAttention | None:
     """What the last start of a run that chose attention under this key has taken; None: there was none."""
     found = _last(run_dir, ATTENTION_EVENT, key)
-    return None if found is None else AttentionChoice.from_dict(found)
+    return None if found is None else TunedAttention.from_dict(found)
 
 
 def earlier_operators(run_dir: Path, key: str) -> TunedOperators | None:

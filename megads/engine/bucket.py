@@ -1,4 +1,4 @@
-"""One bucket of parameters at work: flat weights, fp32 gradient sums, this rank's slice of the optimizer's state."""
+"""One bucket of parameters at work: flat weights, fp32 main_grad, this rank's slice of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.buckets import BucketLayout
 from megads.parallel.grid import Axis
@@ -36,9 +37,7 @@ class Bucket:
         data: Axis,
         sharded: bool,
         also_over: ProcessGroup | None,
-        fused: bool = False,
-        *,
-        apex: bool = False,
+        kernels: Kernels = TORCH,
     ) -> None:
         """Moves the parameters into the bucket's flat buffer.
 
@@ -49,11 +48,9 @@ class Bucket:
             sharded: True gives each of them a slice of the bucket (ZeRO-1), False all of it to all (ZeRO-0).
             also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
                 ranks that each saw a part of the sequence.
-            fused: take megads' own kernel for sums of squares.
-            apex: take NVIDIA apex' on GPUs.
+            kernels: whose kernel sums squares.
         """
-        self.layout, self.copies, self._also_over = layout, copies, also_over
-        self._fused, self._apex = fused, apex
+        self.layout, self.copies, self._also_over, self._kernels = layout, copies, also_over, kernels
         self._data, self._sharded = data, sharded
         first = copies[0][0]
         self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
@@ -67,66 +64,68 @@ class Bucket:
         self.master = self.own_weights.to(torch.float32, copy=True)
         self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
         self.gradient: Tensor | None = None
-        self._sums: Tensor | None = None
+        self._main_grad: Tensor | None = None
         self._reduction: dist.Work | None = None
         self.begin()
 
     def begin(self) -> None:
         """Forgets everything about the last step."""
         self.missing = sum(len(parameters) for parameters in self.copies)
-        self.gradient = self._sums = self._reduction = None
+        self.gradient = self._main_grad = self._reduction = None
         self._empty = set(range(len(self.copies)))
         self.squares: Tensor | None = None
 
     def add(self, slot: int, parameter: Parameter) -> None:
-        """Adds a parameter's gradient to the fp32 sums and frees it.
+        """Adds a parameter's gradient to its fp32 main_grad and frees it.
 
-        The sums come into being with the first gradient of a step: during the first forward passes, when most
-        activations are alive, there are none. The first gradient of a parameter is written, not added to zeros.
+        main_grad is allocated with the first gradient of a step: during the first forward passes, when most
+        activations are alive, there is none. The first gradient of a parameter is written, not added to zeros.
         """
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        sums, first = self._place(slot, parameter)
+        main_grad, first = self._place(slot, parameter)
         if first:
-            sums.copy_(gradient)
+            main_grad.copy_(gradient)
         else:
-            sums.add_(gradient)
+            main_grad.add_(gradient)
 
     def add_product(self, slot: int, parameter: Parameter, gradient: Addend) -> None:
-        """Computes the gradient of a layer's weight in the fp32 sums; like `add`, but it is never rounded."""
+        """Computes the gradient of a layer's weight in main_grad; like `add`, but it is never rounded."""
         gradient.add_to(*self._place(slot, parameter))
 
     def _place(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:
-        """A parameter's sums, which are about to get a gradient, and whether it is the first."""
+        """A parameter's main_grad, which is about to get a gradient, and whether it is the first."""
         place = self.layout.slots[slot]
         first = slot in self._empty
         self._empty.discard(slot)
         return self._room()[place.start : place.stop].view(parameter.shape), first
 
     def _room(self) -> Tensor:
-        """The sums; what is in slots that are still empty is undefined, gaps between slots are zero."""
-        if self._sums is None:
-            self._sums = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
+        """The whole main_grad; slots that are still empty are undefined, gaps between slots are zero."""
+        if self._main_grad is None:
+            self._main_grad = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
             stops = [slot.stop for slot in self.layout.slots]
             starts = [slot.start for slot in self.layout.slots[1:]]
             for stop, start in zip(stops, [*starts, self.layout.numel], strict=True):
-                self._sums[stop:start] = 0.0
-        return self._sums
+                self._main_grad[stop:start] = 0.0
+        return self._main_grad
 
     def launch(self) -> None:
         """Starts the reduction over data parallel and returns at once."""
-        sums = self._room()
+        main_grad = self._room()
         for slot in self._empty:
-            sums[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
+            main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
-        self.squares = square_sums(sums, self._slots, self._fused, apex=self._apex)
+        self.squares = square_sums(main_grad, self._slots, self._kernels)
         if self._data.size == 1 or not self._sharded:
-            self.gradient = sums
+            self.gradient = main_grad
             if self._data.size > 1:
-                self._reduction = dist.all_reduce(sums, group=self._data.group, async_op=True)
+                self._reduction = dist.all_reduce(main_grad, group=self._data.group, async_op=True)
         else:
             self.gradient = torch.empty_like(self.master)
-            self._reduction = dist.reduce_scatter_tensor(self.gradient, sums, group=self._data.group, async_op=True)
+            self._reduction = dist.reduce_scatter_tensor(
+                self.gradient, main_grad, group=self._data.group, async_op=True
+            )
 
     def finish(self) -> None:
         """Waits for the reduction and frees all but this rank's slice.
@@ -136,7 +135,7 @@ class Bucket:
         """
         if self._reduction is not None:
             self._reduction.wait()
-        self._sums = self._reduction = None
+        self._main_grad = self._reduction = None
         if self._also_over is not None:
             dist.all_reduce(self.gradient, group=self._also_over)
 

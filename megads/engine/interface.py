@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
+from megads.model.config import ModelConfig
+from megads.model.initialise import InitialValue, initial_value
+from megads.ops.kernels import TORCH, Kernels
+from megads.optim.config import OptimConfig
+from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.spans import Span
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is built from.
+
+    Attributes:
+        model: the model's shape.
+        parallel: the layout, checked.
+        optim: the optimizer.
+        grid: the ranks of the layout.
+        precision: dtype of weights and activations.
+        micro_batch_size: samples in one forward pass.
+        seed: of initial weights and dropout.
+        device: where this rank computes.
+        value: initial weights; None is `megads.model.initialise.initial_value`.
+        kernels: which implementation computes each operator, as `megads.ops.resolve.load` has made them ready.
+        deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optim: OptimConfig
+    grid: ParallelGrid
+    precision: torch.dtype
+    micro_batch_size: int
+    seed: int
+    device: torch.device
+    value: InitialValue | None = None
+    kernels: Kernels = TORCH
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def initial_value(self) -> InitialValue:
+        """Initial weights."""
+        return self.value or initial_value(self.model, self.seed)
 
 
 @dataclass(frozen=True)

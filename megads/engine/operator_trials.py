@@ -19,10 +19,10 @@ from megads.model.rotary import rotary_tables
 from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
 from megads.ops.adamw import AdamWStep, adamw_reference
 from megads.ops.autotune import Step, error_ratio
-from megads.ops.choice import Kernels
-from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp
+from megads.ops.config import Implementation, KernelOp
 from megads.ops.dropout import dropout
 from megads.ops.gelu import gelu
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
@@ -33,18 +33,17 @@ from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.groups import parameter_role
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
 from megads.parallel.cross_entropy import weighted_loss_
-from megads.parallel.grid import Axis, single_rank_grid
+from megads.parallel.grid import Axis, padded_rows, single_rank_grid
 from megads.parallel.head_loss import chunk_tokens
 from megads.parallel.partition import stage_bounds
 from megads.parallel.sharding import shard_stage
-from megads.parallel.vocabulary import padded_rows
 
-OURS, TORCH = "megads", "torch"
-CANDIDATES = {OURS: True, TORCH: False}
-"""By name, and what `fused` is for them."""
+OURS, TORCHS = "megads", "torch"
+CANDIDATES = {OURS: FUSED, TORCHS: TORCH}
+"""By name."""
 
 Function = Callable[..., Sequence[Tensor]]
-"""Takes `fused` and the inputs, in any floating dtype, and returns the outputs."""
+"""Takes the kernels and the inputs, in any floating dtype, and returns the outputs."""
 Draw = Callable[..., Tensor]
 """A normal tensor of some shape, in the run's dtype."""
 
@@ -73,7 +72,7 @@ class OperatorWork:
 
 
 class OperatorTrial:
-    """One operator on random inputs, see `megads.ops.autotune.TuningTask`; a candidate is the value of `fused`.
+    """One operator on random inputs, see `megads.ops.autotune.TuningTask`; a candidate is a set of kernels.
 
     Args:
         op: the operator.
@@ -91,26 +90,26 @@ class OperatorTrial:
         self.device = inputs[0].device
         self._function, self._inputs, self._arriving = function, inputs, arriving
 
-    def step(self, candidate: bool) -> Step:
+    def step(self, candidate: Kernels) -> Step:
         """See `TuningTask.step`."""
         return self._step(candidate, self._inputs)
 
-    def error(self, candidate: bool) -> float:
+    def error(self, candidate: Kernels) -> float:
         """See `TuningTask.error`."""
         return error_ratio(
             self._run(candidate, self._inputs),
-            self._run(False, self._inputs),
-            self._run(False, [x.double() for x in self._inputs]),
+            self._run(TORCH, self._inputs),
+            self._run(TORCH, [x.double() for x in self._inputs]),
         )
 
-    def _run(self, fused: bool, inputs: Sequence[Tensor]) -> list[Tensor]:
-        forward, backward = self._step(fused, inputs)
+    def _run(self, kernels: Kernels, inputs: Sequence[Tensor]) -> list[Tensor]:
+        forward, backward = self._step(kernels, inputs)
         return backward(forward())
 
-    def _step(self, fused: bool, inputs: Sequence[Tensor]) -> Step:
+    def _step(self, kernels: Kernels, inputs: Sequence[Tensor]) -> Step:
         if self._arriving is None:
             copies = [x.clone() for x in inputs]
-            return lambda: self._function(fused, *copies), list
+            return lambda: self._function(kernels, *copies), list
         leaves = [x.detach().requires_grad_() for x in inputs]
         arriving = [grad.to(inputs[0].dtype) for grad in self._arriving]
 
@@ -118,7 +117,7 @@ class OperatorTrial:
             gradients = torch.autograd.grad(outputs, leaves, arriving)
             return [*(x.detach() for x in outputs), *gradients]
 
-        return lambda: self._function(fused, *leaves), backward
+        return lambda: self._function(kernels, *leaves), backward
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def operator_cases(work: OperatorWork, kernels: Kernels) -> list[OperatorCase]:
     if work.parallel.zero_stage not in GRADIENT_STAGES:  # there DeepSpeed's optimizer calls torch's AdamW
         cases += _optimizer_cases(work)
     auto = Implementation.auto
-    return [case for case in cases if (kernels.optimizer if case.op in OPTIMIZER_OPS else kernels.model) is auto]
+    return [case for case in cases if kernels.implementation(case.op) is auto]
 
 
 def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
@@ -233,7 +232,7 @@ def _case(
         if not differentiates:
             return OperatorTrial(op, function, inputs)
         with torch.no_grad():
-            arriving = [draw(*out.shape) for out in function(False, *inputs)]
+            arriving = [draw(*out.shape) for out in function(TORCH, *inputs)]
         return OperatorTrial(op, function, inputs, arriving)
 
     dtype = str(work.dtype).removeprefix("torch.")
@@ -248,29 +247,29 @@ Made = tuple[Function, Sequence[Tensor], bool]
 def _norm(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     eps, width = work.model.norm_eps, shape[-1]
     if work.model.norm is NormKind.rmsnorm:
-        return (lambda fused, x, w: (rms_norm(x, w, eps, fused),)), (draw(*shape), draw(width)), True
+        return (lambda kernels, x, w: (rms_norm(x, w, eps, kernels),)), (draw(*shape), draw(width)), True
     if not work.model.bias:
-        return (lambda fused, x, w: (layer_norm(x, w, None, eps, fused),)), (draw(*shape), draw(width)), True
+        return (lambda kernels, x, w: (layer_norm(x, w, None, eps, kernels),)), (draw(*shape), draw(width)), True
     inputs = draw(*shape), draw(width), draw(width)
-    return (lambda fused, x, w, b: (layer_norm(x, w, b, eps, fused),)), inputs, True
+    return (lambda kernels, x, w, b: (layer_norm(x, w, b, eps, kernels),)), inputs, True
 
 
 def _add_norm(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     eps, width = work.model.norm_eps, shape[-1]
     inputs = draw(*shape), draw(*shape), draw(width)
     if work.model.norm is NormKind.rmsnorm:
-        return (lambda fused, x, y, w: add_rms_norm(x, y, w, eps, fused)), inputs, True
+        return (lambda kernels, x, y, w: add_rms_norm(x, y, w, eps, kernels)), inputs, True
     if not work.model.bias:
-        return (lambda fused, x, y, w: add_layer_norm(x, y, w, None, eps, fused)), inputs, True
-    return (lambda fused, x, y, w, b: add_layer_norm(x, y, w, b, eps, fused)), (*inputs, draw(width)), True
+        return (lambda kernels, x, y, w: add_layer_norm(x, y, w, None, eps, kernels)), inputs, True
+    return (lambda kernels, x, y, w, b: add_layer_norm(x, y, w, b, eps, kernels)), (*inputs, draw(width)), True
 
 
 def _gelu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
-    return (lambda fused, x: (gelu(x, fused),)), (draw(*shape),), True
+    return (lambda kernels, x: (gelu(x, kernels),)), (draw(*shape),), True
 
 
 def _swiglu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
-    return (lambda fused, x: (swiglu(x, fused),)), (draw(*shape),), True
+    return (lambda kernels, x: (swiglu(x, kernels),)), (draw(*shape),), True
 
 
 def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
@@ -282,10 +281,10 @@ def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     places_s = torch.arange(tokens, device=qkv.device)
     cos, sin = rotary_tables(places_s, head_dim, work.model.rope_theta, torch.float32)
 
-    def turned(fused: bool, q_bsnd: Tensor, k_bsmd: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(kernels: Kernels, q_bsnd: Tensor, k_bsmd: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q_bsnd.dtype, torch.float32)
         tables = cos.to(wide), sin.to(wide)
-        return rotate(q_bsnd, *tables, fused), rotate(k_bsmd, *tables, fused)
+        return rotate(q_bsnd, *tables, kernels), rotate(k_bsmd, *tables, kernels)
 
     return turned, (q_bsnd, k_bsmd), True
 
@@ -296,7 +295,7 @@ def _dropout(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     whole = work.parallel.cp == 1 and not (work.parallel.sequence_parallel and work.parallel.tp > 1)
     given = None if whole else places_s  # where a rank has a part of a sample
     mask = DropoutMask(site_key(0, "trial"), threshold_of(work.model.hidden_dropout), samples_b)
-    return (lambda fused, x, residual: (dropout(x, mask, given, residual, fused),)), (x, residual), True
+    return (lambda kernels, x, residual: (dropout(x, mask, given, residual, kernels),)), (x, residual), True
 
 
 def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
@@ -309,8 +308,8 @@ def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     weights_c = torch.full((tokens,), 1.0 / tokens, dtype=torch.float64, device=logits_cr.device)
     axis = single_rank_grid().tp
 
-    def loss(fused: bool, logits_cr: Tensor) -> tuple[Tensor, Tensor]:
-        return weighted_loss_(logits_cr, labels_c, weights_c, valid, axis, trains=True, fused=fused), logits_cr
+    def loss(kernels: Kernels, logits_cr: Tensor) -> tuple[Tensor, Tensor]:
+        return weighted_loss_(logits_cr, labels_c, weights_c, valid, axis, trains=True, kernels=kernels), logits_cr
 
     return loss, (logits_cr,), False
 
@@ -318,7 +317,7 @@ def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
 def _square_sums(_work: OperatorWork, draw: Draw, shape: tuple[int, ...], *, slots: Sequence[tuple[int, int]]) -> Made:
     flat_e = draw(*shape)
     pieces = Pieces(slots, flat_e.device)
-    return (lambda fused, flat_e: (square_sums(flat_e, pieces, fused),)), (flat_e,), False
+    return (lambda kernels, flat_e: (square_sums(flat_e, pieces, kernels),)), (flat_e,), False
 
 
 def _adamw(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
@@ -327,7 +326,7 @@ def _adamw(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     clip = torch.full((), 0.7, device=master_e.device)
     lr, betas, eps, decay, steps = 3e-4, (0.9, 0.95), 1e-8, 0.1, 99
 
-    def update(fused: bool, *state: Tensor) -> Sequence[Tensor]:
+    def update(kernels: Kernels, *state: Tensor) -> Sequence[Tensor]:
         master_e, exp_avg_e, exp_avg_sq_e, grad_e = state
         if master_e.dtype == torch.float64:
             weights_e = torch.empty_like(master_e)
@@ -336,7 +335,7 @@ def _adamw(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
             return master_e, exp_avg_e, exp_avg_sq_e, weights_e
         weights_e = torch.empty_like(master_e, dtype=work.dtype)
         groups = [{"params": [master_e], "weights": [weights_e], "weight_decay": decay}]
-        optimizer = FusedAdamW(groups, lr, betas, eps, fused)
+        optimizer = FusedAdamW(groups, lr, betas, eps, kernels)
         optimizer.set_steps(steps)
         optimizer.state[master_e] |= {"exp_avg": exp_avg_e, "exp_avg_sq": exp_avg_sq_e}
         master_e.grad = grad_e

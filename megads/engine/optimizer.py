@@ -1,9 +1,9 @@
 """AdamW on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
 
 The same code drives both precisions, so what the fp32 parity tests prove is what bf16 training runs. A step is:
-gradients are added to fp32 sums as the backward pass makes them, micro-batch after micro-batch; the last one starts the
-reduction of each bucket as soon as its last gradient is in; norm, clip and AdamW work on this rank's slices; and the
-new weights are gathered.
+gradients are added to fp32 main_grad as the backward pass makes them, micro-batch after micro-batch; the last one
+starts the reduction of each bucket as soon as its last gradient is in; norm, clip and AdamW work on this rank's slices;
+and the new weights are gathered.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megads.engine.bucket import Bucket
-from megads.ops.choice import TORCH, Kernels
-from megads.ops.config import Implementation, KernelOp
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
@@ -102,8 +101,7 @@ class BucketAdamW:
         kernels: Kernels = TORCH,
     ) -> None:
         self._grid, self._clip = grid, optim.clip_grad
-        self._fused_norm = kernels.fused(KernelOp.square_sums)
-        self._apex = kernels.optimizer is Implementation.apex
+        self._kernels = kernels
         self._sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
@@ -119,10 +117,9 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        fused = kernels.fused(KernelOp.adamw)
         self.adamw: FusedAdamW | ElementwiseOptimizer
         if optim.is_adamw:
-            self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, fused, apex=self._apex)
+            self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, kernels)
         else:
             self.adamw = ElementwiseOptimizer(groups, optim)
         self.watch: Callable[[], None] | None = None
@@ -144,9 +141,7 @@ class BucketAdamW:
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
             also_over = self._also_over(layout, pairs)
-            bucket = Bucket(
-                layout, of_slots, self._grid.data, self._sharded, also_over, self._fused_norm, apex=self._apex
-            )
+            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._kernels)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
@@ -167,12 +162,12 @@ class BucketAdamW:
             bucket.begin()
 
     def add(self, weight: Parameter, gradient: Addend) -> None:
-        """See Sums; of products that were put off, or are computed in the sums themselves."""
+        """See MainGrads; of products that were deferred, or are computed in main_grad itself."""
         bucket, slot = self._places[weight]
         bucket.add_product(slot, weight, gradient)
 
     def done(self, weight: Parameter) -> None:
-        """See Sums."""
+        """See MainGrads."""
         if self.last_backward:
             self._places[weight][0].missing -= 1
             self._launch_complete()
@@ -243,7 +238,7 @@ class BucketAdamW:
         """The global 2-norm, fp64 scalar on the device."""
         square = torch.zeros_like(self.norm)
         for bucket, pieces in self._normed.items():
-            square += square_sums(gradient_of(bucket), pieces, self._fused_norm, apex=self._apex).sum()
+            square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()
         if self._grid.world_size > 1:
             dist.all_reduce(square)
         return square.sqrt()

@@ -1,31 +1,40 @@
-"""DeepSpeed's PipelineEngine with schedules of our own, taught what our numerics contract asks for."""
+"""The engine of ZeRO-0 and ZeRO-1, with or without a pipeline: runs schedules on the virtual stages of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import compress
+from typing import ClassVar
 
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule as stock
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
-from megads.engine import instructions
-from megads.engine.instructions import RankInstructions, forward_only
-from megads.engine.messages import Messages
-from megads.engine.optimizer import BucketAdamW
-from megads.engine.stage_pipeline import StagePipeline
+from megads.engine.deepspeed_adapter import PipelineExecutor
+from megads.engine.interface import Culprit, EngineSpec
+from megads.engine.optimizer import BucketAdamW, gradient_of
+from megads.engine.p2p import P2PCommunicator
+from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
-from megads.parallel.weight_gradients import PutOff, WeightGradients, split_backward
+from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
 from megads.runtime.spans import Span, SpanRecorder
 
 Key = tuple[int, int]
 """A micro-batch and a virtual stage."""
+
+
+FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation, ActionKind.receive_activation)
+"""What is left of a step when nothing is trained."""
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same schedule without its backward passes: what waits for less cannot wait for ever."""
+    rows = tuple(tuple(action for action in row if action.kind in FORWARD_KINDS) for row in schedule.actions)
+    return Schedule(schedule.name, schedule.placement, schedule.micro_batches, rows)
 
 
 @dataclass
@@ -44,63 +53,68 @@ class InFlight:
 
 
 @dataclass
-class Owed:
-    """What the first part of a backward pass leaves to the second: gradients, and the messages' buffers they need."""
+class DeferredBackward:
+    """What a backward pass defers to its second part: gradients of weights, and the p2p buffers they need."""
 
-    gradients: PutOff
+    gradients: DeferredWgrads
     buffers: list[Tensor]
 
 
-class StageEngine(PipelineEngine):  # type: ignore[misc]
-    """What differs from the stock engine:
+class StageEngine:
+    """Runs any schedule of `megads.parallel.schedule` on the virtual stages of a rank.
 
-    - it runs any schedule of `megads.parallel.schedule` on the virtual stages of a rank: losses, activations and
-      gradients are kept under their micro-batch and stage, messages are asynchronous;
-    - micro-batches are MicroBatch objects, and every stage gets its BatchInfo;
-    - the optimizer is ours, for both precisions, and reduces gradients while the last backward pass runs; DeepSpeed
-      knows neither ZeRO nor gradient accumulation;
-    - each rank notes what it did to make a step non-finite.
+    Losses, activations and gradients are kept under their micro-batch and stage, messages are asynchronous; micro-
+    batches are MicroBatch objects, and every stage gets its BatchInfo; the optimizer reduces gradients while the last
+    backward pass runs; and each rank notes what it did to make a step non-finite.
+
+    Attributes:
+        module: this rank's stages.
+        optimizer: of their parameters.
+        watch_spans: is given what the rank did in the next step, once.
+        forward_finite: by virtual stage, whether all that it computed forward was finite; on the device.
     """
 
-    optimizer: BucketAdamW
-    module: StagePipeline
+    averaged_over = 1
 
-    def __init__(
-        self, module: StagePipeline, optimizer: Callable[[StagePipeline], BucketAdamW], config: dict[str, Any]
-    ) -> None:
+    def __init__(self, spec: EngineSpec, module: StagePipeline) -> None:
         """Builds the engine over this rank's stages.
 
         Args:
+            spec: what it is built from.
             module: this rank's stages.
-            optimizer: makes the optimizer of the stages; called once their weights are in their final dtype.
-            config: DeepSpeed's settings.
         """
-        mpu = module.mpu()
-        super().__init__(
-            args=None,
-            model=module,
-            optimizer=optimizer,
-            mpu=mpu,
-            config=config,
-            config_class=DeepSpeedConfig(config, mpu),
-        )
-        weight = next(module.parameters())
-        self._hidden_size = int(module.hidden_size)
-        self._messages = Messages(module.parallel, module.grid, weight.dtype, self.device)
+
+        def make_optimizer() -> BucketAdamW:
+            return BucketAdamW(module.trained_parameters(), spec.optim, spec.parallel, spec.grid, spec.kernels)
+
+        self.module, self.device, self._parallel = module, spec.device, spec.parallel
+        self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)
+        self.optimizer = self._executor.optimizer
+        self._rank, self._hidden_size = spec.grid.pp.rank, spec.model.hidden_size
+        self._p2p = P2PCommunicator(spec.parallel, spec.grid, next(module.parameters()).dtype, self.device)
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients(self.optimizer)
-        # Embedding, and head in chunks, add to the sums whoever computes the products.
+        # Embedding, and head in chunks, add to main_grad whoever computes the products.
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans = SpanRecorder(self.device)
         self._begin([])
 
-    def _configure_optimizer(self, client_optimizer: Callable[[StagePipeline], BucketAdamW], _parameters: Any) -> None:
-        # DeepSpeed's own choice of a wrapper goes by dtype and ZeRO stage, and refuses what it does not know.
-        self.optimizer = client_optimizer(self.module)
-        self.basic_optimizer = self.optimizer.adamw
+    @property
+    def watch_gradients(self) -> Callable[[], None] | None:
+        """See StepEngine."""
+        return self.optimizer.watch
+
+    @watch_gradients.setter
+    def watch_gradients(self, watch: Callable[[], None] | None) -> None:
+        self.optimizer.watch = watch
+
+    @property
+    def norm(self) -> Tensor:
+        """See StepEngine; the optimizer must be settled with it."""
+        return self.optimizer.norm
 
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches
@@ -110,7 +124,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         self._in_flight: dict[Key, InFlight] = {}
         self._outputs: dict[Key, Tensor] = {}
         self._input_gradients: dict[Key, Tensor] = {}
-        self._owed: dict[Key, Owed] = {}
+        self._deferred: dict[Key, DeferredBackward] = {}
         self.total_loss: Tensor | None = None
         self.forward_finite = {
             stage: torch.ones((), dtype=torch.bool, device=self.device) for stage in self.module.chunks
@@ -118,7 +132,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     def _schedule(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
-            parallel = self.module.parallel
+            parallel = self._parallel
             schedule = self._schedules[micro_batches] = build_schedule(
                 parallel.schedule,
                 parallel.pp,
@@ -126,7 +140,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
                 micro_batches,
                 contiguous=parallel.contiguous_micro_batches,
             )
-            if any(action.kind is ActionKind.backward_weight for action in schedule.actions[self.stage_id]):
+            if any(action.kind is ActionKind.backward_weight for action in schedule.actions[self._rank]):
                 split_backward(self.module, self._weight_gradients)
         return self._schedules[micro_batches]
 
@@ -136,11 +150,11 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         return self._forward_schedules[micro_batches]
 
     def _run(self, schedule: Schedule, *, trains: bool) -> None:
-        self._messages.begin(schedule, self._message_shape)
-        self._exec_schedule(RankInstructions(schedule, self.stage_id, trains=trains))
-        self._messages.finish()
+        self._p2p.begin(schedule, self._message_shape)
+        self._executor.execute(schedule, self, trains=trains)
+        self._p2p.finish()
 
-    def run_training_schedule(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
+    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
         """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
         self._learning_rate = learning_rate
         if self.watch_spans is not None:
@@ -154,7 +168,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
             self.watch_spans = None
         return self.total_loss
 
-    def run_inference_schedule(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Forward only; returns the sum of the losses on the last stage's rank."""
         self._begin(micro_batches)
         self.module.eval()
@@ -164,7 +178,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     def _message_shape(self, micro_batch: int) -> tuple[int, ...]:
         """[b, t, h] of what a micro-batch's stages pass on; every stage knows it, so that nobody has to say it."""
-        batch, parallel = self._micro_batches[micro_batch], self.module.parallel
+        batch, parallel = self._micro_batches[micro_batch], self._parallel
         if batch.info.sequence_index is not None:
             tokens = len(batch.info.sequence_index)
         elif batch.tokens_bs is not None:
@@ -213,7 +227,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def _take(self, receive: ActionKind, micro_batch: int, stage: int) -> Tensor:
         """Waits for a message; the wait is what its span shows."""
         with self._spans.span(receive, micro_batch, stage):
-            return self._messages.take(Action(receive, micro_batch, stage))
+            return self._p2p.take(Action(receive, micro_batch, stage))
 
     def _forward(self, micro_batch: int, stage: int) -> None:
         hidden, buffer = self._input(micro_batch, stage)
@@ -235,7 +249,7 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
         if torch.is_grad_enabled():
             self._in_flight[micro_batch, stage] = InFlight(hidden, root, buffer)
         elif buffer is not None:
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
 
     def _output_gradient(self, micro_batch: int, stage: int) -> tuple[Tensor | None, Tensor | None]:
         """The gradient with which a stage's backward pass starts, and the message's buffer if it came in one."""
@@ -249,21 +263,21 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
 
     def _backward(self, micro_batch: int, stage: int) -> None:
         for buffer in self._run_backward(ActionKind.backward, micro_batch, stage):
-            self._messages.release(buffer)
+            self._p2p.release(buffer)
 
     def _backward_input(self, micro_batch: int, stage: int) -> None:
-        with self._weight_gradients.put_off() as gradients:
+        with self._weight_gradients.defer() as gradients:
             buffers = self._run_backward(ActionKind.backward_input, micro_batch, stage)
         # What the weights' gradients are computed from may lie in the buffers.
-        self._owed[micro_batch, stage] = Owed(gradients, buffers)
+        self._deferred[micro_batch, stage] = DeferredBackward(gradients, buffers)
 
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
         self._note_last(micro_batch)
-        owed = self._owed.pop((micro_batch, stage))
+        deferred = self._deferred.pop((micro_batch, stage))
         with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
-            owed.gradients.settle(self.optimizer)
-        for buffer in owed.buffers:
-            self._messages.release(buffer)
+            deferred.gradients.compute(self.optimizer)
+        for buffer in deferred.buffers:
+            self._p2p.release(buffer)
 
     def _note_last(self, micro_batch: int) -> None:
         self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
@@ -283,38 +297,97 @@ class StageEngine(PipelineEngine):  # type: ignore[misc]
     def _send_activation(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_activation, micro_batch, stage)
         with self._spans.span(action.kind, micro_batch, stage):
-            self._messages.send(action, self._outputs.pop((micro_batch, stage)))
+            self._p2p.send(action, self._outputs.pop((micro_batch, stage)))
 
     def _send_gradient(self, micro_batch: int, stage: int) -> None:
         action = Action(ActionKind.send_gradient, micro_batch, stage)
         with self._spans.span(action.kind, micro_batch, stage):
-            self._messages.send(action, self._input_gradients.pop((micro_batch, stage)))
+            self._p2p.send(action, self._input_gradients.pop((micro_batch, stage)))
 
     def _receive_activation(self, micro_batch: int, stage: int) -> None:
-        self._messages.post(Action(ActionKind.receive_activation, micro_batch, stage))
+        self._p2p.post(Action(ActionKind.receive_activation, micro_batch, stage))
 
     def _receive_gradient(self, micro_batch: int, stage: int) -> None:
-        self._messages.post(Action(ActionKind.receive_gradient, micro_batch, stage))
+        self._p2p.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
-    def _reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
+        """See ActionRunner."""
         with self._spans.span("reduce_gradients"):
             self.optimizer.reduce()
 
-    def _optimizer_step(self) -> None:
+    def step_optimizer(self) -> None:
+        """See ActionRunner."""
         with self._spans.span("optimizer_step"):
             self.optimizer.step(self._learning_rate)
 
-    # The stock map holds function objects, so overriding methods alone would change nothing.
-    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
-        instructions.Load: _load,
-        instructions.Forward: _forward,
-        instructions.Backward: _backward,
-        instructions.BackwardInput: _backward_input,
-        instructions.BackwardWeight: _backward_weight,
-        instructions.SendActivation: _send_activation,
-        instructions.ReceiveActivation: _receive_activation,
-        instructions.SendGradient: _send_gradient,
-        instructions.ReceiveGradient: _receive_gradient,
-        stock.ReduceGrads: _reduce_gradients,
-        stock.OptimizerStep: _optimizer_step,
+    def run(self, action: Action) -> None:
+        """See ActionRunner."""
+        self._HANDLERS[action.kind](self, action.micro_batch, action.stage)
+
+    _HANDLERS: ClassVar[dict[ActionKind, Callable[[StageEngine, int, int], None]]] = {
+        ActionKind.load: _load,
+        ActionKind.forward: _forward,
+        ActionKind.backward: _backward,
+        ActionKind.backward_input: _backward_input,
+        ActionKind.backward_weight: _backward_weight,
+        ActionKind.send_activation: _send_activation,
+        ActionKind.receive_activation: _receive_activation,
+        ActionKind.send_gradient: _send_gradient,
+        ActionKind.receive_gradient: _receive_gradient,
     }
+
+
+class PipelineTrainEngine(BaseTrainEngine):
+    """ZeRO-0 or 1 x pipeline x tensor parallel training of one model."""
+
+    _engine: StageEngine
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self._engine = StageEngine(spec, StagePipeline(spec, self._loss))
+
+    @property
+    def bounds(self) -> list[int]:
+        """See TrainEngine.bounds."""
+        return list(self._engine.module.bounds)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See TrainEngine.optimizer_steps."""
+        return self._engine.optimizer.steps
+
+    @property
+    def _loss_rank(self) -> int:
+        return self._engine.module.placement.ends[1]
+
+    def _settle(self, norm: float) -> tuple[float, bool]:
+        optimizer = self._engine.optimizer
+        optimizer.settle(norm)
+        return optimizer.grad_norm, optimizer.skipped
+
+    def _culprit(self) -> Culprit:
+        engine = self._engine
+        parameters = engine.optimizer.parameters
+        whole = not_finite([torch.isfinite(p).all() for p in parameters])
+        gradients = not_finite([torch.isfinite(norm) for norm in engine.optimizer.gradient_norms])
+        stages = not_finite(list(engine.forward_finite.values()))
+        weights = [placement_of(p).key for p in compress(parameters, whole)]
+        forward_stage = min(compress(engine.forward_finite, stages), default=None)
+        named = [(engine.module.stage_of(p), placement_of(p).key) for p in compress(parameters, gradients)]
+        return agree_on_culprit(self.grid.control, weights, forward_stage, named)
+
+    def _state(self) -> Iterator[HeldTensors]:
+        optimizer = self._engine.optimizer
+        for part in optimizer.state_ranges():
+            yield HeldTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
+
+    def _gradients(self) -> Iterator[HeldTensors]:
+        for part in self._engine.optimizer.state_ranges():
+            tensors = {"gradient": part.of(gradient_of(part.bucket))}
+            yield HeldTensors(part.parameter, part.first, part.owned, tensors)
+
+    def _set_optimizer_steps(self, steps: int) -> None:
+        self._engine.optimizer.set_steps(steps)
+
+    def _refresh_weights(self) -> None:
+        self._engine.optimizer.publish_weights()

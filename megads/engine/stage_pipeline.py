@@ -1,22 +1,22 @@
-"""The model's stages as DeepSpeed layer specs in a PipelineModule."""
+"""The model's stages on a rank: cut, filled, wrapped, and put into the virtual stages of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megads.batch import BatchInfo
+from megads.engine.deepspeed_adapter import PipelineStages
+from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.engine.token_mean import TokenMeanLoss
-from megads.model.config import ModelConfig
-from megads.model.initialise import InitialValue
 from megads.model.sharding import sharding_of
 from megads.model.stages import (
     EMBEDDING,
@@ -28,70 +28,54 @@ from megads.model.stages import (
     stage_specs,
     use_kernels,
 )
-from megads.ops.choice import TORCH, Kernels
 from megads.ops.config import Compile, KernelOp
-from megads.parallel.compile import compile_blocks
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
-from megads.parallel.grid import ParallelGrid, axis_lines, place_of
+from megads.parallel.grid import axis_lines
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
-from megads.parallel.sharding import Placement, materialise, shard_stage
+from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
 from megads.parallel.table import ShardingTable
+from megads.parallel.weight_gradients import SplitLayer
 
 
-class StageLayerSpec(LayerSpec):  # type: ignore[misc]
-    """A stage that DeepSpeed builds on the ranks that hold it: made on the meta device, cut, then filled."""
+def build_stage(stage_spec: StageSpec, spec: EngineSpec) -> nn.Module:
+    """This rank's share of a stage, its parameters' `placement` attribute set: made on the meta device, cut, filled.
 
-    def __init__(
-        self,
-        spec: StageSpec,
-        grid: ParallelGrid,
-        value: InitialValue,
-        device: torch.device,
-        *,
-        tied: bool,
-        parallel: ParallelConfig,
-        ops: Kernels,
-    ) -> None:
-        super().__init__(nn.Module)
-        self.spec, self.grid, self.value, self.device = spec, grid, value, device
-        self.tied, self.parallel, self.ops = tied, parallel, ops
-
-    def __repr__(self) -> str:
-        return self.spec.name
-
-    def build(self, log: bool = False) -> nn.Module:
-        """This rank's share of the stage, its parameters' `placement` attribute set."""
-        with torch.device("meta"):
-            stage = self.spec.build()
-        use_kernels(stage, self.ops)
-        stage, placements = shard_stage(
-            stage,
-            self.spec.name,
-            self.spec.table,
-            self.grid.tp,
-            sequence_parallel=self.parallel.sequence_parallel,
-            chunks=self.parallel.tp_chunks,
-            fused=self.ops.fused(KernelOp.linear),
-        )
-        gather_in_cores(stage, self.spec.name, self.spec.table, self.grid.cp)
-        if self.tied and self.spec.name == HEAD:
-            placements = {path: self._tied(place) for path, place in placements.items()}
-        stage = materialise(stage, placements, self.value, self.device)
-        for path, parameter in stage.named_parameters():
-            parameter.placement = placements[path]  # type: ignore[attr-defined]
-        return stage
-
-    @staticmethod
-    def _tied(place: Placement) -> Placement:
-        assert place.key == TIED_COPY
-        return replace(place, key=TIED_PARAMETER)
+    Args:
+        stage_spec: the stage.
+        spec: what the engine is built from.
+    """
+    name, grid, parallel = stage_spec.name, spec.grid, spec.parallel
+    with torch.device("meta"):
+        stage = stage_spec.build()
+    use_kernels(stage, spec.kernels)
+    stage, placements = shard_stage(
+        stage,
+        name,
+        stage_spec.table,
+        grid.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        chunks=parallel.tp_chunks,
+        kernels=spec.kernels,
+    )
+    gather_in_cores(stage, name, stage_spec.table, grid.cp)
+    if spec.model.tie_embeddings and name == HEAD:
+        placements = {path: _tied(place) for path, place in placements.items()}
+    stage = materialise(stage, placements, spec.initial_value, spec.device)
+    for path, parameter in stage.named_parameters():
+        parameter.placement = placements[path]  # type: ignore[attr-defined]
+    return stage
 
 
-def placement_of(parameter: nn.Parameter) -> Placement:
+def _tied(place: ParameterPlacement) -> ParameterPlacement:
+    assert place.key == TIED_COPY
+    return replace(place, key=TIED_PARAMETER)
+
+
+def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
     """Where a parameter of a StagePipeline lies in the unsharded model."""
-    place: Placement = parameter.placement  # type: ignore[attr-defined]
+    place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
     return place
 
 
@@ -122,7 +106,7 @@ def wrap_blocks(
         pipeline_rank: the one that holds them.
         compiled: what is compiled.
         table: of the model.
-        gradients_in_place: layers add gradients of weights to their sums themselves.
+        gradients_in_place: layers add gradients of weights to main_grad themselves.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
@@ -142,99 +126,52 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-class GridTopology(ProcessTopology):  # type: ignore[misc]
-    """Our grid in the three axes that DeepSpeed knows: its data axis is context and data parallelism together.
-
-    An axis of their own for context ranks would count the gradient norm sqrt(cp) times.
-    """
-
-    def __init__(self, parallel: ParallelConfig) -> None:
-        super().__init__(axes=["data", "pipe", "model"], dims=[parallel.dp * parallel.cp, parallel.pp, parallel.tp])
-        self.mapping = {}
-        for line in axis_lines("data", parallel):
-            for data, rank in enumerate(line):
-                place = place_of(rank, parallel)
-                self.mapping[self.ProcessCoord(data=data, pipe=place.pp, model=place.tp)] = rank
-
-
-class StagePipeline(PipelineModule):  # type: ignore[misc]
-    """This rank's virtual stages, each a run of the model's stages.
-
-    DeepSpeed keeps what it is good at (building on demand, process groups); the partition, the tie between embedding
-    and head, and BatchInfo on every stage are ours.
+class StagePipeline(PipelineStages):
+    """This rank's virtual stages, each a run of the model's stages; the embedding's ties and its loss.
 
     Attributes:
-        bounds: virtual stage s holds the model's stages bounds[s] to bounds[s + 1].
-        placement: which pipeline rank holds which virtual stage.
-        chunks: the model's stages of each virtual stage of this rank, by its number, in the order of the forward pass.
-        gradients_in_place: linear layers may compute their weights' gradients in the optimizer's sums.
+        gradients_in_place: linear layers may compute their weights' gradients in the optimizer's fp32 buffers.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        grid: ParallelGrid,
-        seed: int,
-        value: InitialValue,
-        device: torch.device,
-        loss: TokenMeanLoss,
-        ops: Kernels = TORCH,
-    ) -> None:
-        specs = stage_specs(model, seed)
-        tied = model.tie_embeddings
-        # Before super().__init__(): PipelineModule's constructor calls the overrides below.
-        self.bounds = stage_bounds([spec.weight for spec in specs], parallel)
-        self.placement = parallel.placement
-        self.chunks: dict[int, tuple[nn.Module, ...]] = {}
-        self.tied, self.hidden_size, self.table = tied, model.hidden_size, sharding_of(model)
-        self.grid, self.parallel, self.ops = grid, parallel, ops
-        self.gradients_in_place = ops.fused(KernelOp.linear) and device.type == "cpu"
-        super().__init__(
-            [StageLayerSpec(spec, grid, value, device, tied=tied, parallel=parallel, ops=ops) for spec in specs],
-            topology=GridTopology(parallel),
-            loss_fn=loss,
-        )
+    def __init__(self, spec: EngineSpec, loss: TokenMeanLoss) -> None:
+        """Builds this rank's stages.
 
-    def _partition_layers(self, method: str = "") -> None:
-        self.parts = self.bounds
-        self._set_bounds(start=0, stop=0)
-
-    def _build(self) -> None:
-        stages: dict[str, Any] = {}
-        for number in self.placement.stages_of(self.stage_id):
-            self._set_bounds(start=self.bounds[number], stop=self.bounds[number + 1])
-            self.forward_funcs: list[nn.Module] = []
-            super()._build()
-            self.chunks[number] = tuple(self.forward_funcs)
-            names = [spec.spec.name for spec in self._layer_specs[self._local_start : self._local_stop]]
-            stages |= zip(names, self.forward_funcs, strict=True)
-        if self.tied and EMBEDDING in stages and HEAD in stages:
-            stages[HEAD].weight = alias_of(stages[EMBEDDING].word.weight)
+        Args:
+            spec: what the engine is built from.
+            loss: of a micro-batch.
+        """
+        stages = stage_specs(spec.model, spec.seed)
+        bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
+        super().__init__([partial(build_stage, stage, spec) for stage in stages], bounds, spec.parallel)
+        self.spec, self.token_loss = spec, loss
+        self.gradients_in_place = spec.kernels.fused(KernelOp.linear) and spec.device.type == "cpu"
+        held: dict[str, Any] = {}
+        for number, chunk in self.chunks.items():
+            held |= zip((stage.name for stage in stages[bounds[number] : bounds[number + 1]]), chunk, strict=True)
+        if spec.model.tie_embeddings and EMBEDDING in held and HEAD in held:
+            held[HEAD].weight = alias_of(held[EMBEDDING].word.weight)
         wrap_blocks(
-            stages,
-            self.parallel,
+            held,
+            spec.parallel,
             self.stage_id,
-            self.ops.compiled,
-            self.table,
+            spec.kernels.compiled,
+            sharding_of(spec.model),
             gradients_in_place=self.gradients_in_place,
         )
+        self._tied_pair = self._join_tied_pair()
 
-    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Groups of the ranks that hold the two copies of a tied embedding."""
-        pair = self.placement.ends
-        if not self.tied or pair[0] == pair[1]:
-            return {}
-        comms = {}
-        for dp in range(self._grid.data_parallel_size):
-            for tp in range(self._grid.model_parallel_size):
-                ranks = [self._grid.stage_to_global(stage_id=s, data=dp, model=tp) for s in pair]
-                group = dist.new_group(ranks, timeout=self.grid.control.timeout)
-                if self.global_rank in ranks:
-                    weight = next(p for p in self.parameters() if placement_of(p).key == TIED_PARAMETER)
-                    holder = nn.ParameterList([weight])
-                    comms["embedding"] = {"ranks": ranks, "group": group, "weight_attr": ["0"], "module": holder}
-        return comms
+    def _join_tied_pair(self) -> ProcessGroup | None:
+        """The group of the two ranks that hold the copies of a tied embedding; None: one rank, or no tie."""
+        ends, grid = self.placement.ends, self.spec.grid
+        if not self.spec.model.tie_embeddings or ends[0] == ends[1]:
+            return None
+        mine: ProcessGroup | None = None
+        for line in axis_lines("pp", self.spec.parallel):
+            ranks = [line[end] for end in ends]
+            group = dist.new_group(ranks, timeout=grid.control.timeout)
+            if grid.rank in ranks:
+                mine = group
+        return mine
 
     @property
     def ends(self) -> tuple[nn.Module, ...]:
@@ -243,13 +180,13 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
 
     def trained_parameters(self) -> list[NamedParameter]:
         """What the optimizer trains, in forward order; a tied weight twice where one rank holds both copies."""
-        pair = next((comm["group"] for comm in self.tied_comms.values()), None)
+        pair = self._tied_pair
         has_embedding = self.stage_id == self.placement.ends[0]
         trained = []
         for parameter in self.parameters():
             place = placement_of(parameter)
             tied = place.key == TIED_PARAMETER and pair is not None
-            owned = (place.dim is not None or self.grid.tp.is_first) and (not tied or has_embedding)
+            owned = (place.dim is not None or self.spec.grid.tp.is_first) and (not tied or has_embedding)
             trained.append(NamedParameter(place.key, parameter, owned, pair if tied else None))
         return trained
 
@@ -259,9 +196,6 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             if any(parameter is held for stage in chunk for held in stage.parameters()):
                 return number
         raise AssertionError(f"{placement_of(parameter).key} is not on this rank")
-
-    def _synchronize_tied_weights(self) -> None:
-        """Nothing to send: both copies are drawn from the same random stream."""
 
     def forward(self, stage: int, hidden: Tensor, info: BatchInfo) -> Tensor:
         """Runs one virtual stage of this rank.
@@ -285,4 +219,36 @@ class StagePipeline(PipelineModule):  # type: ignore[misc]
             targets: labels and mask, [b, s].
         """
         *stages, head = self.chunks[self.placement.num_stages - 1]
-        return self.loss_fn.of_head(head, run_stages(stages, hidden, info), info, targets)  # type: ignore[no-any-return]
+        return self.token_loss.of_head(head, run_stages(stages, hidden, info), info, targets)
+
+
+def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bool) -> None:
+    """Has the forward passes of a rank's blocks compiled when they first run; names of parameters stay as they are.
+
+    Args:
+        blocks: cut already, their attention cores wrapped. What runs a whole block again is put around it afterwards.
+        compiled: how.
+        splits: layers defer gradients of weights, or add them to main_grad, which each backward pass decides.
+    """
+    if compiled is Compile.none:
+        return
+    mode = "reduce-overhead" if compiled is Compile.graphs else None
+    for block in blocks:
+        for module in block.modules():
+            untraced = ("forward",) if splits and isinstance(module, SplitLayer) else getattr(module, "untraced", ())
+            for name in untraced:
+                # On the object, as what recomputes a core is: other objects of its class are left alone.
+                setattr(module, name, torch.compiler.disable(getattr(module, name)))
+        block.forward = torch.compile(block.forward, dynamic=False, mode=mode)  # type: ignore[method-assign]
+    if compiled is Compile.graphs and blocks:
+        blocks[0].forward = _new_iteration(blocks[0].forward)  # type: ignore[method-assign]
+
+
+def _new_iteration(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tells CUDA graphs that a micro-batch begins: what the last one left in their memory may be overwritten."""
+
+    def call(*args: Any) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return forward(*args)
+
+    return call

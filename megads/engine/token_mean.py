@@ -9,13 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.ops.choice import TORCH, Kernels
 from megads.ops.config import KernelOp
-from megads.ops.eligible import kernel_takes
+from megads.ops.kernels import TORCH, Kernels
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
-from megads.parallel.grid import ParallelGrid
+from megads.parallel.grid import ParallelGrid, padded_rows
 from megads.parallel.head_loss import Targets, chunk_tokens
-from megads.parallel.vocabulary import padded_rows
 
 
 class TokenMeanLoss:
@@ -28,17 +26,17 @@ class TokenMeanLoss:
     Args:
         vocab_size: true size of the vocabulary.
         grid: the ranks.
-        ops: whose operators compute, and how many tokens at a time.
+        kernels: whose kernels compute, and how many tokens at a time.
     """
 
-    def __init__(self, vocab_size: int, grid: ParallelGrid, ops: Kernels = TORCH) -> None:
-        self.vocab_size, self.grid, self.ops = vocab_size, grid, ops
+    def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH) -> None:
+        self.vocab_size, self.grid, self.kernels = vocab_size, grid, kernels
         self.scale = torch.ones((), dtype=torch.float64)
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
-        if self.ops.fused(KernelOp.cross_entropy) and kernel_takes(logits_bsr, gpu=True):
+        if self.kernels.takes(KernelOp.cross_entropy, logits_bsr):
             return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
         losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
         return (losses_bs * mask_bs).sum() * self.scale
@@ -53,12 +51,12 @@ class TokenMeanLoss:
             targets: labels and mask, [b, s].
         """
         labels_bs, mask_bs = targets
-        fused = self.ops.fused(KernelOp.cross_entropy)
         tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
-        chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.ops.loss_chunk)
+        chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.kernels.loss_chunk)
         if chunk >= tokens:
             return self(head(hidden_bth, info), targets)
-        loss: Tensor = head(hidden_bth, info, Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, fused))
+        of_logits = Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, self.kernels)
+        loss: Tensor = head(hidden_bth, info, of_logits)
         return loss
 
 

@@ -15,7 +15,7 @@ from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Limits, Stop, check_length, generate
 from megads.evaluate.sampling import Sampling
 from megads.model.gpt import GPT
-from megads.model.incremental import incremental
+from megads.model.kv_cache import with_cache
 
 DEFAULT_END = "<|endoftext|>"
 _BROKEN = "\ufffd"
@@ -51,7 +51,7 @@ class TextStream:
 
 
 @dataclass
-class Speed:
+class GenerationSpeed:
     """How fast a generation was; times are counted from its construction.
 
     Attributes:
@@ -136,7 +136,7 @@ class TextGenerator:
                 "tokenizer of another model; give tokenizer=<file> with the right one"
             )
         self._config = model.config
-        self._model = incremental(model)
+        self._model = with_cache(model)
         self._found = found
         self._tokenizer = found.tokenizer
         self._sampling = sampling
@@ -167,7 +167,7 @@ class TextGenerator:
         return Prompt(text, ids)
 
     def complete(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], speed: Speed
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], speed: GenerationSpeed
     ) -> Iterator[tuple[int, str, Completion]]:
         """Continues a batch of prompts.
 
@@ -194,7 +194,7 @@ class TextGenerator:
             completion.stop = new.stop
             yield new.row, text, completion
 
-    def complete_all(self, prompts: Sequence[Prompt], batch_size: int, speed: Speed) -> Iterator[Completion]:
+    def complete_all(self, prompts: Sequence[Prompt], batch_size: int, speed: GenerationSpeed) -> Iterator[Completion]:
         """Continues any number of prompts, `batch_size` together; yields the completions in the prompts' order."""
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]

@@ -12,8 +12,7 @@ import numpy.typing as npt
 import torch
 
 from megads.batch import MicroBatch
-from megads.model.gpt import GPT
-from megads.model.loss import token_losses
+from megads.model.gpt import GPT, token_losses
 
 
 def losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) -> Sequence[npt.NDArray[np.float32]]:

@@ -15,10 +15,11 @@ from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, planned_steps
 from megads.errors import Preempted, UnhealthyNode
 from megads.launch.launcher import LaunchSpec, launch
-from megads.launch.node_check.check import Place, check_nodes
+from megads.launch.node_check.check import CheckTarget, check_nodes
 from megads.launch.node_check.config import CheckNodesConfig
-from megads.launch.placement import Placement
+from megads.launch.placement import SlurmPlacement
 from megads.launch.rank_outcome import Outcome
+from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Deadline, Scheduler
 from megads.launch.slurm_scheduler import SlurmScheduler
 from megads.monitor.console import Console
@@ -54,10 +55,19 @@ class Attempts:
         spec: what to start.
         placement: where on SLURM; None for this machine.
         lease: hold on the run directory.
+        server: forks ranks on this machine, in every attempt.
     """
 
-    def __init__(self, config: RootConfig, spec: LaunchSpec, placement: Placement | None, lease: Lease):
+    def __init__(
+        self,
+        config: RootConfig,
+        spec: LaunchSpec,
+        placement: SlurmPlacement | None,
+        lease: Lease,
+        server: RankServer | None = None,
+    ):
         self._config, self._spec, self._placement, self._lease = config, spec, placement, lease
+        self._server = server
         self._run_dir = Path(str(config.run.dir))
         self._history: list[Attempt] = []
         self._rejected: dict[str, str] = {}
@@ -120,7 +130,7 @@ class Attempts:
         asked = tuple(name for name in self._means.nodes if name not in excluded and name not in self._rejected)
         cluster = self._config.cluster
         options, wrapper = tuple(cluster.srun_options), tuple(cluster.wrapper)
-        place = Place(asked, allocation.nodes[0].address, allocation, options, wrapper)
+        place = CheckTarget(asked, allocation.nodes[0].address, allocation, options, wrapper)
         begin = time.monotonic()
         rejected = check_nodes(CheckNodesConfig(folder=str(self._run_dir)), place).rejected
         with closing(EventWriter(self._run_dir)) as events:
@@ -148,7 +158,8 @@ class Attempts:
         placement, lease = self._placement, self._lease
         self._from_step = self._saved_step()
         if placement is None:
-            return launch(self._spec, console, scheduler=Scheduler(lease, self._deadline(lambda: None)))
+            scheduler = Scheduler(lease, self._deadline(lambda: None))
+            return launch(self._spec, console, scheduler=scheduler, server=self._server)
         console.say(str(placement))
         deadline = self._deadline(lambda: time_left_s(placement.allocation.job.id))
         scheduler = SlurmScheduler(placement.allocation, lease, deadline)

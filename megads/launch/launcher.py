@@ -22,6 +22,7 @@ from types import FrameType
 from megads.errors import MegadsError, Preempted, UnhealthyNode
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, judge
+from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
 from megads.runtime import environment
@@ -154,7 +155,11 @@ class LaunchSpec:
 
 
 def launch(
-    spec: LaunchSpec, console: Console, ranks: Ranks | None = None, scheduler: Scheduler | None = None
+    spec: LaunchSpec,
+    console: Console,
+    ranks: Ranks | None = None,
+    scheduler: Scheduler | None = None,
+    server: RankServer | None = None,
 ) -> Outcome:
     """Runs the ranks to their end; the caller holds the run directory (lease.claimed).
 
@@ -163,6 +168,7 @@ def launch(
         console: shows the run.
         ranks: where; None starts them on this machine.
         scheduler: what else may end the run; None is nothing.
+        server: see `NodeRanks`.
 
     Returns:
         How they ended. The exit code is what the ranks returned, the first failing rank's own, or 130 when killed by a
@@ -175,7 +181,7 @@ def launch(
     if ranks is None:
         if not spec.cpu:
             require_devices(spec.num_ranks, "parallel.tp * cp * pp * dp")
-        ranks = NodeRanks(spec.node_part(spec.num_ranks))
+        ranks = NodeRanks(spec.node_part(spec.num_ranks), server=server)
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)
     with start_secret(spec.run_dir, spec.lease):

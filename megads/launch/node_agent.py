@@ -143,7 +143,7 @@ def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
         if control.end_ordered():
             ordered_at = ordered_at or time.monotonic()
             ranks.kill()
-            # The elastic agent may wait for other nodes although its own ranks are gone.
+            # A process in an uninterruptible call outlives SIGKILL.
             if time.monotonic() - ordered_at > _END_WITHIN_S:
                 return
 

@@ -1,4 +1,4 @@
-"""The ranks of one node, by torch's elastic agent: starts them, watches them, kills what hangs, reports how they ended.
+"""The ranks of one node: starts them, watches them, kills what hangs, reports how they ended.
 
 The launcher uses it directly on one machine; on a cluster every node's agent does (megads.launch.node_agent).
 """
@@ -10,23 +10,21 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from megads.errors import ConfigError
+from megads.errors import ConfigError, UnhealthyNode
 from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
+from megads.launch.rank_server import RankServer
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat
 from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
     from megads.runtime.control_store import ControlStore
 
 POLL_S = 0.1
@@ -134,19 +132,54 @@ def lowest_compute_capability() -> tuple[int, int] | None:
         return None
 
 
+class _NewProcesses:
+    """Starts every rank as a new process; see `RankServer` for the methods."""
+
+    def __init__(self, variables: Mapping[str, str]):
+        self._variables = variables
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        with environment.exported({**self._variables, **variables}):
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._processes[rank] = process
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def exit_codes(self) -> dict[int, int]:
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def poll(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def close(self) -> None:
+        """Nothing is left where all have ended."""
+
+
 class NodeRanks:
     """The ranks of this node.
 
-    The agent runs in a thread of its own, so that it installs no signal handlers and the main thread stays free.
-
     Args:
         part: what to start.
-        control: where the nodes meet; None serves one for this node alone.
+        control: where the ranks meet; None serves it for this node alone.
+        server: forks the ranks where they compute on the CPU, and stays; None starts one for them.
     """
 
-    def __init__(self, part: NodePart, control: ControlStore | None = None):
+    def __init__(self, part: NodePart, control: ControlStore | None = None, server: RankServer | None = None):
         self.part = part
         self._control = control
+        self._server = server
+        self._processes: RankServer | _NewProcesses | None = None
         self._killed: set[int] = set()
         self._hung: dict[int, FailureRecord] = {}
         self._monitor = HeartbeatMonitor(self._node)
@@ -155,26 +188,52 @@ class NodeRanks:
         self._returned: set[int] = set()
         self._exits: list[RankExit] = []
         self._failed_at: float | None = None
-        self._error: BaseException | None = None
-        self._agent: LocalElasticAgent | None = None
-        # Daemonic: should the main thread fail, the process ends, and the kernel kills the ranks with it.
-        self._thread = threading.Thread(target=self._run_agent, name="elastic-agent", daemon=True)
+        self._error = ""
 
     def start(self) -> None:
-        self._agent = self._make_agent()
-        self._thread.start()
+        # Imported here: it pulls in torch, for which a refused config should not wait.
+        import torch
+
+        from megads.runtime.control_store import ControlStore
+
+        part = self.part
+        secret = secret_path(part.run_dir, part.lease)
+        # Kept: ranks meet at this store to their end.
+        self._control = self._control or ControlStore(read_secret(secret), part.address)
+        cuda = torch.cuda.is_available() and not part.cpu
+        capability = lowest_compute_capability() if cuda else None
+        shared = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, self._monitor.folder)
+        shared |= environment.meeting_variables(secret, self._control.host, self._control.port, part.num_nodes == 1)
+        shared |= environment.HIDDEN_GPUS if part.cpu else {}
+        if cuda or part.command[:1] != ("-m",):
+            self._processes = _NewProcesses(shared)
+        else:
+            ready = self._server if self._server is not None and self._server.serves(shared) else None
+            self._processes = ready or RankServer(shared)
+        world_size = part.num_ranks * part.num_nodes
+        for local_rank, rank in enumerate(part.ranks):
+            numbers = environment.rank_numbers(rank, local_rank, world_size, part.num_ranks)
+            self._processes.start(rank, part.command, shared | numbers)
 
     def poll(self) -> bool:
-        """Waits a moment and does what is due; False once all have ended.
-
-        Raises:
-            BaseException: the agent itself failed.
-        """
-        self._thread.join(POLL_S)
-        if self._error is not None:
-            raise self._error
-        if not self._thread.is_alive():
+        """Waits a moment and does what is due; False once all have ended."""
+        assert self._processes is not None
+        try:
+            self._processes.poll(POLL_S)
+        except UnhealthyNode as error:
+            self._error = str(error)
             self._monitor.close()
+            return False
+        codes = self._processes.exit_codes
+        if not self._exits:
+            self._exits = [RankExit(rank, code) for rank, code in codes.items() if code]
+            if self._exits:
+                # Peers may wait in a collective for whole minutes.
+                self._signal(signal.SIGTERM)
+        if len(codes) == self.part.num_ranks:
+            self._monitor.close()
+            if self._processes is not self._server:
+                self._processes.close()
             return False
         self._watch_heartbeats()
         if self._failed_at is None and (self._hung or self._some_rank_failed()):
@@ -192,6 +251,8 @@ class NodeRanks:
     def kill(self) -> None:
         """Kills every rank that still runs, and what it started."""
         self._note_positions()
+        if isinstance(self._processes, RankServer) and self._processes.starting:
+            self._processes.kill()
         for rank, pid in self._pids().items():
             self._kill(rank, pid)
 
@@ -211,6 +272,8 @@ class NodeRanks:
                 killed=sorted(self._killed),
                 returned=read_exits(self.part.run_dir, ranks, self.part.lease),
                 positions=self._positions,
+                error=self._error,
+                exit_code=UnhealthyNode.exit_code,
             )
         ]
 
@@ -223,10 +286,14 @@ class NodeRanks:
         return environment.node_name() if self.part.num_nodes > 1 else ""
 
     def _kill(self, rank: int, pid: int) -> None:
-        if _exists(pid):
+        if rank not in self._exit_codes and _exists(pid):
             self._killed.add(rank)
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            _signal_group(pid, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank, pid in self._pids().items():
+            if rank not in self._exit_codes:
+                _signal_group(pid, number)
 
     def _watch_heartbeats(self) -> None:
         """Kills ranks that have been silent for too long: a stopped process ignores SIGTERM, and its peers wait."""
@@ -244,68 +311,34 @@ class NodeRanks:
         self._positions = self._monitor.positions()
         self._hung |= {at.rank: hung(at) for at in self._positions if at.lost and at.rank not in self._hung}
 
-    def _run_agent(self) -> None:
-        """Body of the agent's thread."""
-        assert self._agent is not None
-        try:
-            with environment.exported(self._variables()):
-                result = self._agent.run()
-            self._exits = [RankExit(rank, failure.exitcode) for rank, failure in result.failures.items()]
-        except BaseException as error:
-            self._error = error
-
-    def _variables(self) -> Mapping[str, str]:
-        """What every rank's environment must hold."""
-        import torch
-
-        part = self.part
-        cuda = torch.cuda.is_available() and not part.cpu
-        capability = lowest_compute_capability() if cuda else None
-        heartbeats = self._monitor.folder
-        variables = environment.rank_variables(part.threads_per_rank, cuda, part.lease, capability, heartbeats)
-        variables |= environment.meeting_variables(secret_path(part.run_dir, part.lease), part.num_nodes == 1)
-        return variables | (environment.HIDDEN_GPUS if part.cpu else {})
-
     def _some_rank_failed(self) -> bool:
         """True once a rank ended without having returned.
 
         A rank ends right after it has left its record. So the processes are asked, which costs nothing, and a record is
         looked for once: the disk is all ranks', and this comes ten times a second.
         """
-        ended = [rank for rank, pid in self._pids().items() if rank not in self._returned and _ended(pid)]
+        codes = self._exit_codes
+        running = {rank: pid for rank, pid in self._pids().items() if rank not in self._returned}
+        ended = [rank for rank, pid in running.items() if rank in codes or _ended(pid)]
         self._returned.update(read_exits(self.part.run_dir, ended, self.part.lease))
         return not self._returned.issuperset(ended)
 
     def _pids(self) -> dict[int, int]:
         """Pids of the ranks by rank; empty until they are started."""
-        workers = self._agent.get_worker_group().workers if self._agent is not None else []
-        return {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+        return dict(self._processes.pids) if self._processes is not None else {}
 
-    def _make_agent(self) -> LocalElasticAgent:
-        """Builds torch's agent: no restarts, nodes in the order of their numbers, failures polled every 0.1 s."""
-        # torch.distributed.elastic is imported here: it takes a second, and a refused config should not wait for it.
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    @property
+    def _exit_codes(self) -> Mapping[int, int]:
+        """Of the ranks that have ended; their pids may be those of other processes by now."""
+        return self._processes.exit_codes if self._processes is not None else {}
 
-        from megads.runtime.control_store import ControlStore, NumberedNodes
 
-        # The agent reports failures in several screens of text; the launcher reports them in one message.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        part = self.part
-        self._control = self._control or ControlStore(read_secret(secret_path(part.run_dir, part.lease)), part.address)
-        worker_spec = WorkerSpec(
-            role="default",
-            local_world_size=part.num_ranks,
-            entrypoint=sys.executable,
-            args=part.command,
-            rdzv_handler=NumberedNodes(self._control, part.node, part.num_nodes),
-            max_restarts=0,
-            monitor_interval=POLL_S,
-            local_addr=part.address,
-        )
-        # Ranks open their own logs: the agent's would start empty at every start.
-        return LocalElasticAgent(worker_spec, DefaultLogsSpecs(log_dir=os.devnull))
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """Signals a rank and what it started; the rank alone where it has no session of its own yet."""
+    for send in (os.killpg, os.kill):
+        with suppress(ProcessLookupError, PermissionError):
+            send(pid, number)
+            return
 
 
 def _ended(pid: int) -> bool:

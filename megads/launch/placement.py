@@ -13,11 +13,11 @@ from megads.launch.node_ranks import Ranks, require_devices
 from megads.launch.slurm_ranks import SlurmRanks
 from megads.launch.slurm_scheduler import end_chain, send_back
 from megads.runtime.config import ClusterKind
-from megads.runtime.slurm import Allocation, Job, Node, find_allocation
+from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
 
 
 @dataclass(frozen=True)
-class Placement:
+class SlurmPlacement:
     """The nodes of a SLURM job that take part in a run.
 
     Attributes:
@@ -41,7 +41,7 @@ class Placement:
         part = spec.node_part(self.ranks_per_node, num_nodes=len(self.nodes))
         return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
 
-    def on(self, names: Sequence[str]) -> Placement:
+    def on(self, names: Sequence[str]) -> SlurmPlacement:
         """The same on other nodes of the job, in the order given."""
         by_name = {node.name: node for node in self.allocation.nodes}
         return replace(self, nodes=tuple(by_name[name] for name in names))
@@ -67,7 +67,7 @@ class Placement:
         return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each{kept}"
 
 
-def find_placement(config: RootConfig) -> Placement | None:
+def find_placement(config: RootConfig) -> SlurmPlacement | None:
     """Returns where the ranks go on SLURM; None where they stay on this machine.
 
     A dry run outside of a job takes cluster.nodes for its nodes, and knows no place without it.
@@ -91,10 +91,10 @@ def find_placement(config: RootConfig) -> Placement | None:
 def _expected(nodes: int) -> Allocation:
     """The job that a dry run stands for."""
     names = [f"node {number}" for number in range(nodes)]
-    return Allocation(Job("", 0, ""), tuple(Node(name, name) for name in names))
+    return Allocation(SlurmJob("", 0, ""), tuple(Node(name, name) for name in names))
 
 
-def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
+def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
     """Shares the ranks out over all nodes of a job but cluster.spare_nodes.
 
     Raises:
@@ -130,4 +130,4 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> Placement:
             f"cluster.ranks_per_node = {per_node}, but the job has {gpus} GPUs on each node: lower it, or ask for more "
             "(sbatch --gpus-per-node)"
         )
-    return Placement(allocation, allocation.nodes[:nodes], per_node)
+    return SlurmPlacement(allocation, allocation.nodes[:nodes], per_node)

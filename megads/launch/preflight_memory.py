@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megads.config import Precision, RootConfig
 from megads.errors import ConfigError
-from megads.ops.choice import plans_fused
+from megads.ops.resolve import plans_fused
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.plan.memory import MemoryPlan, StageMemory, Workload, memory_plan
 from megads.plan.recompute_choice import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks

@@ -26,7 +26,7 @@ _HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RankExit:
-    """How the agent saw a process end.
+    """How a process ended.
 
     Attributes:
         rank: the rank.
@@ -229,7 +229,7 @@ def _by_time(records: list[FailureRecord], single: bool) -> list[FailureRecord]:
 
 def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed: Collection[int]) -> Outcome | None:
     """Blames a rank that ended without a word, if one did so by itself."""
-    # The agent ends the peers of a failed rank by SIGTERM, so that signal is blamed only when there is nothing else.
+    # The peers of a failed rank are ended by SIGTERM, so that signal is blamed only when there is nothing else.
     for end, node in silent:
         if end.exit_code < 0 and end.exit_code != -signal.SIGTERM and end.rank not in killed:
             return _from_signal(run_dir, end, node)

@@ -147,7 +147,8 @@ def _replace(path: Path, text: str) -> None:
 def _die_with_launcher() -> None:
     """Asks the kernel to kill this process when the launcher dies, even by SIGKILL.
 
-    The elastic agent starts ranks in sessions of their own, so no terminal signal reaches an orphan.
+    Ranks have sessions of their own, so no terminal signal reaches an orphan. The launcher of a forked rank is the
+    server that forked it, which dies with the launcher.
     """
     parent = launcher_pid()
     if parent is None or sys.platform != "linux":

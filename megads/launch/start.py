@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
 from megads.launch.attempts import Attempts, Ended
 from megads.launch.launcher import LaunchSpec
-from megads.launch.placement import Placement, find_placement
+from megads.launch.placement import SlurmPlacement, find_placement
 from megads.launch.preflight_data import (
     build_index_maps,
     data_fault,
@@ -25,12 +25,15 @@ from megads.launch.preflight_data import (
     prepare_data,
     require_data,
 )
+from megads.launch.rank_server import RankServer
 from megads.monitor.console import Console
 from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.choice import Kernels, choose, prepare
-from megads.runtime.environment import rehearsal_folder
-from megads.runtime.lease import Lease, claimed
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import choose, prepare
+from megads.runtime.environment import rank_variables, rehearsal_folder, share_of_cores
+from megads.runtime.lease import claimed
+from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE
 
@@ -52,7 +55,7 @@ _GROUP_WRITABLE = 0o2775
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRequest:
     """What a command line asks of a start, beside its config.
 
     Attributes:
@@ -67,7 +70,7 @@ class Start:
     describe: Callable[[RootConfig, str, Sequence[str], Machine], str]
 
 
-def start_run(config: RootConfig, start: Start) -> int:
+def start_run(config: RootConfig, start: StartRequest) -> int:
     """Starts or continues the run that the config describes and returns its exit code.
 
     Raises:
@@ -76,13 +79,28 @@ def start_run(config: RootConfig, start: Start) -> int:
     check_config(config)
     placement = None if config.run.prepare_only else find_placement(config)
     try:
-        return _run(config, start, placement).exit_code
+        with _early_server(config, placement) as server:
+            return _run(config, start, placement, server).exit_code
     except MegadsError as error:
         _hand_over(placement, config, Ended(error.exit_code))
         raise
 
 
-def _run(config: RootConfig, start: Start, placement: Placement | None) -> Ended:
+@contextmanager
+def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Iterator[RankServer | None]:
+    """Has what ranks import imported while the launcher checks the run; None where ranks are not forked from here."""
+    parallel, given = config.parallel, config.cluster.threads_per_rank
+    if placement is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
+        yield None
+        return
+    server = RankServer(rank_variables(given or share_of_cores(parallel.world_size), cuda=False))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _run(config: RootConfig, start: StartRequest, placement: SlurmPlacement | None, server: RankServer | None) -> Ended:
     """Prepares and starts the run; returns how it ended."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.launch.preflight_memory import settle_auto, this_machine
@@ -118,45 +136,39 @@ def _run(config: RootConfig, start: Start, placement: Placement | None) -> Ended
             console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
             ended = Ended(EXIT_OK)
         else:
-            ended = _continue(config, preparation, placement, lease, console)
+            _check_against_last_start(config, preparation, console)
+            if config.run.prepare_only:
+                build_index_maps(config, console)
+                ended = Ended(EXIT_OK)
+            else:
+                record_config(config, run_dir)
+                spec = dataclasses.replace(launch_spec(config), lease=lease.number)
+                ended = Attempts(config, spec, placement, lease, server).run(console)
     # The run directory is free again for whoever comes next.
     _hand_over(placement, config, ended)
     return ended
 
 
-def _continue(
-    config: RootConfig, preparation: Preparation | None, placement: Placement | None, lease: Lease, console: Console
-) -> Ended:
-    """Checks the data against what the run saw of it, then starts the ranks, or prepares for them only."""
+def _check_against_last_start(config: RootConfig, preparation: Preparation | None, console: Console) -> None:
+    """Says what changed since the run's last start, and checks the data against what the run saw of it."""
     run_dir = Path(str(config.run.dir))
     changes = _changes(run_dir, config)
     for change in changes:
         console.say(f"changed since the last start: {_told(change)}", "warning")
     guard_data(config, preparation, run_dir)
-    if config.run.prepare_only:
-        build_index_maps(config, console)
-        return Ended(EXIT_OK)
-    if changes:
+    if changes and not config.run.prepare_only:
         with closing(EventWriter(run_dir)) as events:
             told = "; ".join(map(_told, changes))
             events.write("config_changed", level="warning", message=told, changes=changes)
-    return _start(config, placement, lease, console)
 
 
-def _hand_over(placement: Placement | None, config: RootConfig, ended: Ended) -> None:
+def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
     """Sees to what follows a SLURM job, and says it."""
     if placement is None or config.run.dry_run:
         return
     said = placement.hand_over(config, ended.exit_code, ended.excluded)
     if said:
         print(said, flush=True)
-
-
-def _start(config: RootConfig, placement: Placement | None, lease: Lease, console: Console) -> Ended:
-    """Freezes the config and starts the ranks; returns how they ended."""
-    record_config(config, Path(str(config.run.dir)))
-    spec = dataclasses.replace(launch_spec(config), lease=lease.number)
-    return Attempts(config, spec, placement, lease).run(console)
 
 
 def say_ops(kernels: Kernels, console: Console) -> None:

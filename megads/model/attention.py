@@ -1,5 +1,7 @@
 """Causal self-attention; several heads of queries may share one of keys and values (Ainslie et al. 2023).
 
+With ALiBi (Press, Smith and Lewis 2021) scores are biased linearly in the distance of query and key.
+
 Shape suffixes: b = batch, s = query position, t = key position, n = heads, m = heads of keys and values, g = heads of
 queries that share one of them (n / m), d = head dim, h = hidden size.
 """
@@ -7,27 +9,127 @@ queries that share one of them (n / m), d = head dim, h = hidden size.
 from __future__ import annotations
 
 import functools
+import math
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from megads.batch import BatchInfo
-from megads.model.alibi import causal_bias, hide_other_documents, slopes_of
-from megads.model.attention_kinds import AttentionKind
+from megads.batch import BatchInfo, PerBatch
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.model.explicit_attention import MaskedSoftmax, explicit_attention
-from megads.model.per_batch import PerBatch
 from megads.model.rotary import Rotary
 from megads.ops.attention import attention
-from megads.ops.augmented_attention import augmented_attention
-from megads.ops.eligible import kernel_takes
+from megads.ops.attention_kinds import AttentionKind
+from megads.ops.config import KernelOp
 from megads.ops.flash_attention import INSTALLED, Documents, documents_of, flash_attention
 from megads.ops.flex_attention import flex_attention, visible_blocks
-from megads.ops.masked_attention import bias_dtype, cudnn_attention, masked_attention
+from megads.ops.kernels import TORCH
 from megads.ops.philox import DropoutMask
+from megads.ops.sdpa import augmented_attention, bias_dtype, cudnn_attention, masked_attention
+from megads.ops.softmax import MaskedSoftmax, explicit_attention
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Slope of every head, fp32 [num_heads].
+
+    For n a power of two the slopes are 2^(-8 i / n), i = 1..n. Any other count takes those of the largest power of two
+    below it, then every other slope of twice that power.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num_heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
+    """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
+    return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
+
+
+@functools.lru_cache(maxsize=4)
+def causal_bias(
+    num_heads: int,
+    first_head: int,
+    last_head: int,
+    seq_len: int,
+    alibi: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    places_s: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Additive attention mask of a contiguous range of heads, [1, heads, s, seq_len] ([1, 1, ...] without ALiBi).
+
+    Holds slope * (key - query) up to the query's own place, and -inf beyond it and before its window. The relative form
+    is used, not slope * key, because its values near the query, where most of the probability lies, stay exact in low
+    precision.
+
+    The result is cached, by the identity of `places_s`: give the same tensor every time.
+
+    Args:
+        num_heads: heads of the whole model.
+        first_head: first head of the range.
+        last_head: the one after the last.
+        seq_len: keys, at places 0..seq_len-1.
+        alibi: False leaves the causal mask alone.
+        device: of the result.
+        dtype: of the result.
+        places_s: integer place of every query; None: all places.
+        window: keys that a query sees, the one at its own place being the last; None: all.
+    """
+    queries_s = torch.arange(seq_len, device=device) if places_s is None else places_s
+    keys_t = torch.arange(seq_len, device=device)
+    return causal_bias_at(num_heads, first_head, last_head, queries_s[None], keys_t, alibi, dtype, window)
+
+
+def causal_bias_at(
+    num_heads: int,
+    first_head: int,
+    last_head: int,
+    positions_bs: Tensor,
+    keys_t: Tensor,
+    alibi: bool,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Tensor:
+    """The same for queries and keys anywhere in their sequences, [b, heads or 1, s, t].
+
+    Args:
+        num_heads: heads of the whole model.
+        first_head: first head of the range.
+        last_head: the one after the last.
+        positions_bs: integer position of every query.
+        keys_t: integer position of every key; those beyond a query's position are masked.
+        alibi: False leaves the causal mask alone.
+        dtype: of the result.
+        window: keys that a query sees; None: all.
+    """
+    distance_bst = keys_t.float() - positions_bs[:, :, None]
+    hidden_bst = distance_bst > 0
+    if window is not None:
+        hidden_bst |= distance_bst <= -window
+    if not alibi:
+        return torch.zeros_like(distance_bst).masked_fill_(hidden_bst, -math.inf)[:, None].to(dtype)
+    slopes = alibi_slopes(num_heads)[first_head:last_head].to(positions_bs.device)
+    bias_bnst = slopes[:, None, None] * distance_bst[:, None]
+    return bias_bnst.masked_fill_(hidden_bst[:, None], -math.inf).to(dtype)
+
+
+def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
+    """The mask with -inf at every key before the query's document, [b, n, s, t].
+
+    Args:
+        bias_bnst: a causal mask [b or 1, n or 1, s, t] of keys at places 0..t-1. It must hide later keys: a key up to
+            the query's own place that is not before the document is in it, so nothing need be known of the keys.
+        document_starts_bs: place at which the document of every query starts.
+    """
+    keys_t = torch.arange(bias_bnst.shape[-1], device=bias_bnst.device)
+    before_bst = keys_t < document_starts_bs[:, :, None]
+    return bias_bnst.masked_fill(before_bst[:, None], -math.inf)
+
 
 _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 _DOCUMENTS: PerBatch[Documents] = PerBatch()
@@ -45,7 +147,7 @@ class AttentionCore(nn.Module):
 
     Attributes:
         kind: how it is to be computed; auto is the kernel of the whole where megads' own are taken, else sdpa.
-        fused: take megads' own kernels: the one of the whole, or on GPUs, with dropout, that of softmax.
+        kernels: whose kernels compute; megads have one of the whole, for CPUs, and one of the masked softmax.
     """
 
     untraced: ClassVar = ("forward",)
@@ -57,7 +159,7 @@ class AttentionCore(nn.Module):
         self.window = config.window
         self.heads = range(config.num_heads)
         self.kind = config.attention
-        self.fused = False
+        self.kernels = TORCH
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
 
     def narrow(self, rank: int, size: int) -> None:
@@ -111,7 +213,8 @@ class AttentionCore(nn.Module):
             kind = AttentionKind.fused
         match kind:
             case AttentionKind.fused | AttentionKind.fused_softmax:
-                there = self.fused and kernel_takes(q_bnsd, gpu=kind is AttentionKind.fused_softmax)
+                there = self.kernels.takes(KernelOp.attention, q_bnsd)
+                there &= kind is AttentionKind.fused_softmax or not q_bnsd.is_cuda
             case AttentionKind.augmented:
                 there = low
             case AttentionKind.flex:
@@ -152,7 +255,7 @@ class AttentionCore(nn.Module):
     ) -> Tensor:
         """The same with scores in memory, [b, n, s, d]."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
-        if self.fused and self.kind is not AttentionKind.sdpa and kernel_takes(q_bnsd, gpu=True):
+        if self.kind is not AttentionKind.sdpa and self.kernels.takes(KernelOp.attention, q_bnsd):
             starts_bs = self.starts(info, queries, device)
             visible = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
             return explicit_attention(q_bnsd, k_bmtd, v_bmtd, MaskedSoftmax(dim**-0.5, None, *visible), mask)
@@ -169,12 +272,12 @@ class Attention(nn.Module):
     BLOOM's order.
 
     Attributes:
-        fused: take megads' own kernel for rotary positions.
+        kernels: whose kernel turns queries and keys by their positions.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
         super().__init__()
-        self.fused = False
+        self.kernels = TORCH
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta) if rotates else None
@@ -204,7 +307,7 @@ class Attention(nn.Module):
         q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in qkv_bsmpd.split((parts - 2, 1, 1), dim=3))
         apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
         if self.rotary is not None:
-            q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info, self.fused)
+            q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info, self.kernels)
         elif apart:
             k_bsmd = k_bsmd.contiguous()
         if self.rotary is not None or apart:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
 
 # Beyond any model; what is planned layer by layer ends.
 _MOST_LAYERS = 10_000

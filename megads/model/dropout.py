@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, copy_to
 from megads.ops.dropout import dropout
+from megads.ops.kernels import TORCH
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 
 
@@ -27,7 +28,7 @@ class Dropout(nn.Module):
 
     Attributes:
         shard: (rank, size) of the share of dim 1 that the input is.
-        fused: take megads' own kernel.
+        kernels: whose kernel computes.
     """
 
     untraced: ClassVar = ("_drop",)
@@ -39,7 +40,7 @@ class Dropout(nn.Module):
         self.seed = seed
         self.site = site
         self.shard = (0, 1)
-        self.fused = False
+        self.kernels = TORCH
 
     @property
     def active(self) -> bool:
@@ -66,7 +67,7 @@ class Dropout(nn.Module):
 
     def _drop(self, x_bsh: Tensor, residual_bsh: Tensor | None, info: BatchInfo) -> Tensor:
         mask = self.mask(info, x_bsh.device)
-        return dropout(x_bsh, mask, self._places(x_bsh, info), residual_bsh, self.fused)
+        return dropout(x_bsh, mask, self._places(x_bsh, info), residual_bsh, self.kernels)
 
     def _places(self, x_bsh: Tensor, info: BatchInfo) -> Tensor | None:
         """Place of each token of the input in its sample, int64 [s]; None: 0..s-1."""

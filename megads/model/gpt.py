@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
@@ -81,3 +82,9 @@ class GPT(nn.Module):
         for stage in self.stages:
             hidden = stage(hidden, info)
         return hidden
+
+
+def token_losses(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
+    """Cross entropy of every token in nats, fp32 (fp64 for fp64 logits) [b, s]."""
+    logits = logits_bsv if logits_bsv.dtype.itemsize >= 4 else logits_bsv.float()
+    return F.cross_entropy(logits.flatten(0, 1), labels_bs.flatten(), reduction="none").view_as(labels_bs)

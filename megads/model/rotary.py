@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from megads.batch import BatchInfo
-from megads.model.per_batch import PerBatch
+from megads.batch import BatchInfo, PerBatch
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.rotary import rotate
 
 Tables = tuple[Tensor, Tensor]
@@ -56,17 +56,19 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
 
-    def forward(self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, fused: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, kernels: Kernels = TORCH
+    ) -> tuple[Tensor, Tensor]:
         """Queries and keys turned by the positions of the tokens that this rank holds.
 
         Args:
             q_bsnd: queries.
             k_bsnd: keys.
             info: of the micro-batch.
-            fused: take megads' own kernel.
+            kernels: whose kernel computes.
         """
         tables = self.tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
-        return rotate(q_bsnd, *tables, fused), rotate(k_bsnd, *tables, fused)
+        return rotate(q_bsnd, *tables, kernels), rotate(k_bsnd, *tables, kernels)
 
     def tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
         """Cosine and sine for so many tokens, made once for all layers."""

@@ -6,7 +6,7 @@ Shape suffixes: b = batch, s = sequence, h = hidden size, v = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +18,8 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.sharding import CUSTOM, SHARDING, sharding_of
-from megads.ops.choice import FUSED, Kernels
-from megads.ops.config import Implementation, KernelOp
 from megads.ops.gelu import gelu
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.swiglu import swiglu
 from megads.parallel.table import ShardingTable
@@ -31,14 +30,12 @@ class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of every token, with gains, as the model says.
 
     Attributes:
-        fused: take megads' own kernel for it.
-        fused_sum: take megads' own kernel for the norm of a sum.
-        apex: take NVIDIA apex'.
+        kernels: whose kernel computes.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.fused = self.fused_sum = self.apex = False
+        self.kernels = TORCH
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
         self.centred = config.norm is NormKind.layernorm
@@ -48,15 +45,15 @@ class Norm(nn.Module):
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
         if not self.centred:
-            return rms_norm(hidden_bsh, self.weight, self.eps, self.fused, apex=self.apex)
-        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.fused, apex=self.apex)
+            return rms_norm(hidden_bsh, self.weight, self.eps, self.kernels)
+        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.kernels)
 
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum; the kernel makes both in one pass."""
         if not self.centred:
-            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.fused_sum, apex=self.apex)
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)
         weight, bias = self.weight, self.bias
-        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.fused_sum, apex=self.apex)
+        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.kernels)
 
 
 class Embedding(nn.Module):
@@ -90,12 +87,12 @@ class MLP(nn.Module):
     """Two projections around a tanh-approximated GELU.
 
     Attributes:
-        fused: take megads' own kernel for it.
+        kernels: whose kernel computes the activation.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.fused = False
+        self.kernels = TORCH
         self.up = nn.Linear(config.hidden_size, config.ffn_width, bias=config.bias)
         self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
 
@@ -106,7 +103,7 @@ class MLP(nn.Module):
 
     def activate(self, up_bsf: Tensor) -> Tensor:
         """What `down` reads of what `first` made, [b, s, f]."""
-        return gelu(up_bsf, self.fused)
+        return gelu(up_bsf, self.kernels)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
@@ -121,12 +118,12 @@ class GatedMLP(nn.Module):
     them, holds matching gates and ups, and is the same share of the columns of `down`.
 
     Attributes:
-        fused: take megads' own kernel for it.
+        kernels: whose kernel computes the activation.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.fused = False
+        self.kernels = TORCH
         self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows, bias=config.bias)
         self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
 
@@ -137,7 +134,7 @@ class GatedMLP(nn.Module):
 
     def activate(self, gate_up_bsf: Tensor) -> Tensor:
         """What `down` reads of what `first` made, [b, s, f]."""
-        return swiglu(gate_up_bsf, self.fused)
+        return swiglu(gate_up_bsf, self.kernels)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
         """Returns [b, s, h]."""
@@ -296,15 +293,6 @@ class StageSpec:
     table: ShardingTable = SHARDING
 
 
-_OPS: Mapping[type[nn.Module], KernelOp] = {
-    Attention: KernelOp.rotary,
-    AttentionCore: KernelOp.attention,
-    Dropout: KernelOp.dropout,
-    MLP: KernelOp.gelu,
-    GatedMLP: KernelOp.swiglu,
-    Norm: KernelOp.norm,
-}
-"""The operator that a module's `fused` is about."""
 EMBEDDING, HEAD = "embedding", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
@@ -314,15 +302,11 @@ def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
 
     Args:
         stage: with modules that take torch's operators.
-        kernels: what `megads.ops.choice.load` has loaded.
+        kernels: what `megads.ops.resolve.load` has loaded.
     """
     for module in stage.modules():
-        for kind, op in _OPS.items():
-            if isinstance(module, kind):
-                module.fused = kernels.fused(op)  # type: ignore[assignment]
-        if isinstance(module, Norm):
-            module.fused_sum = kernels.fused(KernelOp.add_norm)
-            module.apex = kernels.model is Implementation.apex
+        if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
+            module.kernels = kernels
 
 
 def is_block(name: str) -> bool:

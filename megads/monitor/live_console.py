@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from rich.cells import cell_len
 
 from megads.monitor.console import Console, render_validation
-from megads.monitor.live_panel import Look, Moment, RunProgress, panel_lines
+from megads.monitor.live_panel import Look, PanelState, RunProgress, panel_lines
 
 _BEGIN_UPDATE, _END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -108,7 +108,7 @@ class LiveConsole(Console):
         now = time.monotonic()
         self._next_draw = now + _REFRESH_S
         width, height = self._size()
-        moment = Moment(self._title, time.time(), now - self._started, now - self._last_step)
+        moment = PanelState(self._title, time.time(), now - self._started, now - self._last_step)
         lines = panel_lines(self._progress, moment, width, height, self._look)
         self._outlet.write(self._region.update(lines, width))
 

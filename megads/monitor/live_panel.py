@@ -140,7 +140,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Moment:
+class PanelState:
     """What a panel shows beside the run's own records.
 
     Attributes:
@@ -156,7 +156,7 @@ class Moment:
     silent_s: float
 
 
-def panel_lines(progress: RunProgress, moment: Moment, width: int, height: int, look: Look) -> list[str]:
+def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: int, look: Look) -> list[str]:
     """Returns the panel's lines, each at most `width` cells, with color codes if wanted.
 
     Args:
@@ -196,13 +196,13 @@ def _ansi(line: Sequence[Segment], look: Look) -> str:
     return "".join((segment.style or Style.null()).render(segment.text) for segment in line)
 
 
-def _one_line(progress: RunProgress, moment: Moment) -> str:
+def _one_line(progress: RunProgress, moment: PanelState) -> str:
     if not progress.record:
         return f"{moment.title}: starting, {render_duration(moment.elapsed_s)}"
     return render_step(progress.record, progress.total_steps, progress.eta_s)
 
 
-def _panel(progress: RunProgress, moment: Moment, width: int, look: Look) -> Panel:
+def _panel(progress: RunProgress, moment: PanelState, width: int, look: Look) -> Panel:
     inside = width - 4
     rows = Table.grid(padding=(0, 1), expand=True)
     rows.add_column(style="dim", no_wrap=True, width=10)
@@ -225,7 +225,7 @@ def _panel(progress: RunProgress, moment: Moment, width: int, look: Look) -> Pan
     )
 
 
-def _progress_line(progress: RunProgress, moment: Moment, inside: int, look: Look) -> Table:
+def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look: Look) -> Table:
     """Bar, steps, and the time that is left."""
     total = progress.total_steps
     counts = f"{progress.step:,}/{total:,}" if total else f"{progress.step:,}"

@@ -61,7 +61,7 @@ def _last_wall_s(events: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 @dataclass
-class Position:
+class FeedPosition:
     """How far a tracker has come; kept in a file between two starts of a run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Position:
     last_validation: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path) -> Position:
+    def load(cls, path: Path) -> FeedPosition:
         """Reads what `save` wrote; the beginning where there is nothing to read."""
         try:
             return cls(**read_json(path))
@@ -127,7 +127,7 @@ class Feed:
             are the same bit for bit unless the command changed.
     """
 
-    def __init__(self, run_dir: Path, position: Position, rewinds: bool):
+    def __init__(self, run_dir: Path, position: FeedPosition, rewinds: bool):
         self.position = position
         self._rewinds = rewinds
         self._metrics = Tail(run_dir / METRICS_FILE, position.metrics_bytes)
@@ -208,7 +208,7 @@ def record(
     """
     try:
         environment.prepare_wandb()
-        position = Position.load(state_path(run.run_dir, name))
+        position = FeedPosition.load(state_path(run.run_dir, name))
         tracker = _open(run, config, name, mode, position)
         parent.send(CONNECTED)
         _pass_on(run, name, tracker, position, over)
@@ -229,7 +229,7 @@ def wait_for_end(over: int | None, timeout_s: float) -> bool:
     return over is None or bool(select.select([over], [], [], timeout_s)[0])
 
 
-def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode, position: Position) -> Tracker:
+def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode, position: FeedPosition) -> Tracker:
     # Imported here, in the tracker's own process: their imports are slow and start threads.
     if name == WANDB:
         from megads.monitor.tracker_backends import WandbTracker
@@ -243,7 +243,7 @@ def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode
     return tracker
 
 
-def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: Position, over: int | None) -> None:
+def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: FeedPosition, over: int | None) -> None:
     feed = Feed(run.run_dir, position, tracker.rewinds)
     if tracker.first_step is not None:
         feed.go_on_from(max(0, tracker.first_step - 1))

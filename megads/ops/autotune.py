@@ -1,7 +1,7 @@
 """Autotuning: checks and times every way to compute one thing, on the device and the shapes of a run.
 
 A candidate is taken only if its error against fp64 is at most twice that of plain torch in the same dtype: a kernel
-that rounds more would train another model. `megads.model.attention_choice` tunes attention with it,
+that rounds more would train another model. `megads.engine.attention_trials` tunes attention with it,
 `megads.engine.autotune` the other operators. Results are kept in the user's cache, a JSON file for each key.
 """
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.philox import DropoutMask
 
 
@@ -16,23 +17,23 @@ def dropout(
     mask: DropoutMask,
     places_s: Tensor | None = None,
     residual_bsh: Tensor | None = None,
-    fused: bool = False,
+    kernels: Kernels = TORCH,
 ) -> Tensor:
     """x * keep * scale + residual, of x's dtype; the kernel rounds once, keeps nothing and draws the mask again.
 
     Plain torch keeps the mask, a byte an element: drawing it costs more there.
 
     Args:
-        x_bsh: what `megads.ops.eligible.kernel_takes` goes to the kernel, which computes in fp32 inside.
+        x_bsh: what `megads.ops.kernels.kernel_takes` goes to the kernel, which computes in fp32 inside.
         mask: its rows are tokens, its elements features.
         places_s: int64 place of every token in its sample; None: 0..s-1.
         residual_bsh: of x's dtype; None: nothing is added.
-        fused: take the kernel; `megads.ops.library.load_library` was called.
+        kernels: whose kernel computes.
     """
     assert mask.first_head == 0 and len(mask.samples_b) == len(x_bsh), (
         f"{len(x_bsh)} rows, but {len(mask.samples_b)} numbers of samples"
     )
-    if fused and kernel_takes(x_bsh, gpu=True):
+    if kernels.takes(KernelOp.dropout, x_bsh):
         residual_bsh = None if residual_bsh is None else residual_bsh.contiguous()
         samples_b, key, threshold, _ = mask.arguments
         out: Tensor = torch.ops.megads.dropout(x_bsh.contiguous(), residual_bsh, places_s, samples_b, key, threshold)

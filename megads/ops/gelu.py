@@ -1,4 +1,4 @@
-"""The tanh approximation of GELU (Hendrycks and Gimpel 2016)."""
+"""The tanh approximation of GELU (Hendrycks and Gimpel 2016), also of a sum with a bias in one pass."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 
 
-def gelu(x: Tensor, fused: bool) -> Tensor:
+def gelu(x: Tensor, kernels: Kernels) -> Tensor:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of the shape and dtype of x.
 
     Args:
         x: any shape; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
-        fused: take the kernel; `megads.ops.library.load_library` was called.
+        kernels: whose kernel computes.
     """
-    if fused and kernel_takes(x, gpu=True):
+    if kernels.takes(KernelOp.gelu, x):
         out: Tensor = torch.ops.megads.gelu_forward(x.contiguous())
         return out
     return F.gelu(x, approximate="tanh")
@@ -44,3 +45,38 @@ def register() -> None:
         return found
 
     torch.library.register_autograd("megads::gelu_forward", backward, setup_context=keep)
+    _register_bias_gelu()
+
+
+def bias_gelu(x: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
+    """`gelu` of x + bias, of the shape and dtype of x. The kernel neither rounds nor stores the sum.
+
+    Args:
+        x: [..., h]; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
+        bias: [h], of x's dtype.
+        kernels: whose kernel computes.
+    """
+    if kernels.takes(KernelOp.gelu, x):
+        out: Tensor = torch.ops.megads.bias_gelu_forward(x.reshape(-1, x.shape[-1]).contiguous(), bias)
+        return out.view(x.shape)
+    return gelu(x + bias, TORCH)
+
+
+def _register_bias_gelu() -> None:
+
+    @torch.library.register_fake("megads::bias_gelu_forward")
+    def _(x: Tensor, bias: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @torch.library.register_fake("megads::bias_gelu_backward")
+    def _(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(x), torch.empty_like(bias)
+
+    def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        grad_x, grad_bias = torch.ops.megads.bias_gelu_backward(grad.contiguous(), *ctx.saved_tensors)
+        return grad_x, grad_bias
+
+    torch.library.register_autograd("megads::bias_gelu_forward", backward, setup_context=keep)

@@ -10,7 +10,6 @@ import torch
 from megads.ops import (
     adamw,
     attention,
-    bias_gelu,
     cross_entropy,
     dropout,
     gelu,
@@ -25,7 +24,7 @@ from megads.ops.build import LIBRARY, KernelsUnavailable
 from megads.ops.build_cuda import LIBRARY as CUDA_LIBRARY
 
 OPERATORS = (
-    *(adamw, attention, bias_gelu, cross_entropy, dropout, gelu),
+    *(adamw, attention, cross_entropy, dropout, gelu),
     *(linear, norm, rotary, softmax, square_sums, swiglu),
 )
 

@@ -2,7 +2,7 @@
 
 torch multiplies fp32 matrices with MKL, which on AMD's processors uses half of AVX-512: our kernel is twice as fast
 (measured on a core of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). In bf16 torch takes oneDNN, which is good, but
-rounds what it sums up: our kernel adds weight gradients to their fp32 sums, and on a Zen 4 or 5 is faster besides.
+rounds what it sums up: our kernel adds weight gradients to fp32 main_grad, and on a Zen 4 or 5 is faster besides.
 Elsewhere oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one. On
 x86 processors without AVX-512 oneDNN has no bf16 product, and torch falls back to plain loops: our kernel widens the
 operands to fp32 as it packs them, and is 4 to 100 times as fast.
@@ -21,6 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.ops.config import KernelOp
+from megads.ops.kernels import Kernels
+
 THINNEST = 16
 """Rows and columns of the smallest result that our kernels compute: torch's dot products are better at less."""
 
@@ -28,30 +31,30 @@ WIDEST = 16
 """Columns a row from which on the bf16 kernel would mostly pack: oneDNN is better at few tokens and a large weight."""
 
 
-def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, fused: bool) -> Tensor:
+def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, kernels: Kernels) -> Tensor:
     """x W^T + b, [..., o] in x's dtype.
 
     Args:
         x_mi: [..., i].
         weight_oi: of x's dtype.
         bias_o: of x's dtype, or None.
-        fused: let megads choose; `megads.ops.library.load_library` was called. Else it is torch's.
+        kernels: whose kernel computes.
     """
-    if fused and _gemm_takes(x_mi, weight_oi, prod(x_mi.shape[:-1]), weight_oi.shape[0]):
+    if kernels.fused(KernelOp.linear) and _gemm_takes(x_mi, weight_oi, prod(x_mi.shape[:-1]), weight_oi.shape[0]):
         return _gemm(x_mi, weight_oi, bias_o)
-    if fused and bias_o is not None and _inner_product_takes(x_mi, weight_oi):
+    if kernels.fused(KernelOp.linear) and bias_o is not None and _inner_product_takes(x_mi, weight_oi):
         out_mo = torch.ops.mkldnn._linear_pointwise(x_mi.flatten(0, -2), weight_oi, bias_o, "none", [], "")
         return _unflattened(out_mo, x_mi)
     return F.linear(x_mi, weight_oi, bias_o)
 
 
 def linear_into(
-    out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, fused: bool, bias_o: Tensor | None = None, add: bool = False
+    out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, kernels: Kernels, bias_o: Tensor | None = None, add: bool = False
 ) -> None:
     """Writes x W^T + b into rows of two dims that lie beside each other, or adds it to them; see `linear`."""
     # What a result in bf16 holds is added by torch, which rounds once, too.
     in_kernel = not add or out_mo.dtype is torch.float32
-    if fused and in_kernel and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
+    if kernels.fused(KernelOp.linear) and in_kernel and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
         _gemm_into(out_mo, x_mi, weight_oi, bias_o, add)
     elif add:
         assert bias_o is None
@@ -62,42 +65,42 @@ def linear_into(
         torch.addmm(bias_o, x_mi, weight_oi.t(), out=out_mo)
 
 
-def input_gradient(grad_mo: Tensor, weight_oi: Tensor, fused: bool) -> Tensor:
+def input_gradient(grad_mo: Tensor, weight_oi: Tensor, kernels: Kernels) -> Tensor:
     """dL/dy W, [..., i]: the gradient of the input of `linear`."""
-    if fused and _gemm_takes(grad_mo, weight_oi, prod(grad_mo.shape[:-1]), weight_oi.shape[1]):
+    if kernels.fused(KernelOp.linear) and _gemm_takes(grad_mo, weight_oi, prod(grad_mo.shape[:-1]), weight_oi.shape[1]):
         return _gemm(grad_mo, weight_oi.t(), None)
     return _unflattened(grad_mo.flatten(0, -2) @ weight_oi, grad_mo)
 
 
-def weight_gradient(grad_mo: Tensor, x_mi: Tensor, fused: bool) -> Tensor:
+def weight_gradient(grad_mo: Tensor, x_mi: Tensor, kernels: Kernels) -> Tensor:
     """(dL/dy)^T x over all tokens, [o, i]: the gradient of the weight of `linear`."""
     grad_mo, x_mi = grad_mo.flatten(0, -2), x_mi.flatten(0, -2)
-    if fused and _gemm_takes(grad_mo, x_mi, grad_mo.shape[1], x_mi.shape[1]):
+    if kernels.fused(KernelOp.linear) and _gemm_takes(grad_mo, x_mi, grad_mo.shape[1], x_mi.shape[1]):
         return _gemm(grad_mo.t(), x_mi.t(), None)
     return grad_mo.t() @ x_mi
 
 
-def sums_in_place(grad_mo: Tensor, x_mi: Tensor) -> bool:
-    """Whether a fused `add_weight_gradient` computes in the sums; else it computes the gradient first."""
+def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
+    """Whether a fused `add_weight_gradient` accumulates inside the product; else it computes the gradient first."""
     return _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
 
 
-def add_weight_gradient(sums_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, fused: bool) -> None:
-    """Adds `weight_gradient`, which is not rounded to its dtype on the way where `sums_in_place`.
+def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, kernels: Kernels) -> None:
+    """Adds `weight_gradient`, which is not rounded to its dtype on the way where `fuses_accumulation`.
 
     Args:
-        sums_oi: fp32, contiguous.
+        main_grad_oi: fp32, contiguous.
         grad_mo: [..., o].
         x_mi: [..., i].
-        first: writes over what the sums hold.
-        fused: see `linear`.
+        first: writes over what it holds.
+        kernels: see `linear`.
     """
-    if fused and sums_in_place(grad_mo, x_mi):
-        _gemm_into(sums_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
+    if kernels.fused(KernelOp.linear) and fuses_accumulation(grad_mo, x_mi):
+        _gemm_into(main_grad_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
     elif first:
-        sums_oi.copy_(weight_gradient(grad_mo, x_mi, fused))
+        main_grad_oi.copy_(weight_gradient(grad_mo, x_mi, kernels))
     else:
-        sums_oi.add_(weight_gradient(grad_mo, x_mi, fused))
+        main_grad_oi.add_(weight_gradient(grad_mo, x_mi, kernels))
 
 
 def register() -> None:

@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.ops.apex import INT32_ELEMENTS
-from megads.ops.eligible import KERNEL_DTYPES, kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import Kernels, kernel_takes
 
 
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fused: bool, *, apex: bool = False
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in x's dtype.
 
     Args:
@@ -25,13 +24,16 @@ def layer_norm(
         weight: [h], of x's dtype.
         bias: likewise; None: no bias.
         eps: added to the variance.
-        fused: take the kernel; `megads.ops.library.load_library` was called.
-        apex: take NVIDIA apex' where there is one, which is on GPUs and with a bias; `megads.ops.choice.load` let it
-            pass.
+        kernels: whose kernel computes; NVIDIA apex has one on GPUs, with a bias.
     """
-    if fused and kernel_takes(x, gpu=True):
+    if kernels.takes(KernelOp.norm, x):
         return _norm(x, weight, bias, eps, centred=True)
-    if apex and bias is not None and _apex_takes(x, weight):
+    return _eager_layer_norm(x, weight, bias, eps, kernels)
+
+
+def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
+    """By NVIDIA apex, if it is to and can, else by torch."""
+    if kernels.apex(KernelOp.norm) and bias is not None and _apex_takes(x, weight):
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
         # Its default keeps the input for backward, as we do; the memory-efficient form computes it from the output.
@@ -40,11 +42,15 @@ def layer_norm(
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool, *, apex: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> Tensor:
     """x / sqrt(mean of x^2 + eps) * weight over the last dim; arguments as in `layer_norm`."""
-    if fused and kernel_takes(x, gpu=True):
+    if kernels.takes(KernelOp.norm, x):
         return _norm(x, weight, None, eps, centred=False)
-    if apex and _apex_takes(x, weight):
+    return _eager_rms_norm(x, weight, eps, kernels)
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> Tensor:
+    if kernels.apex(KernelOp.norm) and _apex_takes(x, weight):
         from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
         normed: Tensor = fused_rms_norm_affine(x, weight, x.shape[-1:], eps)
@@ -53,14 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool, *, apex: bool =
 
 
 def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    fused: bool,
-    *,
-    apex: bool = False,
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
     """`layer_norm` of x + residual, and that sum, which the norm reads as it was rounded.
 
@@ -70,31 +69,28 @@ def add_layer_norm(
         weight: as in `layer_norm`.
         bias: likewise.
         eps: likewise.
-        fused: likewise.
-        apex: likewise; the sum is torch's.
+        kernels: likewise; beside apex' norm the sum is torch's.
 
     Returns:
         The norm and the sum.
     """
-    if fused and kernel_takes(x, gpu=True):
+    if kernels.takes(KernelOp.add_norm, x):
         return _add_norm(x, residual, weight, bias, eps, centred=True)
     added = x + residual
-    return layer_norm(added, weight, bias, eps, fused, apex=apex), added
+    return _eager_layer_norm(added, weight, bias, eps, kernels), added
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, fused: bool, *, apex: bool = False
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and that sum; arguments and results as in `add_layer_norm`."""
-    if fused and kernel_takes(x, gpu=True):
+    if kernels.takes(KernelOp.add_norm, x):
         return _add_norm(x, residual, weight, None, eps, centred=False)
     added = x + residual
-    return rms_norm(added, weight, eps, fused, apex=apex), added
+    return _eager_rms_norm(added, weight, eps, kernels), added
 
 
 def _apex_takes(x: Tensor, weight: Tensor) -> bool:
     """Apex launches a grid of as many blocks as rows, and refuses mixed dtypes."""
-    return x.is_cuda and x.dtype in KERNEL_DTYPES["cuda"] and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
+    return x.is_cuda and kernel_takes(x) and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import Kernels
 
 
-def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, fused: bool) -> Tensor:
+def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:
     """x turned by the angles, computed in the tables' dtype, [b, s, n, d] in x's dtype.
 
     Args:
         x_bsnd: queries or keys; fp32 and bf16 on a CPU go to the kernel.
         cos: cosines of every angle, [s, 1, r] or [b, s, 1, r], fp32 beside fp32 and bf16.
         sin: sines, likewise.
-        fused: take the kernel; `megads.ops.library.load_library` was called.
+        kernels: whose kernel computes.
     """
-    if fused and kernel_takes(x_bsnd, gpu=True) and cos.dtype == torch.float32:
+    if kernels.takes(KernelOp.rotary, x_bsnd) and cos.dtype == torch.float32:
         rows_bsnd = x_bsnd if x_bsnd.stride(-1) == 1 else x_bsnd.contiguous()
         out: Tensor = torch.ops.megads.rotary(rows_bsnd, _table(cos), _table(sin), False)
         return out

@@ -1,16 +1,23 @@
 """Softmax of scaled attention scores with ALiBi, causality, padding and document borders: Megatron's family in one.
 
-Shape suffixes: b = batch, n = heads, s = query, t = key.
+Around it attention whose scores are in memory, between two matrix products: what GPUs without a kernel of the whole
+take.
+
+Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t = key, d = head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.philox import DropoutMask
 
 
 def masked_softmax(
@@ -19,7 +26,7 @@ def masked_softmax(
     slopes_n: Tensor | None = None,
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
-    fused: bool = False,
+    kernels: Kernels = TORCH,
 ) -> Tensor:
     """softmax(scale * score + slope * (t - place)) over the keys from a query's start to its place, 0 elsewhere.
 
@@ -31,9 +38,9 @@ def masked_softmax(
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys, the last one it sees; None: 0..s-1.
         starts_bs: int64 first key that a query sees, for documents and for padding on the left; None: 0.
-        fused: take the kernel for fp32 and bf16 on a CPU; `megads.ops.library.load_library` was called.
+        kernels: whose kernel computes.
     """
-    if fused and kernel_takes(scores_bnst, gpu=True):
+    if kernels.takes(KernelOp.attention, scores_bnst):
         starts_bs = None if starts_bs is None else starts_bs.contiguous()
         out: Tensor = torch.ops.megads.softmax_forward(scores_bnst.contiguous(), scale, slopes_n, places_s, starts_bs)
         return out
@@ -101,3 +108,113 @@ def register() -> None:
         return found, None, None, None, None
 
     torch.library.register_autograd("megads::softmax_forward", backward, setup_context=keep)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedSoftmax:
+    """How scores become probabilities.
+
+    Attributes:
+        scale: factor of the scores.
+        bias: makes plain torch's additive mask, fp32 [b or 1, n or 1, s, t]; None: megads' kernel, with what follows.
+        slopes_n: fp32 ALiBi slope of every head; None: no bias.
+        places_s: int64 place of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key that a query sees, contiguous; None: 0.
+    """
+
+    scale: float
+    bias: Callable[[], Tensor] | None
+    slopes_n: Tensor | None = None
+    places_s: Tensor | None = None
+    starts_bs: Tensor | None = None
+
+    def __call__(self, scores_bnst: Tensor) -> Tensor:
+        """Probabilities of the scores' dtype."""
+        if self.bias is None:
+            return masked_softmax(scores_bnst, self.scale, self.slopes_n, self.places_s, self.starts_bs, FUSED)
+        wide = torch.promote_types(scores_bnst.dtype, torch.float32)
+        return torch.softmax(scores_bnst.to(wide).mul(self.scale).add(self.bias()), dim=-1).to(scores_bnst.dtype)
+
+
+def explicit_attention(
+    q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, softmax: MaskedSoftmax, mask: DropoutMask | None = None
+) -> Tensor:
+    """dropout(softmax(q k^T)) v, [b, n, s, d]; n / m heads of queries next to each other share keys and values.
+
+    With dropout backward keeps the probabilities, in the dtype of the queries, and nothing else of their size.
+
+    Args:
+        q_bnsd: queries.
+        k_bmtd: keys; m divides n.
+        v_bmtd: values.
+        softmax: scores [b, n, s, t] to probabilities.
+        mask: of the probabilities: its rows are the places of queries, its elements keys; None: nothing is dropped.
+    """
+    (batch, heads, queries, dim), (shared, keys) = q_bnsd.shape, k_bmtd.shape[1:3]
+    # The queries of all heads that share keys are rows of one product.
+    rows = heads // shared * queries
+
+    def scores_bnst() -> Tensor:
+        # Without a name for the scores, they are freed as soon as they are normalised.
+        scores = q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)
+        return scores.view(batch, heads, queries, keys)
+
+    if mask is None:
+        return (softmax(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
+    # As products do: copies of several heads, where a view would keep the whole projection for backward.
+    v_bmtd = v_bmtd if shared == 1 else v_bmtd.contiguous()
+    out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, softmax, mask)  # type: ignore[no-untyped-call]
+    return out.view(q_bnsd.shape)
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """dropout(softmax(scores)) v of scores [b, n, s, t] and values [b, m, t, d]; backward draws the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_bnst: Tensor, v_bmtd: Tensor, softmax: MaskedSoftmax, mask: DropoutMask) -> Tensor:
+        if softmax.bias is None:
+            weights_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_forward(
+                scores_bnst, softmax.scale, softmax.slopes_n, softmax.places_s, softmax.starts_bs, *mask.arguments
+            )
+        else:
+            weights_bnst = softmax(scores_bnst)
+            dropped_bnst = (weights_bnst * _keep(weights_bnst, softmax, mask)).mul_(mask.scale)
+        ctx.softmax, ctx.mask = softmax, mask
+        ctx.save_for_backward(weights_bnst, v_bmtd)
+        return _grouped(dropped_bnst, v_bmtd) @ v_bmtd
+
+    @staticmethod
+    def backward(ctx: Any, grad_bmrd: Tensor) -> tuple[Tensor | None, ...]:
+        (weights_bnst, v_bmtd), softmax, mask = ctx.saved_tensors, ctx.softmax, ctx.mask
+        grad_weights_bnst = (grad_bmrd @ v_bmtd.transpose(-1, -2)).view(weights_bnst.shape)
+        if softmax.bias is None:
+            grad_scores_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_backward(
+                grad_weights_bnst, weights_bnst, softmax.scale, softmax.places_s, softmax.starts_bs, *mask.arguments
+            )
+        else:
+            keep_bnst = _keep(weights_bnst, softmax, mask)
+            grad_scores_bnst = _softmax_gradient(grad_weights_bnst.mul_(keep_bnst).mul_(mask.scale), weights_bnst)
+            grad_scores_bnst = grad_scores_bnst.mul_(softmax.scale).to(weights_bnst.dtype)
+            dropped_bnst = (weights_bnst * keep_bnst).mul_(mask.scale)
+        return grad_scores_bnst, _grouped(dropped_bnst, v_bmtd).transpose(-1, -2) @ grad_bmrd, None, None
+
+
+def _grouped(weights_bnst: Tensor, v_bmtd: Tensor) -> Tensor:
+    """Rows of all heads that share keys beside each other, [b, m, n / m s, t]."""
+    batch, shared, keys, _ = v_bmtd.shape
+    return weights_bnst.view(batch, shared, -1, keys)
+
+
+def _keep(weights_bnst: Tensor, softmax: MaskedSoftmax, mask: DropoutMask) -> Tensor:
+    _, heads, queries, keys = weights_bnst.shape
+    assert len(mask.samples_b) == len(weights_bnst), f"{len(mask.samples_b)} numbers of samples"
+    places_s = softmax.places_s
+    if places_s is None:
+        places_s = torch.arange(queries, device=weights_bnst.device)
+    return mask.keep(heads, places_s, keys)
+
+
+def _softmax_gradient(grad_bnst: Tensor, weights_bnst: Tensor) -> Tensor:
+    """weights * (grad - sum of weights * grad over keys), in fp32 at least."""
+    wide = torch.promote_types(grad_bnst.dtype, torch.float32)
+    return torch._softmax_backward_data(grad_bnst.to(wide), weights_bnst.to(wide), -1, wide)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megads.ops.apex import AMP, INT32_ELEMENTS, extension
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 
 APEX_CHUNK = 2**16
 """Elements of a block of apex' kernels, as in its own optimizers."""
@@ -36,7 +37,7 @@ class Pieces:
         self.bounds_p2 = torch.tensor(self.bounds, dtype=torch.int64).reshape(-1, 2).to(device)
 
 
-def square_sums(flat_e: Tensor, pieces: Pieces, fused: bool, *, apex: bool = False) -> Tensor:
+def square_sums(flat_e: Tensor, pieces: Pieces, kernels: Kernels = TORCH) -> Tensor:
     """The sum of squares of every piece, fp64 [p] on the tensor's device; no host waits for a GPU.
 
     The kernel's is bitwise the same for any number of threads, and neither overflows nor loses small summands.
@@ -44,14 +45,14 @@ def square_sums(flat_e: Tensor, pieces: Pieces, fused: bool, *, apex: bool = Fal
     Args:
         flat_e: fp32, contiguous.
         pieces: of it.
-        fused: take the kernel where there is one; `megads.ops.library.load_library` was called.
-        apex: take NVIDIA apex' norm on a GPU, summed in fp32 as torch's is; `megads.ops.choice.load` let it pass.
+        kernels: whose kernel computes; NVIDIA apex' on a GPU sums in fp32, as torch's does.
     """
-    if fused and kernel_takes(flat_e, gpu=True):
+    if kernels.takes(KernelOp.square_sums, flat_e):
         found: Tensor = torch.ops.megads.square_sums(flat_e, pieces.bounds_p2)
         return found
     # Apex leaves out what comes before an empty piece at the end.
-    if apex and flat_e.is_cuda and 0 < flat_e.numel() < INT32_ELEMENTS and pieces.bounds and pieces.none_empty:
+    apex = kernels.apex(KernelOp.square_sums) and flat_e.is_cuda and 0 < flat_e.numel() < INT32_ELEMENTS
+    if apex and pieces.bounds and pieces.none_empty:
         non_finite = torch.zeros(1, dtype=torch.int32, device=flat_e.device)  # wanted; the norm says it as well
         cut = [flat_e[start:stop] for start, stop in pieces.bounds]
         _, norms_p = extension(AMP).multi_tensor_l2norm(APEX_CHUNK, non_finite, [cut], True)

@@ -12,18 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import Kernels
 
 
-def swiglu(gate_up: Tensor, fused: bool) -> Tensor:
+def swiglu(gate_up: Tensor, kernels: Kernels) -> Tensor:
     """gate * sigmoid(gate) * up, [..., f] of x's dtype.
 
     Args:
         gate_up: [..., 2 f], gates in the even columns, ups in the odd ones; fp32 and bf16 on a CPU go to the kernel,
             which computes in fp32 inside.
-        fused: take the kernel; `megads.ops.library.load_library` was called.
+        kernels: whose kernel computes.
     """
-    if fused and kernel_takes(gate_up, gpu=True):
+    if kernels.takes(KernelOp.swiglu, gate_up):
         out: Tensor = torch.ops.megads.swiglu_forward(gate_up.reshape(-1, gate_up.shape[-1]).contiguous())
         return out.view(*gate_up.shape[:-1], out.shape[-1])
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)

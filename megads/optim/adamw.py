@@ -16,7 +16,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from megads.ops.adamw import AdamWStep, adamw
 from megads.ops.apex import AMP, INT32_ELEMENTS, extension
-from megads.ops.eligible import kernel_takes
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.square_sums import APEX_CHUNK
 
 APEX_ADAMW_MODE = 1
@@ -43,9 +44,7 @@ class FusedAdamW:
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        fused: bool = False,
-        *,
-        apex: bool = False,
+        kernels: Kernels = TORCH,
     ) -> None:
         """Makes the state.
 
@@ -55,11 +54,10 @@ class FusedAdamW:
             lr: learning rate until the caller sets another.
             betas: decay rates of the moments.
             eps: added to the root of the second moment.
-            fused: take megads' own kernel, which `megads.ops.library.load_library` has loaded.
-            apex: take NVIDIA apex' on GPUs, which `megads.ops.choice.load` has let pass.
+            kernels: whose kernel computes; NVIDIA apex' on GPUs.
         """
         self.param_groups = [{"lr": lr, **group} for group in groups]
-        self._betas, self._eps, self._fused, self._apex = betas, eps, fused, apex
+        self._betas, self._eps, self._kernels = betas, eps, kernels
         self.steps = 0
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         for group in groups:
@@ -81,9 +79,10 @@ class FusedAdamW:
         self.steps += 1
         skipped = clip.isfinite().logical_not().float()
         for group in self.param_groups:
-            if self._fused and all(kernel_takes(master, gpu=True) for master in group["params"]):
+            masters = group["params"]
+            if all(self._kernels.takes(KernelOp.adamw, master) for master in masters):
                 self._step_by_kernel(group, clip, skipped)
-            elif self._apex and all(master.is_cuda and master.numel() < INT32_ELEMENTS for master in group["params"]):
+            elif self._kernels.apex(KernelOp.adamw) and all(m.is_cuda and m.numel() < INT32_ELEMENTS for m in masters):
                 self._step_by_apex(group, clip)
             else:
                 self._step_by_torch(group, clip, skipped)

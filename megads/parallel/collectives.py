@@ -94,7 +94,7 @@ def start_scatter(x: Tensor, axis: Axis) -> Pending:
     return start_scatter_parts(x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis)
 
 
-class _LeaveRegion(torch.autograd.Function):
+class _ReduceFromTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         assert x.is_contiguous()
@@ -108,7 +108,7 @@ class _LeaveRegion(torch.autograd.Function):
         return grad, None
 
 
-class _ScatterSequence(torch.autograd.Function):
+class _ReduceScatterToSPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -119,11 +119,11 @@ class _ScatterSequence(torch.autograd.Function):
         return start_gather(grad, ctx.axis)(), None
 
 
-def leave_region(x: Tensor, axis: Axis) -> Tensor:
+def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
     """All-reduce forward; identity backward."""
-    return x if axis.size == 1 else _LeaveRegion.apply(x, axis)
+    return x if axis.size == 1 else _ReduceFromTPRegion.apply(x, axis)
 
 
-def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
+def reduce_scatter_to_sp_region(x: Tensor, axis: Axis) -> Tensor:
     """Leaves a region: reduce-scatter along dim 1 forward, [b, s, ...] -> [b, s / size, ...]; all-gather backward."""
-    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+    return x if axis.size == 1 else _ReduceScatterToSPRegion.apply(x, axis)

@@ -8,9 +8,9 @@ from math import isfinite
 
 from megads.errors import ConfigError
 from megads.parallel.schedule import (
-    Placement,
     Schedule,
     ScheduleName,
+    StagePlacement,
     build_schedule,
     check_contiguous,
     stage_placement,
@@ -127,7 +127,7 @@ class ParallelConfig:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> StagePlacement:
         """Which pipeline rank holds which virtual stage.
 
         Raises:

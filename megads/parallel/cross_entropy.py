@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.ops import cross_entropy
-from megads.parallel.grid import Axis
-from megads.parallel.vocabulary import own_rows
+from megads.ops.config import KernelOp
+from megads.ops.kernels import FUSED, Kernels
+from megads.parallel.grid import Axis, own_rows
 
 
 def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
@@ -76,7 +77,7 @@ class _LossInPlace(torch.autograd.Function):
     ) -> Tensor:
         logits_mr, trains = logits_bsr.flatten(0, 1).contiguous(), ctx.needs_input_grad[0]
         loss = weighted_loss_(
-            logits_mr, labels_bs.flatten(), weights_bs.flatten(), vocab_size, axis, trains=trains, fused=True
+            logits_mr, labels_bs.flatten(), weights_bs.flatten(), vocab_size, axis, trains=trains, kernels=FUSED
         )
         if trains:
             # Whoever kept the logits for a backward pass of his own hears of it.
@@ -103,7 +104,7 @@ def weighted_loss_(
     axis: Axis,
     *,
     trains: bool,
-    fused: bool,
+    kernels: Kernels,
 ) -> Tensor:
     """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis.
 
@@ -114,9 +115,9 @@ def weighted_loss_(
         vocab_size: true size of the vocabulary.
         axis: the tensor-parallel axis.
         trains: the gradient is wanted.
-        fused: by megads' own kernels, which can compute on the logits; else by plain torch.
+        kernels: whose kernel computes.
     """
-    if fused:
+    if kernels.takes(KernelOp.cross_entropy, logits_mr):
         weights_m = weights_m.float().contiguous()
         losses_m = _fused_losses_(logits_mr, labels_m, weights_m, vocab_size, axis, trains=trains)
     else:

@@ -73,7 +73,7 @@ class ParallelGrid:
     control: ControlPlane = ALONE
 
 
-class Place(NamedTuple):
+class GridCoordinate(NamedTuple):
     """Coordinates of a rank."""
 
     tp: int = 0
@@ -82,15 +82,15 @@ class Place(NamedTuple):
     dp: int = 0
 
 
-def place_of(rank: int, parallel: ParallelConfig) -> Place:
+def place_of(rank: int, parallel: ParallelConfig) -> GridCoordinate:
     """Coordinates of a global rank."""
     found = {}
     for axis in parallel.rank_order:
         rank, found[axis] = divmod(rank, getattr(parallel, axis))
-    return Place(**found)
+    return GridCoordinate(**found)
 
 
-def rank_at(place: Place, parallel: ParallelConfig) -> int:
+def rank_at(place: GridCoordinate, parallel: ParallelConfig) -> int:
     """Inverse of `place_of`."""
     rank = 0
     for axis in reversed(parallel.rank_order):
@@ -113,7 +113,7 @@ def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
     others = [name for name in reversed(AXES) if name not in along]
     lines = []
     for fixed in product(*(range(getattr(parallel, name)) for name in others)):
-        start = Place(**dict(zip(others, fixed, strict=True)))
+        start = GridCoordinate(**dict(zip(others, fixed, strict=True)))
         moves = product(*(range(getattr(parallel, name)) for name in along))
         ranks = (rank_at(start._replace(**dict(zip(along, move, strict=True))), parallel) for move in moves)
         lines.append(tuple(sorted(ranks)))
@@ -173,3 +173,15 @@ def single_rank_grid() -> ParallelGrid:
     """The grid of one process, no process group needed."""
     alone = Axis(0, (0,), None)
     return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)
+
+
+def padded_rows(vocab_size: int, size: int) -> int:
+    """Rows each rank holds so that all hold the same number; those beyond the vocabulary are padding."""
+    return -(-vocab_size // size)
+
+
+def own_rows(vocab_size: int, axis: Axis) -> tuple[int, int]:
+    """(start, valid): the vocabulary's row that this rank's first one is, and how many of its rows are no padding."""
+    rows = padded_rows(vocab_size, axis.size)
+    start = axis.rank * rows
+    return start, max(0, min(rows, vocab_size - start))

@@ -10,7 +10,7 @@ from math import lcm
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, Partition
-from megads.parallel.pipeline_actions import Placement
+from megads.parallel.pipeline_actions import StagePlacement
 
 
 def partition(weights: Sequence[float], num_stages: int) -> list[int]:
@@ -104,7 +104,9 @@ def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages:
     return [*([0] if begin else []), *middle, *([len(costs)] if end < len(costs) else [])]
 
 
-def _counts_over_ranks(costs: Sequence[float], blocks: Sequence[int], placement: Placement, given: Given) -> list[int]:
+def _counts_over_ranks(
+    costs: Sequence[float], blocks: Sequence[int], placement: StagePlacement, given: Given
+) -> list[int]:
     """Blocks of each virtual stage, so that the heaviest rank is as light as possible, then its heaviest stage.
 
     What a rank computes in a step is the sum over its stages, so their sums are to be even. Blocks are alike: each one

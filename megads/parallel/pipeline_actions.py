@@ -68,7 +68,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StagePlacement:
     """Which pipeline rank holds which virtual stage.
 
     Attributes:
@@ -124,6 +124,6 @@ class Schedule:
     """
 
     name: str
-    placement: Placement
+    placement: StagePlacement
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]

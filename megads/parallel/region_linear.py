@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.ops import linear as products
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 from megads.parallel import collectives
 from megads.parallel.grid import Axis
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, give, linear
@@ -35,13 +37,13 @@ class Region:
         axis: the tensor-parallel axis.
         sequence_parallel: outside of regions every rank has its share of the tokens only.
         chunks: parts into which tokens are cut, so that messages and products overlap; 1: they take turns.
-        fused: products by `megads.ops.linear`'s choice, not by torch's.
+        kernels: whose kernel multiplies.
     """
 
     axis: Axis
     sequence_parallel: bool = False
     chunks: int = 1
-    fused: bool = False
+    kernels: Kernels = TORCH
 
     @property
     def shared_out(self) -> bool:
@@ -59,12 +61,12 @@ def even_parts(tokens: int, count: int) -> list[slice]:
 
 
 def _product(
-    x_rci: Tensor, weight_oi: Tensor, out_rco: Tensor, fused: bool, bias_o: Tensor | None = None, add: bool = False
+    x_rci: Tensor, weight_oi: Tensor, out_rco: Tensor, kernels: Kernels, bias_o: Tensor | None = None, add: bool = False
 ) -> None:
     """Writes x W^T (+ bias) into a tensor whose ranks lie apart, or adds it to what is there."""
-    if fused:
+    if kernels.fused(KernelOp.linear):
         for x_ci, out_co in zip(x_rci, out_rco, strict=True):
-            products.linear_into(out_co, x_ci, weight_oi, fused, bias_o, add)
+            products.linear_into(out_co, x_ci, weight_oi, kernels, bias_o, add)
         return
     matrices = weight_oi.t().expand(x_rci.shape[0], *weight_oi.t().shape)
     if add:
@@ -75,11 +77,11 @@ def _product(
         torch.baddbmm(bias_o, x_rci, matrices, out=out_rco)
 
 
-def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], fused: bool) -> Tensor:
+def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], kernels: Kernels) -> Tensor:
     """The gradient of the input that layers share: the sum of theirs, made in one tensor."""
-    total = products.input_gradient(grads[0], weights[0], fused)
+    total = products.input_gradient(grads[0], weights[0], kernels)
     for grad_bso, weight in zip(grads[1:], weights[1:], strict=True):
-        products.linear_into(total.flatten(0, -2), grad_bso.flatten(0, -2), weight.t(), fused, add=True)
+        products.linear_into(total.flatten(0, -2), grad_bso.flatten(0, -2), weight.t(), kernels, add=True)
     return total
 
 
@@ -90,7 +92,7 @@ def _bias_gradients(grads: Sequence[Tensor], biases: Sequence[bool]) -> list[Ten
 def _weight_gradients(
     ctx: Any, weights: Sequence[nn.Parameter], grads: Sequence[Tensor], input_of: Callable[[int], Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of layers' weights; None where they are put off, or in their sums already.
+    """The gradients of layers' weights; None where they are deferred, or in main_grad already.
 
     Args:
         ctx: of the layers.
@@ -99,7 +101,7 @@ def _weight_gradients(
         input_of: the input of a layer by its number, asked for once, and in their order.
     """
     return [
-        give(ctx.gradients, weight, WeightGradient(grad_bso, partial(input_of, number), ctx.region.fused))
+        give(ctx.gradients, weight, WeightGradient(grad_bso, partial(input_of, number), ctx.region.kernels))
         for number, (weight, grad_bso) in enumerate(zip(weights, grads, strict=True))
     ]
 
@@ -115,12 +117,12 @@ class _OpenWhole(torch.autograd.Function):
         ctx.save_for_backward(x_bsi, *weights)
         ctx.parameters, ctx.has_bias = weights, [bias is not None for bias in biases]
         ctx.region, ctx.gradients = region, gradients
-        return tuple(products.linear(x_bsi, weight, bias, region.fused) for weight, bias in _pairs(layers))
+        return tuple(products.linear(x_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x_bsi, *weights = ctx.saved_tensors
-        grad_x_bsi = _input_gradient(grads, weights, ctx.region.fused)
+        grad_x_bsi = _input_gradient(grads, weights, ctx.region.kernels)
         work = dist.all_reduce(grad_x_bsi, group=ctx.region.axis.group, async_op=True)
         of_weights = _weight_gradients(ctx, ctx.parameters, grads, lambda _: x_bsi)
         of_biases = _bias_gradients(grads, ctx.has_bias)
@@ -172,28 +174,28 @@ class _OpenShare(torch.autograd.Function):
         parts = region.parts(x_bti.shape[1])
         if len(parts) == 1:
             whole_bsi = collectives.start_gather(x_bti, region.axis)()
-            return tuple(products.linear(whole_bsi, weight, bias, region.fused) for weight, bias in _pairs(layers))
+            return tuple(products.linear(whole_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
         arriving = [collectives.start_gather_parts(x_bti[:, part], region.axis) for part in parts]
         outs = [x_bti.new_empty(len(x_bti), region.axis.size, x_bti.shape[1], weight.shape[0]) for weight in weights]
         for part, finish in zip(parts, arriving, strict=True):
             x_brci = finish().transpose(0, 1)
             for out_brto, (weight, bias) in zip(outs, _pairs(layers), strict=True):
                 for x_rci, out_rto in zip(x_brci, out_brto, strict=True):
-                    _product(x_rci, weight, out_rto[:, part], region.fused, bias)
+                    _product(x_rci, weight, out_rto[:, part], region.kernels, bias)
         return tuple(out_brto.flatten(1, 2) for out_brto in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        (x_bti, *weights), axis, fused = ctx.saved_tensors, ctx.region.axis, ctx.region.fused
+        (x_bti, *weights), axis, kernels = ctx.saved_tensors, ctx.region.axis, ctx.region.kernels
         of_biases = _bias_gradients(grads, ctx.has_bias)
-        if ctx.gradients is not None and ctx.gradients.puts_off:
+        if ctx.gradients is not None and ctx.gradients.defers:
             # The whole is gathered when it is needed, so that only the share is kept until then.
             of_weights = _weight_gradients(ctx, ctx.parameters, grads, _GatheredOnce(x_bti, axis, len(grads)))
-            grad_x_bti = collectives.start_scatter(_input_gradient(grads, weights, fused), axis)()
+            grad_x_bti = collectives.start_scatter(_input_gradient(grads, weights, kernels), axis)()
             return grad_x_bti, None, None, *_interleaved(of_weights, of_biases)
         # Each collective runs beside the products that do not need it.
         gathering = collectives.start_gather(x_bti, axis)
-        grad_x_bsi = _input_gradient(grads, weights, fused)
+        grad_x_bsi = _input_gradient(grads, weights, kernels)
         whole_bsi = gathering()
         del gathering
         scattering = collectives.start_scatter(grad_x_bsi, axis)
@@ -215,7 +217,7 @@ class _CloseWhole(torch.autograd.Function):
         leaving = []
         for part in region.parts(len(out_mo)):
             for number, (x_mi, weight) in enumerate(zip(flat, weights, strict=True)):
-                products.linear_into(out_mo[part], x_mi[part], weight, region.fused, add=number > 0)
+                products.linear_into(out_mo[part], x_mi[part], weight, region.kernels, add=number > 0)
             leaving.append(dist.all_reduce(out_mo[part], group=region.axis.group, async_op=True))
         for work in leaving:
             work.wait()
@@ -229,7 +231,7 @@ class _CloseWhole(torch.autograd.Function):
 def _closed_gradients(ctx: Any, layers: Sequence[Tensor], grad_bso: Tensor) -> list[Any]:
     """Gradients of the inputs and weights of layers that closed a region, in their order; of the output's, whole."""
     inputs, weights = layers[::2], layers[1::2]
-    of_inputs = [products.input_gradient(grad_bso, weight, ctx.region.fused) for weight in weights]
+    of_inputs = [products.input_gradient(grad_bso, weight, ctx.region.kernels) for weight in weights]
     return _interleaved(of_inputs, _weight_gradients(ctx, ctx.parameters, [grad_bso] * len(inputs), inputs.__getitem__))
 
 
@@ -245,9 +247,9 @@ class _CloseShare(torch.autograd.Function):
         assert seq_len % axis.size == 0, f"{seq_len} tokens cannot be cut over {axis.size} ranks"
         parts = region.parts(seq_len // axis.size)
         if len(parts) == 1:
-            out_bso = products.linear(inputs[0], weights[0], None, region.fused)
+            out_bso = products.linear(inputs[0], weights[0], None, region.kernels)
             for x_bsi, weight in _pairs(layers)[1:]:
-                products.linear_into(out_bso.flatten(0, -2), x_bsi.flatten(0, -2), weight, region.fused, add=True)
+                products.linear_into(out_bso.flatten(0, -2), x_bsi.flatten(0, -2), weight, region.kernels, add=True)
             return collectives.start_scatter(out_bso, axis)()
         by_rank = [x_bsi.unflatten(1, (axis.size, -1)) for x_bsi in inputs]
         leaving = []
@@ -255,7 +257,7 @@ class _CloseShare(torch.autograd.Function):
             out_rbco = inputs[0].new_empty(axis.size, batch, part.stop - part.start, len(weights[0]))
             for number, (x_brti, weight) in enumerate(zip(by_rank, weights, strict=True)):
                 for x_rti, out_rco in zip(x_brti, out_rbco.unbind(1), strict=True):
-                    _product(x_rti[:, part], weight, out_rco, region.fused, add=number > 0)
+                    _product(x_rti[:, part], weight, out_rco, region.kernels, add=number > 0)
             leaving.append(collectives.start_scatter_parts(out_rbco, axis))
         return torch.cat([finish() for finish in leaving], dim=1)
 
@@ -275,7 +277,7 @@ class _CloseShare(torch.autograd.Function):
             whole_brto[:, :, part] = grad_brco
             for of_input, weight in zip(of_inputs, weights, strict=True):
                 for grad_rco, out_rti in zip(grad_brco, of_input.unflatten(1, (axis.size, -1)), strict=True):
-                    _product(grad_rco, weight.t(), out_rti[:, part], ctx.region.fused)
+                    _product(grad_rco, weight.t(), out_rti[:, part], ctx.region.kernels)
         grads = [whole_brto.flatten(1, 2)] * len(inputs)
         of_weights = _weight_gradients(ctx, ctx.parameters, grads, inputs.__getitem__)
         return None, None, *_interleaved(of_inputs, of_weights)
@@ -300,7 +302,7 @@ def opening_linear(
         [b, s, o], in x's dtype.
     """
     if region.axis.size == 1:
-        return linear(x, weight, bias, gradients, region.fused)
+        return linear(x, weight, bias, gradients, region.kernels)
     return opening_linears(x, [weight], [bias], region, gradients)[0]
 
 

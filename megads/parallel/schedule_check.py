@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Set
 
-from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 from megads.parallel.schedule_clock import StuckSchedule, advance, run_clock, unit_costs
-from megads.parallel.schedule_messages import message_from, message_to
+from megads.parallel.schedule_p2p import message_from, message_to
 
 _BACKWARDS = (ActionKind.backward, ActionKind.backward_weight)
 """What adds a micro-batch's gradients to the sums over micro-batches."""
@@ -80,7 +80,7 @@ def _local_faults(schedule: Schedule) -> Iterator[str]:
         yield from (f"{action}: not used" for action in unused if action not in wanted)
 
 
-def _needs(placement: Placement, action: Action, split: Set[Action]) -> Iterator[Action]:
+def _needs(placement: StagePlacement, action: Action, split: Set[Action]) -> Iterator[Action]:
     """What must stand before an action in its rank's list, whose backward passes in two parts are given."""
     micro_batch, stage, last = action.micro_batch, action.stage, placement.num_stages - 1
     message = message_to(placement, action)

@@ -47,7 +47,7 @@ class ScheduleCosts:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """An action on the clock; a receive lasts as long as the rank waits for it."""
 
     action: Action
@@ -63,7 +63,7 @@ class Timeline:
         spans: of each pipeline rank, in order.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimedAction, ...], ...]
 
     @property
     def step_time(self) -> float:
@@ -96,7 +96,7 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
         StuckSchedule: a rank waits for a message that is never sent.
     """
     now = [0.0 for _ in schedule.actions]
-    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    spans: list[list[TimedAction]] = [[] for _ in schedule.actions]
     arrivals: dict[tuple[ActionKind, int, int], float] = {}
     occupied: dict[tuple[int, int], float] = {}
     placement = schedule.placement
@@ -117,7 +117,7 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
             arrivals[receive, action.micro_batch, user] = occupied[way] + costs.latency
         else:
             end = start + costs.of(action)
-        spans[rank].append(Span(action, start, end))
+        spans[rank].append(TimedAction(action, start, end))
         now[rank] = end
         return True
 

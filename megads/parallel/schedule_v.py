@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean
 
-from megads.parallel.pipeline_actions import Action, ActionKind, Placement, Schedule
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
-from megads.parallel.schedule_messages import with_messages
+from megads.parallel.schedule_p2p import with_messages
 
 _DOWN, _UP = 0, 1
 
@@ -160,7 +160,7 @@ def zero_bubble_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]
 def _mean_bubble(rows: Sequence[Sequence[Action]], micro_batches: int) -> float:
     """Share of waiting, over passes that take different times."""
     ranks = tuple(range(len(rows)))
-    placement = Placement(ranks + ranks[::-1])
+    placement = StagePlacement(ranks + ranks[::-1])
     schedule = Schedule("", placement, micro_batches, with_messages(placement, rows))
     stages = placement.num_stages
     return fmean(

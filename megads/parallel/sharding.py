@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megads.errors import ConfigError
-from megads.parallel.grid import Axis
+from megads.ops.kernels import TORCH, Kernels
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.table import Cut, ShardingTable
 from megads.parallel.tensor import (
@@ -23,13 +24,12 @@ from megads.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megads.parallel.vocabulary import padded_rows
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """Where a rank's parameter lies in the unsharded one.
 
     Attributes:
@@ -77,13 +77,13 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
 
 def _placement(
     key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
-) -> Placement:
+) -> ParameterPlacement:
     dim = 1 if cut is Cut.row else 0
     if cut is None or cut is Cut.sequence or dim >= len(shape):  # the bias of a row-parallel layer is whole
-        return Placement(key, shape, sequence_partial=sequence_parallel)
+        return ParameterPlacement(key, shape, sequence_partial=sequence_parallel)
     rows = padded_rows(shape[dim], axis.size)
     start = min(axis.rank * rows, shape[dim])
-    return Placement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
+    return ParameterPlacement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
 
 
 def _lookup(patterns: Mapping[str, T], path: str) -> T | None:
@@ -124,8 +124,8 @@ def shard_stage(
     *,
     sequence_parallel: bool,
     chunks: int = 1,
-    fused: bool = False,
-) -> tuple[nn.Module, dict[str, Placement]]:
+    kernels: Kernels = TORCH,
+) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
     """Cuts a stage built on the meta device down to this rank's share.
 
     Args:
@@ -136,7 +136,7 @@ def shard_stage(
         sequence_parallel: outside of the regions each rank holds its share of dim 1 of the activations; of no effect
             on one rank.
         chunks: parts in which messages travel beside products; see `megads.parallel.region_linear.Region`.
-        fused: products by `megads.ops.linear`'s choice, not by torch's.
+        kernels: whose kernel multiplies.
 
     Returns:
         The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
@@ -145,7 +145,7 @@ def shard_stage(
         ConfigError: a size does not divide.
     """
     sequence_parallel = sequence_parallel and axis.size > 1
-    region = Region(axis, sequence_parallel, chunks, fused)
+    region = Region(axis, sequence_parallel, chunks, kernels)
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"
@@ -172,7 +172,7 @@ def shard_stage(
 
 def materialise(
     stage: nn.Module,
-    placements: dict[str, Placement],
+    placements: dict[str, ParameterPlacement],
     value: Callable[[str, tuple[int, ...]], Tensor],
     device: torch.device,
 ) -> nn.Module:

@@ -10,19 +10,91 @@ s), i = local input features, o = local output features, h = hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.parallel.collectives import leave_region, scatter_sequence
-from megads.parallel.grid import Axis
+from megads.ops.config import KernelOp
+from megads.parallel.collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.head_loss import Targets, head_loss
-from megads.parallel.lookup import lookup
 from megads.parallel.region_linear import Region, closing_linears, opening_linear, opening_linears
-from megads.parallel.vocabulary import padded_rows
-from megads.parallel.weight_gradients import SplitLayer, linear
+from megads.parallel.weight_gradients import SplitLayer, TiedGradient, WeightGradients, add_whole, linear
+
+
+class RowGradient:
+    """The gradient of a table from those of the rows that were read."""
+
+    def __init__(self, grad_bsh: Tensor, rows_bs: Tensor) -> None:
+        """Computes nothing yet.
+
+        Args:
+            grad_bsh: of what was read.
+            rows_bs: int64, the rows that were.
+        """
+        self._grad_mh, self._rows_m = grad_bsh.flatten(0, -2), rows_bs.flatten()
+
+    def add_to(self, main_grad_rh: Tensor, first: bool) -> None:
+        """Adds it to main_grad; the bits are the same for any number of threads, and on every run.
+
+        Args:
+            main_grad_rh: fp32 or wider.
+            first: what it holds does not count.
+        """
+        if first:
+            main_grad_rh.zero_()
+        grad_mh = self._grad_mh.to(main_grad_rh.dtype)
+        if main_grad_rh.device.type == "cuda":
+            add_sorted(main_grad_rh, self._rows_m, grad_mh)
+        else:
+            main_grad_rh.index_add_(0, self._rows_m, grad_mh)
+
+
+def add_sorted(main_grad_rh: Tensor, rows_m: Tensor, grad_mh: Tensor) -> None:
+    """Adds to rows of main_grad in one order on a GPU, too: it sorts them, where index_add_ has atomics."""
+    main_grad_rh.index_put_((rows_m,), grad_mh, accumulate=True)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
+        ctx.save_for_backward(rows_bs)
+        # Where weights are cut over ranks, this one may be empty by the time of the backward pass.
+        ctx.weight, ctx.shape, ctx.gradients = weight, weight.shape, gradients
+        return F.embedding(rows_bs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_bsh: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+        (rows_bs,), weight = ctx.saved_tensors, ctx.weight
+        gradient = RowGradient(grad_bsh, rows_bs)
+        main_grads = ctx.gradients.main_grads if ctx.gradients is not None else None
+        if main_grads is not None:
+            add_whole(main_grads, weight, gradient)
+            return None, None, None
+        if isinstance(ctx.gradients, TiedGradient):
+            return None, ctx.gradients.take(weight, gradient), None
+        whole_rh = torch.empty(
+            ctx.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=grad_bsh.device
+        )
+        gradient.add_to(whole_rh, first=True)
+        return None, whole_rh.to(weight.dtype), None
+
+
+def lookup(rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
+    """The rows of a table, [b, s, h] in its dtype.
+
+    Args:
+        rows_bs: int64 [b, s].
+        weight: [r, h].
+        gradients: whose main_grad the table's gradient goes to, never deferred; None, or without one: autograd's.
+    """
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return F.embedding(rows_bs, weight)
+    out_bsh: Tensor = _Lookup.apply(rows_bs, weight, gradients)
+    return out_bsh
 
 
 class RegionBorder(nn.Module):
@@ -32,8 +104,9 @@ class RegionBorder(nn.Module):
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """What `megads.parallel.compile` leaves as it is: messages beside products, and products of our own on CPUs."""
-        own = self.region.fused and any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
+        """Excluded from torch.compile: overlapped communication, and our own matrix products on CPUs."""
+        on_cpu = any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
+        own = on_cpu and self.region.kernels.fused(KernelOp.linear)
         return ("forward",) if own or self.region.axis.size > 1 else ()
 
 
@@ -67,7 +140,7 @@ class RowParallelLinear(RegionBorder, SplitLayer):
         """[b, s, in / size] -> [b, t, out]."""
         if self.region.axis.size == 1:
             # The product is then rounded once, as in nn.Linear.
-            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.fused)
+            return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.kernels)
         out_bto = closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients)
         return out_bto if self.bias is None else out_bto + self.bias
 
@@ -110,7 +183,7 @@ class RowParallelBranches(RegionBorder):
 class VocabParallelEmbedding(SplitLayer):
     """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole.
 
-    Its gradient is added to the sums of the step where there are any; it is never put off, as nobody waits for more.
+    Its gradient is added to main_grad where there is one; it is never deferred, as nobody waits for more.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
@@ -126,7 +199,7 @@ class VocabParallelEmbedding(SplitLayer):
         foreign_bs = (local_bs < 0) | (local_bs >= self.rows)
         hidden_bsh = lookup(local_bs.masked_fill(foreign_bs, 0), self.weight, self.weight_gradients)
         hidden_bsh = hidden_bsh.masked_fill(foreign_bs[..., None], 0.0)
-        return (scatter_sequence if self.sequence_parallel else leave_region)(hidden_bsh, self.axis)
+        return (reduce_scatter_to_sp_region if self.sequence_parallel else reduce_from_tp_region)(hidden_bsh, self.axis)
 
 
 class PositionShardEmbedding(nn.Module):

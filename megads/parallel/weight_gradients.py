@@ -1,7 +1,7 @@
-"""The gradients of linear layers' weights: put off (Qi et al. 2023, zero bubble), or added straight to fp32 sums.
+"""The gradients of linear layers' weights: deferred (Qi et al. 2023, zero bubble), or added straight to fp32 main_grad.
 
 The gradient of an input is what the previous pipeline stage waits for; that of a weight is due at the end of the step.
-Only matrix products are worth putting off: biases, norms and embeddings stay where autograd computes them. And a
+Only matrix products are worth deferring: biases, norms and embeddings stay where autograd computes them. And a
 product whose kernel keeps its sums in fp32 need not round them to the weight's dtype before they are added up.
 
 Shape suffixes: b = batch, s = sequence, i = local input features, o = local output features.
@@ -17,38 +17,40 @@ import torch
 from torch import Tensor, nn
 
 from megads.ops import linear as products
+from megads.ops.config import KernelOp
+from megads.ops.kernels import TORCH, Kernels
 
 
 class WeightGradient:
     """A weight's gradient that is yet to be computed, once; holds the layer's input and its output's gradient."""
 
-    def __init__(self, grad_bso: Tensor, x_bsi: Tensor | Callable[[], Tensor], fused: bool) -> None:
+    def __init__(self, grad_bso: Tensor, x_bsi: Tensor | Callable[[], Tensor], kernels: Kernels) -> None:
         """Computes nothing yet.
 
         Args:
             grad_bso: [b, s, o].
             x_bsi: [b, s, i], or what gathers it.
-            fused: products by `megads.ops.linear`'s choice, not by torch's.
+            kernels: whose kernel multiplies.
         """
-        self._grad_bso, self._x_bsi, self._fused = grad_bso, x_bsi, fused
+        self._grad_bso, self._x_bsi, self._kernels = grad_bso, x_bsi, kernels
 
     @property
     def straight(self) -> bool:
-        """Whether `add_to` computes the sums in place; else it is no better than adding up `compute`'s."""
-        return self._fused and products.sums_in_place(self._grad_bso, self._input())
+        """Whether `add_to` accumulates inside the product; else it is no better than adding up `compute`'s."""
+        return self._kernels.fused(KernelOp.linear) and products.fuses_accumulation(self._grad_bso, self._input())
 
     def compute(self) -> Tensor:
         """Returns it: [o, i] in the weight's dtype."""
-        return products.weight_gradient(self._grad_bso, self._input(), self._fused)
+        return products.weight_gradient(self._grad_bso, self._input(), self._kernels)
 
-    def add_to(self, sums_oi: Tensor, first: bool) -> None:
-        """Adds it to fp32 sums [o, i], or writes it over what they hold.
+    def add_to(self, main_grad_oi: Tensor, first: bool) -> None:
+        """Adds it to fp32 main_grad [o, i], or writes it over what that holds.
 
         Args:
-            sums_oi: contiguous.
-            first: what they hold does not count.
+            main_grad_oi: contiguous.
+            first: what it holds does not count.
         """
-        products.add_weight_gradient(sums_oi, self._grad_bso, self._input(), first, self._fused)
+        products.add_weight_gradient(main_grad_oi, self._grad_bso, self._input(), first, self._kernels)
 
     def _input(self) -> Tensor:
         if not isinstance(self._x_bsi, Tensor):
@@ -57,14 +59,14 @@ class WeightGradient:
 
 
 class Addend(Protocol):
-    """A weight's gradient, or a part of it, that can be computed in its sums."""
+    """A weight's gradient, or a part of it, that can be computed in its main_grad."""
 
-    def add_to(self, sums: Tensor, first: bool, /) -> None:
+    def add_to(self, main_grad: Tensor, first: bool, /) -> None:
         """See `WeightGradient.add_to`."""
 
 
-class Sums(Protocol):
-    """The fp32 sums of a step's gradients."""
+class MainGrads(Protocol):
+    """The fp32 gradients of a step, accumulated over micro-batches; `main_grad` in Megatron."""
 
     def add(self, weight: nn.Parameter, gradient: Addend) -> None:
         """Computes a weight's gradient, or a part of it, and adds it up."""
@@ -73,61 +75,61 @@ class Sums(Protocol):
         """The backward pass that runs adds no more to this weight's."""
 
 
-def add_whole(sums: Sums, weight: nn.Parameter, gradient: Addend) -> None:
+def add_whole(main_grads: MainGrads, weight: nn.Parameter, gradient: Addend) -> None:
     """Adds all that the backward pass that runs has for a weight."""
-    sums.add(weight, gradient)
-    sums.done(weight)
+    main_grads.add(weight, gradient)
+    main_grads.done(weight)
 
 
-class PutOff:
-    """Weight gradients that one backward pass owes, in the order in which it came to them."""
+class DeferredWgrads:
+    """Weight gradients that one backward pass has deferred, in the order in which it came to them."""
 
     def __init__(self) -> None:
-        self._owed: list[tuple[nn.Parameter, WeightGradient]] = []
+        self._deferred: list[tuple[nn.Parameter, WeightGradient]] = []
 
     def add(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
         """Takes note of a gradient."""
-        self._owed.append((weight, gradient))
+        self._deferred.append((weight, gradient))
 
-    def settle(self, sums: Sums) -> None:
-        """Adds every gradient to the sums, and frees what it was computed from."""
-        self._owed.reverse()
-        while self._owed:
-            add_whole(sums, *self._owed.pop())
+    def compute(self, main_grads: MainGrads) -> None:
+        """Adds every gradient to main_grad, and frees what it was computed from."""
+        self._deferred.reverse()
+        while self._deferred:
+            add_whole(main_grads, *self._deferred.pop())
 
 
 class WeightGradients:
     """Says to the linear layers of a rank what becomes of their weights' gradients in the backward pass that runs.
 
     Attributes:
-        sums: of the step; None leaves gradients that are not put off to autograd.
+        main_grads: of the step; None leaves gradients that are not deferred to autograd.
     """
 
-    def __init__(self, sums: Sums | None = None) -> None:
-        self._open: PutOff | None = None
-        self.sums = sums
+    def __init__(self, main_grads: MainGrads | None = None) -> None:
+        self._open: DeferredWgrads | None = None
+        self.main_grads = main_grads
 
     @contextmanager
-    def put_off(self) -> Iterator[PutOff]:
-        """The backward pass inside leaves the gradients of weights in what is yielded."""
+    def defer(self) -> Iterator[DeferredWgrads]:
+        """The backward pass inside defers the gradients of weights to what is yielded."""
         assert self._open is None, "a backward pass inside of another one"
-        self._open = PutOff()
+        self._open = DeferredWgrads()
         try:
             yield self._open
         finally:
             self._open = None
 
     @property
-    def puts_off(self) -> bool:
-        """Whether the backward pass that runs puts them off."""
+    def defers(self) -> bool:
+        """Whether the backward pass that runs defers them."""
         return self._open is not None
 
     def give(self, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
-        """Returns what autograd is to add up; None where the gradient is put off, or in the sums already."""
+        """Returns what autograd is to add up; None where the gradient is deferred, or in main_grad already."""
         if self._open is not None:
             self._open.add(weight, gradient)
-        elif self.sums is not None and gradient.straight:
-            add_whole(self.sums, weight, gradient)
+        elif self.main_grads is not None and gradient.straight:
+            add_whole(self.main_grads, weight, gradient)
         else:
             return gradient.compute()
         return None
@@ -138,7 +140,7 @@ class TiedGradient(WeightGradients):
 
     Autograd would round both to the weight's dtype and add them in it. The projection's backward pass comes first and
     leaves its own here; the embedding's adds to it, and returns the sum, rounded once. For engines that leave gradients
-    to autograd; others have `alias_of` and sums that are fp32 anyway.
+    to autograd; others have `alias_of` and a main_grad that is fp32 anyway.
 
     Args:
         shape: of the weight before ZeRO-3 cuts it.
@@ -178,21 +180,21 @@ class _SplitLinear(torch.autograd.Function):
         weight: nn.Parameter,
         bias: Tensor | None,
         gradients: WeightGradients | None,
-        fused: bool,
+        kernels: Kernels,
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
         # Under recomputation what was saved is another tensor of the same values.
         ctx.parameter = weight
-        ctx.gradients, ctx.has_bias, ctx.fused = gradients, bias is not None, fused
-        return products.linear(x_bsi, weight, bias, fused)
+        ctx.gradients, ctx.has_bias, ctx.kernels = gradients, bias is not None, kernels
+        return products.linear(x_bsi, weight, bias, kernels)
 
     @staticmethod
     def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
-        fused = ctx.fused
-        grad_x_bsi = products.input_gradient(grad_bso, weight, fused) if ctx.needs_input_grad[0] else None
+        kernels = ctx.kernels
+        grad_x_bsi = products.input_gradient(grad_bso, weight, kernels) if ctx.needs_input_grad[0] else None
         grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
-        grad_weight = give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, fused))
+        grad_weight = give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, kernels))
         return grad_x_bsi, grad_weight, grad_bias, None, None
 
 
@@ -201,28 +203,28 @@ def linear(
     weight: nn.Parameter,
     bias: Tensor | None,
     gradients: WeightGradients | None,
-    fused: bool = False,
+    kernels: Kernels = TORCH,
 ) -> Tensor:
-    """x W^T + b, whose weight's gradient can be put off or go straight to its sums.
+    """x W^T + b, whose weight's gradient can be deferred or go straight to its main_grad.
 
     Args:
         x_bsi: [b, s, i].
         weight: [o, i].
         bias: [o], or None.
         gradients: decides in the backward pass; None where autograd gets them all.
-        fused: products by `megads.ops.linear`'s choice, not by torch's.
+        kernels: whose kernel multiplies.
 
     Returns:
         [b, s, o], in x's dtype; gradients are those of F.linear.
     """
-    if not torch.is_grad_enabled() or (gradients is None and not fused):
-        return products.linear(x_bsi, weight, bias, fused)
-    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, fused)
+    if not torch.is_grad_enabled() or (gradients is None and not kernels.fused(KernelOp.linear)):
+        return products.linear(x_bsi, weight, bias, kernels)
+    out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, kernels)
     return out_bso
 
 
 class SplitLayer(nn.Module):
-    """A layer whose weight's gradient can be put off, if it is a linear one, or go straight to its sums.
+    """A layer whose weight's gradient can be deferred, if it is a linear one, or go straight to its main_grad.
 
     Attributes:
         weight_gradients: of the rank; None leaves the gradient to autograd.

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
 from megads.model.sharding import has_attention_core
+from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 from megads.plan.parameters import custom_shapes
 

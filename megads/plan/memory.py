@@ -23,10 +23,10 @@ from megads.model.stages import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, 
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.groups import Role, parameter_role
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
-from megads.parallel.grid import Place, rank_at
+from megads.parallel.grid import GridCoordinate, rank_at
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes
-from megads.parallel.schedule import Placement, Schedule
+from megads.parallel.schedule import Schedule, StagePlacement
 from megads.parallel.sharding import local_shape
 from megads.plan.communicators import beside_tensors
 from megads.plan.micro_batch import FP32, INT64, Pass
@@ -214,7 +214,7 @@ def _stage_memory(
         stage=rank,
         layers=layers,
         recomputation=tuple(modes),
-        first_rank=rank_at(Place(pp=rank), parallel),
+        first_rank=rank_at(GridCoordinate(pp=rank), parallel),
         parameters=sum(prod(shape) for shape in held.values()),
         rank_parameters=sum(local.values()),
         weights=low * flat,
@@ -256,7 +256,7 @@ def _ops_of(
     micro_batch: Pass,
     layers_of: Mapping[int, tuple[str, ...]],
     recompute: Mapping[str, Recompute],
-    placement: Placement,
+    placement: StagePlacement,
 ) -> dict[int, list[Op]]:
     """The operations of each of a rank's virtual stages; what stays on the rank is handed over, not copied."""
     ops = {

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, NormKind, Position
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import shares_keys
+from megads.parallel.grid import padded_rows
 from megads.parallel.head_loss import chunk_tokens
-from megads.parallel.vocabulary import padded_rows
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160
@@ -205,7 +205,7 @@ class Pass:
     def attention_kind(self) -> AttentionKind:
         """What computes attention, as `AttentionCore.taken` says; auto on GPUs is taken for sdpa.
 
-        What auto measures there keeps little more at most (`megads.model.attention_choice`).
+        What auto measures there keeps little more at most (`megads.engine.attention_trials`).
         """
         kind, low = self.model.attention, self.weight_bytes < FP32
         if kind is AttentionKind.auto:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.library import loaded_kernels
 from megads.ops.linear import linear_into
 from megads.runtime.environment import user_cache_dir
@@ -83,7 +84,8 @@ def device_peak_tflops(
     cached = _read_cache(path, key)
     if cached is not None:
         return cached
-    measured = max(_measure_tflops(device, dtype, threads, fused) for fused in {False, kernels != "torch"})
+    tried = (TORCH, FUSED) if kernels != "torch" else (TORCH,)
+    measured = max(_measure_tflops(device, dtype, threads, candidate) for candidate in tried)
     _write_cache(path, {**key, "tflops": measured})
     return measured
 
@@ -130,7 +132,7 @@ def _write_cache(path: Path, entry: dict[str, object]) -> None:
             file.write(json.dumps(entry).encode())
 
 
-def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int, fused: bool) -> float:
+def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int, kernels: Kernels) -> float:
     """TFLOPs of the fastest of several square matrix products, in about a second.
 
     On a CPU the time is what its threads computed, so that other programs beside this one do not lower a peak that is
@@ -144,7 +146,7 @@ def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int, fuse
         stop = time.perf_counter() + _MEASURE_S
         while time.perf_counter() < stop:
             start, computed_s = time.perf_counter(), time.process_time()
-            linear_into(product, left, right, fused)
+            linear_into(product, left, right, kernels)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
                 best_s = min(best_s, time.perf_counter() - start)

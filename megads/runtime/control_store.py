@@ -18,8 +18,7 @@ import secrets
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import HashStore, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
 from megads.runtime.listener import listen
 from megads.runtime.run_secret import Secret
@@ -122,12 +121,6 @@ class ControlStore:
             return False
         return order is not None
 
-    def meeting(self, num_nodes: int) -> Store:
-        """The part in which the elastic agents of so many nodes wait for each other's end."""
-        # The connection is another one: the server closes it where a stranger has spoiled a number.
-        store = HashStore() if num_nodes == 1 else reach_store(self.host, self.port)
-        return PrefixStore(self._secret.name("agents"), store)
-
     def _warn(self) -> None:
         """Says it once: a stranger could fill a disk with it."""
         if not self._warned:
@@ -138,42 +131,3 @@ class ControlStore:
                 self.host,
                 self.port,
             )
-
-
-class NumberedNodes(RendezvousHandler):
-    """A rendezvous of nodes that know their number, so that neighbouring ranks are on neighbouring nodes.
-
-    Args:
-        control: the store; ranks meet at it too.
-        node: number of this node.
-        num_nodes: all nodes.
-    """
-
-    def __init__(self, control: ControlStore, node: int, num_nodes: int):
-        self._control, self._node, self._num_nodes = control, node, num_nodes
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "megads"
-
-    def get_run_id(self) -> str:
-        return "megads"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        address = RendezvousStoreInfo(self._control.host, self._control.port)
-        return RendezvousInfo(self._control.meeting(self._num_nodes), self._node, self._num_nodes, address)
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close: there are no restarts."""
-
-    def shutdown(self) -> bool:
-        return True

@@ -28,7 +28,7 @@ HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Who a rank is, as torch's elastic agent tells it; a process started by hand is rank 0 of 1.
+    """Who a rank is, in the variables of torchrun; a process started by hand is rank 0 of 1.
 
     Attributes:
         rank: number over all machines.
@@ -66,6 +66,12 @@ def launcher_pid() -> int | None:
     return int(value) if value else None
 
 
+def become_child(variables: Mapping[str, str]) -> None:
+    """Sets variables for good, and the process that forked this one as its launcher."""
+    os.environ.update(variables)
+    os.environ[_LAUNCHER_PID_VARIABLE] = str(os.getppid())
+
+
 def secret_file() -> Path | None:
     """Returns where the secret of this rank's start is (megads.runtime.run_secret); None for one started by hand."""
     value = os.environ.get(_SECRET_VARIABLE)
@@ -73,7 +79,7 @@ def secret_file() -> Path | None:
 
 
 def store_address() -> tuple[str, int]:
-    """Returns host and port of the store at which the ranks meet, as torch's elastic agent tells them."""
+    """Returns host and port of the store at which the ranks meet."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
@@ -150,6 +156,13 @@ BLACKWELL = (10, 0)
 """Its compute capability."""
 
 
+FIXED_AT_START = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"),
+    *("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"),
+)
+"""Variables that the C library, OpenMP or an import reads once in the life of a process."""
+
+
 def rank_variables(
     threads: int,
     cuda: bool,
@@ -195,17 +208,25 @@ def rank_variables(
     return variables | {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def meeting_variables(secret: Path, one_machine: bool) -> dict[str, str]:
-    """Returns what the environment of an elastic agent and of its ranks must hold for them to find each other.
+def meeting_variables(secret: Path, host: str, port: int, one_machine: bool) -> dict[str, str]:
+    """Returns what the environment of ranks must hold for them to find each other.
 
     Args:
         secret: file of the start's secret.
+        host: of the store at which they meet.
+        port: of that store.
         one_machine: all ranks are on it.
     """
-    # Every node has as many ranks: a node's first rank follows from its number, and nobody who writes to the agents'
-    # store can give out others.
-    variables = {_SECRET_VARIABLE: str(secret.absolute()), "TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
+    variables = {_SECRET_VARIABLE: str(secret.absolute()), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    # For init_process_group() without arguments: the launcher serves the store, rank 0 must not.
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return variables | (loopback_variables() if one_machine else {})
+
+
+def rank_numbers(rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
+    """Returns the variables in which torchrun, and so everybody's code, says who a rank is."""
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def loopback_variables() -> dict[str, str]:

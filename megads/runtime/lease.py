@@ -23,7 +23,7 @@ from megads.errors import ConfigError, Fenced
 from megads.runtime import environment
 from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import create
-from megads.runtime.slurm import Job, ask_job
+from megads.runtime.slurm import SlurmJob, ask_job
 
 BEAT_S = 10.0
 # A holder that is silent for so long is gone; a slow file system must not make it look so.
@@ -53,7 +53,7 @@ class Holder:
     pid: int
     machine: str
     born: int
-    job: Job | None = None
+    job: SlurmJob | None = None
     released: bool = False
     readable: bool = True
 
@@ -86,7 +86,7 @@ class Lease:
         ConfigError: a live launcher holds it.
     """
 
-    def __init__(self, run_dir: Path, job: Job | None):
+    def __init__(self, run_dir: Path, job: SlurmJob | None):
         self._run_dir, self._job = run_dir, job
         self._take()
 
@@ -171,7 +171,7 @@ class Fence:
 
 
 @contextmanager
-def claimed(run_dir: Path, job: Job | None = None) -> Iterator[Lease]:
+def claimed(run_dir: Path, job: SlurmJob | None = None) -> Iterator[Lease]:
     """Creates a run directory and holds it; lost when the process dies, however it dies.
 
     Args:
@@ -213,7 +213,7 @@ def _holder(number: int, content: bytes) -> Holder:
     try:
         fields = json.loads(content)
         job = fields.pop("job")
-        holder = Holder(**fields, job=Job(**job) if job else None)
+        holder = Holder(**fields, job=SlurmJob(**job) if job else None)
         if not (holder.number == number and isinstance(holder.pid, int) and isinstance(holder.machine, str)):
             raise ValueError("not of the types that are written")
         return holder
@@ -227,7 +227,7 @@ def in_use(run_dir: Path) -> bool:
     return holder is not None and _is_alive(run_dir, holder, None)
 
 
-def _claim(run_dir: Path, job: Job | None) -> Holder:
+def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
     """Takes the next number.
 
     Raises:
@@ -261,7 +261,7 @@ def _claim(run_dir: Path, job: Job | None) -> Holder:
         return mine
 
 
-def _is_alive(run_dir: Path, holder: Holder, job: Job | None) -> bool:
+def _is_alive(run_dir: Path, holder: Holder, job: SlurmJob | None) -> bool:
     """Tells whether a holder is still at work, by the best witness that there is."""
     if holder.released:
         return False

@@ -27,6 +27,11 @@ _GPU_QUERY = (
 _GPU_QUERY_TIMEOUT_S = 60.0
 
 
+def may_have_gpus() -> bool:
+    """Whether CUDA or ROCm could find a device; asks no driver."""
+    return any(device.exists() for device in _GPU_DEVICES)
+
+
 def available_memory(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes that new processes on this machine may take without swapping.
 
@@ -91,7 +96,7 @@ def free_gpu_memory() -> list[int]:
     Asked in a process of its own: asking opens a CUDA context, which takes half a GB of each GPU until it ends.
     """
     # Most machines can be told apart without the seconds that importing torch takes.
-    if not any(device.exists() for device in _GPU_DEVICES):
+    if not may_have_gpus():
         return []
     answer = subprocess.run(
         [sys.executable, "-c", _GPU_QUERY], capture_output=True, text=True, timeout=_GPU_QUERY_TIMEOUT_S, check=False

@@ -18,7 +18,7 @@ _TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """One start of a SLURM job.
 
     Attributes:
@@ -57,7 +57,7 @@ class Allocation:
         array: number of the array that the job is a task of; None for a job of its own.
     """
 
-    job: Job
+    job: SlurmJob
     nodes: tuple[Node, ...]
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
@@ -79,7 +79,7 @@ def find_allocation() -> Allocation:
         )
     cpus = variables.get("SLURM_CPUS_PER_TASK")
     return Allocation(
-        job=Job(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
+        job=SlurmJob(job, int(variables.get("SLURM_RESTART_COUNT", "0")), variables.get("SLURM_CLUSTER_NAME", "")),
         nodes=_nodes(variables.get("SLURM_JOB_NODELIST", "")),
         gpus_per_node=_gpus(variables),
         cpus_per_task=int(cpus) if cpus else None,

@@ -20,7 +20,7 @@ from megads.checkpoint.read import open_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.data.carried_tokenizer import find_tokenizer
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from megads.evaluate.completion import Completion, Prompt, Speed, TextGenerator
+from megads.evaluate.completion import Completion, GenerationSpeed, Prompt, TextGenerator
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.placement import choose_device, choose_dtype
 from megads.evaluate.sampling import Sampling
@@ -128,7 +128,7 @@ def stream(
         KeyboardInterrupt: `interrupted`, which is asked after every token, said so.
     """
 
-    speed = Speed()
+    speed = GenerationSpeed()
     if echo:
         print(prompt.text, end="", flush=True)
     try:
@@ -314,7 +314,7 @@ def _prompt(generator: TextGenerator, number: int, task: Task) -> Prompt:
 
 def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: GenerateConfig) -> None:
 
-    speed = Speed()
+    speed = GenerationSpeed()
     for number, done in enumerate(generator.complete_all(prompts, config.batch_size, speed), 1):
         print(f"=== {number} of {len(prompts)}\n{done.prompt if config.echo else ''}{done.text}", flush=True)
     say(speed)
@@ -322,7 +322,7 @@ def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: Gene
 
 def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Prompt], config: GenerateConfig) -> None:
     """Writes the completions line by line, so that a killed batch leaves those that were finished."""
-    speed = Speed()
+    speed = GenerationSpeed()
     output = Path(str(config.output))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
 from megads.data.recorded import read_record
 from megads.data.runs import TrainSource, ValidationSource
 from megads.errors import CheckpointError, ConfigError
-from megads.evaluate.completion import Speed, TextGenerator
+from megads.evaluate.completion import GenerationSpeed, TextGenerator
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.placement import choose_device, choose_dtype
 from megads.evaluate.sampling import Sampling
@@ -113,7 +113,7 @@ class LoadedModel:
         shared = {id(weight): weight for weight in self.model.parameters()}
         model = copy.deepcopy(self.model, dict(shared))
         generator = TextGenerator(model, self._found, sampling, max_new_tokens, end_of_document)
-        (completion,) = generator.complete_all([generator.prompt(prompt)], 1, Speed())
+        (completion,) = generator.complete_all([generator.prompt(prompt)], 1, GenerationSpeed())
         return completion.text
 
     @property

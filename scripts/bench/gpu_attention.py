@@ -3,7 +3,7 @@
 
     python -m scripts.bench.gpu_attention [--device cuda] [--append bench.jsonl]
 
-What `model.attention=auto` does at the start of a run (megads.model.attention_choice), one kind after the other, and
+What `model.attention=auto` does at the start of a run (megads.engine.attention_trials), one kind after the other, and
 the formula in plain torch with all scores in memory, as Hugging Face has it. A kind whose error against fp64 is more
 than twice plain torch's is left out, with the reason. Trainings in the same run of gpu.sh take the quickest.
 """
@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megads.engine.attention_trials import TRIED, AttentionTrial, measure, plain_attention, trial_problem
 from megads.errors import ConfigError
-from megads.model.attention_choice import TRIED, measure, trial_problem
-from megads.model.attention_kinds import AttentionKind, AttentionWork
 from megads.model.config import ModelConfig
-from megads.ops.attention_trial import AttentionTrial, plain_attention
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import TuningResult, compare
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.resolve import load
 from megads.runtime.process_settings import make_deterministic
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 

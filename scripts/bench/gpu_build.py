@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megads.ops import build, build_cuda
 from megads.ops.build import KernelsUnavailable
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.resolve import load
 from scripts.bench.gpu_lines import add_line_options, appender
 
 Make = Callable[[Callable[[str], None]], Path]

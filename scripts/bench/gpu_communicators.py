@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.resolve import load
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 MESSAGE_ELEMENTS = 2**24

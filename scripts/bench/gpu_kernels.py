@@ -20,16 +20,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megads.model.alibi import alibi_slopes
+from megads.model.attention import alibi_slopes
 from megads.model.rotary import rotary_tables
 from megads.ops.apex import ApexState, find_apex
-from megads.ops.bias_gelu import bias_gelu
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import dropout
-from megads.ops.gelu import gelu
+from megads.ops.gelu import bias_gelu, gelu
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
 from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.resolve import load
 from megads.ops.rotary import rotate
 from megads.ops.softmax import masked_softmax
 from megads.ops.swiglu import swiglu
@@ -60,6 +60,7 @@ class Sizes:
     heads: tuple[int, int, int, int] = (16, 2048, 16, 128)
 
 
+APEX = Kernels(Implementation.apex, Implementation.apex)
 SMALL = Sizes(12, 40, (1, 3, 48), 7, 130, (2, 5, 3, 8))
 
 
@@ -69,7 +70,7 @@ class Case:
 
     Attributes:
         name: of it.
-        function: takes `fused` and the inputs, in any floating dtype.
+        function: takes the kernels and the inputs, in any floating dtype.
         inputs: leaves that get gradients.
         moved: elements read and written at least, forward and backward.
     """
@@ -97,47 +98,47 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
     scores, query = draw(batch, heads, length, length), draw(*sizes.heads)
     logits = draw(1, sizes.tokens, sizes.vocabulary)
 
-    def normed_sum(fused: bool, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out, added = add_layer_norm(x, residual, weight, bias, EPS, fused)
+    def normed_sum(kernels: Kernels, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        out, added = add_layer_norm(x, residual, weight, bias, EPS, kernels)
         return out + added
 
-    def turned(fused: bool, x: Tensor) -> Tensor:
+    def turned(kernels: Kernels, x: Tensor) -> Tensor:
         wide = x.dtype == torch.float64
-        return rotate(x, *(table.double() if wide else table for table in tables), fused)
+        return rotate(x, *(table.double() if wide else table for table in tables), kernels)
 
     mask = DropoutMask(site_key(0, "dropout"), threshold_of(0.1), torch.zeros(1, dtype=torch.int64, device=device))
 
-    def dropped(fused: bool, x: Tensor, residual: Tensor) -> Tensor:
-        return dropout(x[None], mask, None, residual[None], fused)[0]
+    def dropped(kernels: Kernels, x: Tensor, residual: Tensor) -> Tensor:
+        return dropout(x[None], mask, None, residual[None], kernels)[0]
 
-    def loss(fused: bool, x: Tensor) -> Tensor:
-        if fused:
+    def loss(kernels: Kernels, x: Tensor) -> Tensor:
+        if kernels is FUSED:
             # The kernel writes the gradient over the logits, in the forward pass.
             logits = x.clone() if torch.is_grad_enabled() else x
             return loss_in_place(logits, labels, weights, sizes.vocabulary, AXIS)
         return (vocab_parallel_token_losses(x, labels, sizes.vocabulary, AXIS) * weights).sum()
 
     return [
-        Case("ALiBi softmax", lambda fused, x: masked_softmax(x, 0.1, slopes.to(x.dtype) if x.dtype == torch.float64
-             else slopes, fused=fused), [scores], (seen + scores.numel(), 2 * seen + scores.numel())),
-        Case("LayerNorm", lambda fused, x, w, b: layer_norm(x, w, b, EPS, fused), [x, weight, bias],
+        Case("ALiBi softmax", lambda kernels, x: masked_softmax(x, 0.1, slopes.to(x.dtype) if x.dtype == torch.float64
+             else slopes, kernels=kernels), [scores], (seen + scores.numel(), 2 * seen + scores.numel())),
+        Case("LayerNorm", lambda kernels, x, w, b: layer_norm(x, w, b, EPS, kernels), [x, weight, bias],
              (2 * count, 3 * count)),
-        Case("RMSNorm", lambda fused, x, w: rms_norm(x, w, EPS, fused), [x, weight], (2 * count, 3 * count)),
+        Case("RMSNorm", lambda kernels, x, w: rms_norm(x, w, EPS, kernels), [x, weight], (2 * count, 3 * count)),
         Case("residual + LayerNorm + sum", normed_sum, [x, draw(rows, width), weight, bias],
              (7 * count, 4 * count)),
-        Case("GELU", lambda fused, x: gelu(x, fused), [x], (2 * count, 3 * count)),
-        Case("bias GELU", lambda fused, x, b: bias_gelu(x, b, fused), [x, bias], (2 * count, 3 * count)),
-        Case("SwiGLU", lambda fused, x: swiglu(x, fused), [x], (3 * count // 2, 5 * count // 2)),
+        Case("GELU", lambda kernels, x: gelu(x, kernels), [x], (2 * count, 3 * count)),
+        Case("bias GELU", lambda kernels, x, b: bias_gelu(x, b, kernels), [x, bias], (2 * count, 3 * count)),
+        Case("SwiGLU", lambda kernels, x: swiglu(x, kernels), [x], (3 * count // 2, 5 * count // 2)),
         Case("dropout + residual", dropped, [x, draw(rows, width)], (3 * count, 2 * count)),
         Case("rotary", turned, [query], (2 * query.numel(), 2 * query.numel())),
         Case("cross entropy, no gradient", loss, [logits], (logits.numel(), 0)),
     ]  # fmt: skip
 
 
-def results(case: Case, fused: bool, dtype: torch.dtype) -> list[Tensor]:
+def results(case: Case, kernels: Kernels, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients, with inputs in `dtype`."""
     leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in case.inputs]
-    out = case.function(fused, *leaves)
+    out = case.function(kernels, *leaves)
     generator = torch.Generator(out.device).manual_seed(1)
     grad = torch.randn(out.shape, generator=generator, device=out.device)
     out.backward(grad.to(case.inputs[0].dtype).to(out.dtype))
@@ -160,9 +161,9 @@ class Error:
 def error(case: Case) -> Error:
     """Of our kernel, in the dtype of the case's inputs."""
     dtype = case.inputs[0].dtype
-    ours, eager = results(case, True, dtype), results(case, False, dtype)
+    ours, eager = results(case, FUSED, dtype), results(case, TORCH, dtype)
     relative = ratio = 0.0
-    for mine, theirs, exact in zip(ours, eager, results(case, False, torch.float64), strict=True):
+    for mine, theirs, exact in zip(ours, eager, results(case, TORCH, torch.float64), strict=True):
         if exact.numel() == 1:
             continue  # the error of one number is chance
         off, measure = ((found.double() - exact).norm().item() for found in (mine, theirs))
@@ -198,7 +199,7 @@ def run_once(device: str) -> int:
     """Every kernel of ours forward and backward, on small tensors of every dtype."""
     for dtype in DTYPES.values():
         for case in cases(SMALL, dtype, device):
-            found = results(case, True, dtype)
+            found = results(case, FUSED, dtype)
             print(f"{case.name}, {dtype}: sums {[x.double().sum().item() for x in found]}", flush=True)
     return 0
 
@@ -206,14 +207,14 @@ def run_once(device: str) -> int:
 def run_profiled(case: Case) -> int:
     """One kernel of ours, forward and backward, between the profiler's marks; once before, which loads it."""
     leaves = [x.detach().requires_grad_() for x in case.inputs]
-    out = case.function(True, *leaves)
+    out = case.function(FUSED, *leaves)
     grad = torch.randn_like(out)
     torch.autograd.grad(out, leaves, grad)
     cuda = out.is_cuda
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
-    torch.autograd.grad(case.function(True, *leaves), leaves, grad)
+    torch.autograd.grad(case.function(FUSED, *leaves), leaves, grad)
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStop()
@@ -225,8 +226,8 @@ def apex_norms() -> dict[str, Function]:
     if find_apex().state is not ApexState.present:
         return {}
     return {
-        "LayerNorm": lambda x, weight, bias: layer_norm(x, weight, bias, EPS, False, apex=True),
-        "RMSNorm": lambda x, weight: rms_norm(x, weight, EPS, False, apex=True),
+        "LayerNorm": lambda x, weight, bias: layer_norm(x, weight, bias, EPS, APEX),
+        "RMSNorm": lambda x, weight: rms_norm(x, weight, EPS, APEX),
     }
 
 

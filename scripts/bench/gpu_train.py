@@ -34,9 +34,9 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig, Position
 from megads.monitor.metrics_hook import throughput
+from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.parameters import parameter_count

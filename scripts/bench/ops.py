@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import FUSED
 from megads.ops.linear import linear
+from megads.ops.resolve import load
 from megads.runtime.environment import available_cores
 from scripts.bench.operators.activation import bias_gelu_case, gelu_case, swiglu_case
 from scripts.bench.operators.attention import attention_case
@@ -68,7 +69,7 @@ def limit_of(case: Case, dtype: torch.dtype) -> Call:
 
     def products() -> None:
         for _ in range(count):
-            linear(left, right, None, True)
+            linear(left, right, None, FUSED)
 
     return products
 

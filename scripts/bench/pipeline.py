@@ -79,7 +79,7 @@ class WaitForAll(torch.autograd.Function):
             time.sleep(ctx.wait_s)
             return torch.zeros_like(weight)
 
-        if gradients is not None and gradients.puts_off:
+        if gradients is not None and gradients.defers:
             gradients.later(weight, compute)
             return grad.clone(), None, None, None
         return grad.clone(), None, compute(), None

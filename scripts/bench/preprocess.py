@@ -2,19 +2,23 @@
 """Benchmark 8, from JSON lines to an indexed dataset: megads against a loop like Megatron's preprocess_data.py.
 
 The peer is written here from the algorithm: lines through a pool of processes, one document at a time through Hugging
-Face `tokenizers`, token lists back to one writer. Sides alternate; output bytes are compared. Run from the repository:
-python -m scripts.bench.preprocess --megabytes 24
+Face `tokenizers`, token lists back to one writer. datatrove's own steps are a second peer where it is installed. Sides
+alternate; their tokens are compared, byte for byte. What counts is CPU seconds, of child processes too. Run from the
+repository: python -m scripts.bench.preprocess --megabytes 24
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import multiprocessing
+import random
 import resource
 import shutil
 import statistics
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,24 +34,54 @@ from megads.data.indexed_header import HEADER, MAGIC, VERSION
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import load_tokenizer, train_tokenizer
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
-from scripts.bench.results import Verdict, add_results_option, against_rate, record
+from scripts.bench.results import Verdict, add_results_option, record
 
 ROW = 8
+PEERS = ("peer", "datatrove")
+LARGEST_DOCUMENT = 200_000
+"""Characters."""
 ENCODER: dict[str, Tokenizer] = {}
 
 
-def write_text(path: Path, size: int) -> None:
+def write_real_text(path: Path, size: int) -> None:
+    """Writes the sources and texts that are installed with Python and its packages, half of each by bytes."""
+    found: dict[bool, dict[str, Path]] = {True: {}, False: {}}
+    for folder in {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}:
+        for file in Path(folder).rglob("*"):
+            if file.suffix in (".py", ".md", ".rst", ".txt") and file.is_file():
+                found[file.suffix == ".py"][hashlib.sha256(str(file.relative_to(folder)).encode()).hexdigest()] = file
+    documents, seen = [], set()
+    for files in found.values():
+        room = size // 2
+        for _, file in sorted(files.items()):
+            text = file.read_bytes().decode(errors="ignore")
+            # The peers take text that spells a special token for the token.
+            if not text or text in seen or len(text) > LARGEST_DOCUMENT or "<|endoftext|>" in text:
+                continue
+            seen.add(text)
+            documents.append(text)
+            room -= len(text)
+            if room <= 0:
+                break
+    random.Random(0).shuffle(documents)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+
+
+def write_words(path: Path, size: int) -> None:
     """Writes documents of words whose frequencies follow Zipf's law, the same on every machine."""
-    random = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
-    words = np.array(["".join(random.choice(letters, random.integers(1, 11))) for _ in range(50_000)])
+    words = np.array(["".join(generator.choice(letters, generator.integers(1, 11))) for _ in range(50_000)])
     cumulated = np.cumsum(1.0 / np.arange(1, words.size + 1))
     written = 0
     with path.open("w") as file:
         while written < size:
-            length = int(random.lognormal(5.5, 1.0)) + 5
-            chosen = words[np.searchsorted(cumulated, random.random(length) * cumulated[-1])]
+            length = int(generator.lognormal(5.5, 1.0)) + 5
+            chosen = words[np.searchsorted(cumulated, generator.random(length) * cumulated[-1])]
             written += file.write(json.dumps({"text": " ".join(chosen) + ".\n"}) + "\n")
+
+
+TEXTS = {"real": write_real_text, "words": write_words}
 
 
 def start_encoder(tokenizer_file: str) -> None:
@@ -85,6 +119,21 @@ def peer(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
         index.write(np.arange(len(sizes) + 1, dtype=np.int64).tobytes())
 
 
+def datatrove(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
+    """datatrove's reader of JSON lines and its tokenizing writer, in this process."""
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+    from datatrove.utils.logging import logger
+
+    assert workers == 1
+    logger.remove()
+    tokenize_on_one_thread()
+    read = JsonlReader(str(text.parent), glob_pattern=text.name)
+    write = DocumentTokenizer(str(output), tokenizer_file, eos_token="<|endoftext|>", shuffle_documents=False)
+    write.run(read.run())
+    next(output.glob("*.ds")).rename(f"{output}.bin")
+
+
 def ours(text: Path, tokenizer_file: str, output: Path, workers: int, engine: Engine = Engine.hf) -> None:
     """megads preprocess."""
     preprocess(
@@ -119,69 +168,83 @@ def timed(side: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
     return time.perf_counter() - start_s, cpu_s() - start_cpu_s
 
 
-def measure(folder: Path, megabytes: int, repeats: int, vocab_size: int) -> dict[str, list[tuple[float, float]]]:
-    """Alternates the sides; returns seconds by the clock and of all cores by side."""
+def measure(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, list[tuple[float, float]]], int]:
+    """Alternates the sides; returns seconds by the clock and of all cores by side, and the tokens that each makes."""
     text, tokenizer_file = folder / "text.jsonl", str(folder / "tokenizer.json")
-    write_text(text, megabytes * 10**6)
-    write_text(folder / "sample.jsonl", 4 * 10**6)
-    train_tokenizer(TokenizerConfig(input=[str(folder / "sample.jsonl")], output=tokenizer_file, vocab_size=vocab_size))
+    TEXTS[arguments.text](text, arguments.megabytes * 10**6)
+    if arguments.tokenizer is None:
+        train_tokenizer(TokenizerConfig(input=[str(text)], output=tokenizer_file, vocab_size=arguments.vocab_size))
+    else:
+        shutil.copy(arguments.tokenizer, tokenizer_file)
     many = available_cores()
     sides = {"peer, 1 process": (peer, 1), "megads, 1 worker": (ours, 1)}
+    if importlib.util.find_spec("datatrove"):
+        sides["datatrove, 1 process"] = (datatrove, 1)
     if many > 1:
         sides |= {f"peer, {many} processes": (peer, many), f"megads, {many} workers": (ours, many)}
     if importlib.util.find_spec("gigatoken"):
         sides |= {f"megads fast, {workers}": (ours_fast, workers) for workers in sorted({1, many})}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    for _ in range(repeats):
+    expected = Path(f"{folder / 'peer'}.bin")
+    for _ in range(arguments.repeats):
         for name, (side, workers) in sides.items():
-            seconds[name].append(timed(side, text, tokenizer_file, folder / side.__name__, workers))
-            if side is not peer:
-                for ending in (".bin", ".idx"):
-                    assert (
-                        Path(f"{folder / side.__name__}{ending}").read_bytes()
-                        == Path(f"{folder / 'peer'}{ending}").read_bytes()
-                    ), f"{name}: {ending} differs"
-    return seconds
+            output = folder / side.__name__
+            seconds[name].append(timed(side, text, tokenizer_file, output, workers))
+            for ending in (".bin",) if side is datatrove else (".bin", ".idx"):
+                made, wanted = Path(f"{output}{ending}"), expected.with_suffix(ending)
+                assert made.read_bytes() == wanted.read_bytes(), f"{name}: {ending} differs"
+    return seconds, expected.stat().st_size // 2
 
 
-def verdicts_of(middles: dict[str, tuple[float, ...]], megabytes: int) -> list[Verdict]:
-    """Each side of ours by the clock, against the peer with as many processes; the best engine has to win."""
-    peers = {1: "peer, 1 process"} | {int(name.split()[1]): name for name in middles if name.endswith("processes")}
-    best = "fast" if any("fast" in name for name in middles) else "worker"
+def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) -> float:
+    """How many times the CPU seconds of ours theirs took in the same round; the median of the rounds."""
+    return statistics.median(their_s / our_s for (_, their_s), (_, our_s) in zip(theirs, ours, strict=True))
+
+
+def verdicts_of(seconds: dict[str, list[tuple[float, float]]], tokens: int) -> list[Verdict]:
+    """Each side of ours, in CPU seconds, against the peers with as many processes."""
     found = []
-    for name, (clock_s, _) in middles.items():
-        if not name.startswith("peer"):
-            workers = next(int(word) for word in name.split() if word.isdigit())
-            rates = megabytes / clock_s, megabytes / middles[peers[workers]][0]
-            target = 3.0 if best in name else None
-            found.append(against_rate(ROW, name, rates[0], peers[workers], rates[1], "MB/s", target))
+    for name, rounds in seconds.items():
+        workers = next(int(word) for word in name.split() if word.isdigit())
+        rate = tokens / statistics.median(used_s for _, used_s in rounds) / 1e6
+        for against in PEERS:
+            theirs = next((other for other in seconds if other.startswith(f"{against}, {workers}")), None)
+            if name.startswith("megads") and theirs is not None:
+                times = ratio(seconds[theirs], rounds)
+                unit = "M tokens a CPU second"
+                found.append(Verdict(ROW, name, f"{rate:.3g} {unit}", theirs, f"{rate / times:.3g} {unit}", times, 3.0))
     return found
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=24, help="size of the JSON lines")
+    parser.add_argument("--megabytes", type=int, default=24, help="size of the text")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--text", choices=sorted(TEXTS), default="real", help="what is installed, or random words")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="of a tokenizer that is learnt from the text")
+    parser.add_argument("--tokenizer", type=Path, help="a file to use in its place, of at most 65,536 tokens")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary one unless given")
     add_results_option(parser)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
-        seconds = measure(folder, arguments.megabytes, arguments.repeats, arguments.vocab_size)
+        seconds, tokens = measure(folder, arguments)
     finally:
         shutil.rmtree(folder)
-    middles = {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in seconds.items()}
-    clock, cores = middles["peer, 1 process"]
-    print(f"{arguments.megabytes} MB, medians of {arguments.repeats}, load {psutil.getloadavg()[0]:.1f}, side by side:")
-    for name, (wall_s, used_s) in middles.items():
+    print(
+        f"{arguments.megabytes} MB of {arguments.text} text, {tokens:,} tokens, medians of {arguments.repeats}, load "
+        f"{psutil.getloadavg()[0]:.1f}, in turns:"
+    )
+    for name, rounds in seconds.items():
+        wall_s, used_s = map(statistics.median, zip(*rounds, strict=True))
         print(
-            f"  {name:<18} {wall_s:6.2f} s  {arguments.megabytes / wall_s:6.2f} MB/s  {clock / wall_s:5.2f} x;"
-            f"  CPU {used_s:6.2f} s  {cores / used_s:5.2f} x"
+            f"  {name:<20} CPU {used_s:6.2f} s  {tokens / used_s / 1e6:5.2f} M tokens a CPU second  "
+            f"{ratio(seconds['peer, 1 process'], rounds):5.2f} x;  clock {wall_s:6.2f} s"
         )
-    figures = {"megabytes": arguments.megabytes, "clock_and_cpu_s": middles}
-    record(arguments.append, "preprocess", figures, verdicts_of(middles, arguments.megabytes))
+    middles = {name: tuple(map(statistics.median, zip(*rounds, strict=True))) for name, rounds in seconds.items()}
+    figures = {"megabytes": arguments.megabytes, "text": arguments.text, "tokens": tokens, "clock_and_cpu_s": middles}
+    record(arguments.append, "preprocess", figures, verdicts_of(seconds, tokens))
 
 
 if __name__ == "__main__":

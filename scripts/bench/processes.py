@@ -24,7 +24,7 @@ Turn = Callable[[], dict[str, float]]
 
 _END_S = 10.0
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-"""What torch's elastic agent tells the only rank."""
+"""What a launcher tells the only rank."""
 
 
 class UnavailableError(Exception):

@@ -53,6 +53,8 @@ PARTS = (
     Part("pipeline", full="--wait-ms 5 --rounds 3", quick="--wait-ms 2 --rounds 1 --micro-batches 4 8"),
     Part("loader", quick="--tokens 3000000 --rounds 5"),
     Part("blend", quick="--documents 200000 --samples 200000 --rounds 3"),
+    Part("data_start", quick="--documents 1000000 --tokens 10000000000"),
+    Part("many_datasets", quick="--rounds 50 --seq-len 2048"),
     Part("preprocess", quick="--megabytes 4 --repeats 1"),
 )
 

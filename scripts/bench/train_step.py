@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from megads.ops.choice import prepare
 from megads.ops.config import OpsConfig
+from megads.ops.resolve import prepare
 from megads.runtime.environment import available_cores
 from scripts.bench.processes import Taken, Turn, in_turns, side_processes
 from scripts.bench.results import Verdict, add_results_option, against_time, record

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.model.initialise import InitialValue, initial_value, parameter_generator
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Implementation, KernelOp, OpsConfig
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.plan.flops import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state
@@ -147,10 +148,11 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     """
     import torch.distributed as dist
 
+    from megads.engine.attention_trials import tune_attention
     from megads.engine.build import build_train_engine
+    from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
-    from megads.model.attention_choice import choose_attention
-    from megads.ops.choice import load
+    from megads.ops.resolve import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
     from megads.runtime.process_settings import make_deterministic
@@ -170,12 +172,13 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
         work.model.attention_work(), bf16=work.precision == "bf16", cuda=cuda, impl=ops.model, seq_len=work.seq_len,
         micro_batch_size=work.micro_batch_size,
     )  # fmt: skip
-    attention = choose_attention(work.model, asked, device).kind
-    engine = build_train_engine(
+    attention = tune_attention(work.model, asked, device).kind
+    spec = EngineSpec(
         replace(work.model, attention=attention), layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
         micro_batch_size=work.micro_batch_size, seed=SEED, device=device,
-        value=first_weights(work), ops=ops,
+        value=first_weights(work), kernels=ops,
     )  # fmt: skip
+    engine = build_train_engine(spec)
     batches = cycle([_micro_batches(work, tokens_bs) for tokens_bs in work.token_batches()])
 
     def turn() -> dict[str, float]:
@@ -271,8 +274,8 @@ def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
 
 def machine_side(work: TrainingWork) -> Turn:
     """The best matrix product of the dtype, torch's and megads' where it has one, and the best copy."""
-    from megads.ops.choice import load
     from megads.ops.linear import linear_into
+    from megads.ops.resolve import load
 
     kernels = load(OpsConfig(), print, cuda=False).fused(KernelOp.linear)
     triples = [[torch.randn(size, size).to(work.dtype) for _ in range(3)] for size in GEMM_SIZES]
@@ -287,15 +290,15 @@ def machine_side(work: TrainingWork) -> Turn:
             best = min(best, time.perf_counter() - begin)
         return best
 
-    def flops_per_s(fused: bool) -> float:
+    def flops_per_s(kernels: Kernels) -> float:
         return max(
-            2 * len(left) ** 3 / fastest_s(partial(linear_into, out, left, right, fused))
+            2 * len(left) ** 3 / fastest_s(partial(linear_into, out, left, right, kernels))
             for left, right, out in triples
         )
 
     def turn() -> dict[str, float]:
-        torchs = flops_per_s(False)
-        best = max(torchs, flops_per_s(True)) if kernels else torchs
+        torchs = flops_per_s(TORCH)
+        best = max(torchs, flops_per_s(FUSED)) if kernels else torchs
         copied = 2 * source.numel() / fastest_s(partial(target.copy_, source))
         return {"torch_flops_per_s": torchs, "flops_per_s": best, "copied_bytes_per_s": copied}
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.attack.command_lines import copy_template
-from tests.attack.fork_server import ForkServer
 from tests.command import steps_of
+from tests.fork_server import ForkServer
 from tests.small_run import TOKENS, write_dataset
 
 TRAIN = [

@@ -11,8 +11,8 @@ import pytest
 
 from tests.attack.command_lines import copy_template
 from tests.attack.damage import DAMAGES, READERS, TRAIN, damaged_copy, files_of, write_cut_off_run
-from tests.attack.fork_server import ForkServer, Outcome, fork_server
 from tests.command import steps_of
+from tests.fork_server import ForkServer, Outcome, run_fork_server
 
 pytestmark = pytest.mark.distributed
 
@@ -88,7 +88,7 @@ class Sound:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
     root = tmp_path_factory.mktemp("files")
-    with fork_server(root) as server:
+    with run_fork_server(root) as server:
         yield Sound(root, server)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.attack.command_lines import EVERY_VERB, command_lines, copy_template, write_template
-from tests.attack.fork_server import ForkServer, fork_server
+from tests.fork_server import ForkServer, run_fork_server
 
 QUICK_EXAMPLES = 8
 """Of each verb, in `make test`."""
@@ -37,7 +37,7 @@ def template(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[ForkServer]:
-    with fork_server(root) as started:
+    with run_fork_server(root) as started:
         yield started
 
 

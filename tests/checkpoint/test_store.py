@@ -21,7 +21,7 @@ from megads.checkpoint.store import SaveError, save_checkpoint
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.control_plane import open_control_plane
 from megads.runtime.lease import Fence, claimed
-from megads.runtime.slurm import Job
+from megads.runtime.slurm import SlurmJob
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
@@ -66,7 +66,7 @@ def latest(run_dir: Path) -> str:
 def test_an_orphan_saves_nothing_and_spoils_nothing(tmp_path: Path) -> None:
     """Catches ranks of an earlier start that commit a checkpoint, or clear away what the new start is writing."""
     save(tmp_path, 100)
-    with claimed(tmp_path, Job("1", 0, "c")) as orphan, claimed(tmp_path, Job("1", 1, "c")) as current:
+    with claimed(tmp_path, SlurmJob("1", 0, "c")) as orphan, claimed(tmp_path, SlurmJob("1", 1, "c")) as current:
         being_written = tmp_path / "checkpoints" / ".step_00000200.partial"
         being_written.mkdir()
         with pytest.raises(Fenced, match=r"lost .* to start 2"):
@@ -225,7 +225,7 @@ def save_killed_at(run_dir: Path, event_number: int, step: int) -> str:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:
     """Catches a moment in which neither the old nor the new checkpoint is whole; step 1 replaces its own."""
     for event_number in range(1, 200):

@@ -1,59 +1,56 @@
-"""The command line, as a user meets it: real processes, real Hydra."""
+"""The command line, as a user meets it: real Hydra, forked processes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.fork_server import ForkServer, Outcome, left_by_commands
 
 REPOSITORY = Path(__file__).parents[2]
 DATA = "data.train=[{path: x}]"
 
 
-def megads(cwd: Path, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megads.cli.main", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+Run = Callable[..., Outcome]
 
 
-def test_help_and_version(tmp_path: Path) -> None:
+@pytest.fixture
+def megads(tmp_path: Path, fork_server: ForkServer) -> Run:
+    """Runs a command line in tmp_path."""
+    return lambda *arguments: fork_server(tmp_path, arguments)
+
+
+def test_help_and_version(megads: Run, tmp_path: Path) -> None:
     """Catches a verb that the help does not list."""
-    help_text = megads(tmp_path, "--help")
-    assert help_text.returncode == 0
-    assert all(verb in help_text.stdout for verb in ("train", "preprocess", "tokenizer"))
-    assert megads(tmp_path, "--version").stdout.startswith("megads 0.")
+    help_text = megads("--help")
+    assert help_text.code == 0
+    assert all(verb in help_text.out for verb in ("train", "preprocess", "tokenizer"))
+    assert megads("--version").out.startswith("megads 0.")
 
 
-def test_unknown_verb_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_verb_names_the_nearest(megads: Run, tmp_path: Path) -> None:
     """Catches a typo in the verb that ends in a traceback."""
-    result = megads(tmp_path, "trian")
-    assert result.returncode == 2
-    assert "did you mean train?" in result.stderr
+    result = megads("trian")
+    assert result.code == 2
+    assert "did you mean train?" in result.err
 
 
-def test_verb_help_says_keys_examples_and_exit_codes(tmp_path: Path) -> None:
+def test_verb_help_says_keys_examples_and_exit_codes(megads: Run, tmp_path: Path) -> None:
     """Catches Hydra's default help, which dumps the config and says none of it."""
-    result = megads(tmp_path, "train", "--help")
-    assert result.returncode == 0
+    result = megads("train", "--help")
+    assert result.code == 0
     for part in ("parallel.tp", "experiment=<option>", "Examples:", "Exit codes: 0 finished; 2 bad"):
-        assert part in result.stdout
+        assert part in result.out
 
 
-def test_cfg_job_prints_the_config_and_leaves_no_files(tmp_path: Path) -> None:
+def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Path) -> None:
     """Catches stray outputs/ folders."""
-    result = megads(tmp_path, "train", "experiment=demo", "--cfg", "job", "--resolve")
-    assert result.returncode == 0
-    assert "hidden_size: 256" in result.stdout
-    assert list(tmp_path.iterdir()) == []
+    result = megads("train", "experiment=demo", "--cfg", "job", "--resolve")
+    assert result.code == 0
+    assert "hidden_size: 256" in result.out
+    assert left_by_commands(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -75,13 +72,13 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(tmp_path: Path) -> None:
         ("parallel.layer_costs.parallel.layer_costs=/dev/null", "do not compose (AssertionError"),
     ],
 )
-def test_composition_errors_are_one_readable_message(tmp_path: Path, override: str, expected: str) -> None:
+def test_composition_errors_are_one_readable_message(megads: Run, tmp_path: Path, override: str, expected: str) -> None:
     """Catches exit 1 and tracebacks for a user's typo, and suggestions that point nowhere."""
-    result = megads(tmp_path, "train", override)
-    assert result.returncode == 2
-    assert expected in result.stderr
-    assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
+    result = megads("train", override)
+    assert result.code == 2
+    assert expected in result.err
+    assert "Traceback" not in result.err
+    assert left_by_commands(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -98,54 +95,50 @@ def test_composition_errors_are_one_readable_message(tmp_path: Path, override: s
         (["preprocess", "input=[t.txt]", "tokenizer=x", f"output={'a' * 300}"], "File name too long: choose another"),
     ],
 )
-def test_values_that_no_file_can_have(tmp_path: Path, arguments: list[str], expected: str) -> None:
+def test_values_that_no_file_can_have(megads: Run, tmp_path: Path, arguments: list[str], expected: str) -> None:
     """Catches a traceback for what Hydra composes and no work can be done with."""
     (tmp_path / "t.txt").write_text("text\n")
-    result = megads(tmp_path, *arguments)
-    assert result.returncode == 2 and expected in result.stderr and "Traceback" not in result.stderr
+    result = megads(*arguments)
+    assert result.code == 2 and expected in result.err and "Traceback" not in result.err
 
 
-def test_an_error_in_a_config_file_names_the_file(tmp_path: Path) -> None:
+def test_an_error_in_a_config_file_names_the_file(megads: Run, tmp_path: Path) -> None:
     """Catches a message about a key that the user never typed."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel: {num_layer: 3}\n")
-    result = megads(tmp_path, "train", "--config-dir", str(tmp_path), "experiment=mine")
-    assert result.returncode == 2
-    assert "experiment/mine.yaml: unknown key model.num_layer: did you mean model.num_layers?" in result.stderr
+    result = megads("train", "--config-dir", str(tmp_path), "experiment=mine")
+    assert result.code == 2
+    assert "experiment/mine.yaml: unknown key model.num_layer: did you mean model.num_layers?" in result.err
 
 
-def test_dry_run_of_a_batch_beyond_measure(tmp_path: Path) -> None:
+def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:
     """Catches a memory plan that writes down every micro-batch of a step."""
     size = ("train.global_batch_size=4000000000", "train.micro_batch_size=2", "train.steps=1000000000")
-    result = megads(tmp_path, "train", "experiment=demo", "run.dry_run=true", *size)
-    assert (
-        result.returncode == 0 and "2000000000 micro-batches" in result.stdout and "is not simulated" in result.stdout
-    )
+    result = megads("train", "experiment=demo", "run.dry_run=true", *size)
+    assert result.code == 0 and "2000000000 micro-batches" in result.out and "is not simulated" in result.out
 
 
-def test_dry_run_starts_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_starts_and_writes_nothing(megads: Run, tmp_path: Path) -> None:
     """Catches a dry run that claims the run directory."""
-    result = megads(tmp_path, "train", "experiment=demo", "run.dry_run=true")
-    assert result.returncode == 0
+    result = megads("train", "experiment=demo", "run.dry_run=true")
+    assert result.code == 0
     for part in ("4 = tp 2 x cp 1 x pp 2 x dp 1", "6,836,736 parameters", "writes to  runs/demo-"):
-        assert part in result.stdout
-    assert list(tmp_path.iterdir()) == []
+        assert part in result.out
+    assert left_by_commands(tmp_path) == []
 
 
-def test_a_sweep_goes_on_after_a_failed_point(tmp_path: Path) -> None:
+def test_a_sweep_goes_on_after_a_failed_point(megads: Run, tmp_path: Path) -> None:
     """Catches Hydra's sweeper, which stops at the first failure and reports nothing."""
-    result = megads(tmp_path, "train", "-m", "optim.lr=1e-3,-1,2e-3", "train.steps=1", DATA, "run.dry_run=true")
-    assert result.returncode == 2
-    assert result.stdout.count("dry run") == 2
-    table = result.stdout[result.stdout.index("=== sweep") :].splitlines()[1:]
+    result = megads("train", "-m", "optim.lr=1e-3,-1,2e-3", "train.steps=1", DATA, "run.dry_run=true")
+    assert result.code == 2
+    assert result.out.count("dry run") == 2
+    table = result.out[result.out.index("=== sweep") :].splitlines()[1:]
     assert [line.split()[2] for line in table] == ["0", "2", "0"]
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert left_by_commands(tmp_path) == ["runs"]
 
 
-def test_a_sweep_over_one_run_id_is_refused(tmp_path: Path) -> None:
+def test_a_sweep_over_one_run_id_is_refused(megads: Run, tmp_path: Path) -> None:
     """Catches the second point silently continuing the first one's checkpoint."""
-    result = megads(
-        tmp_path, "train", "-m", "optim.lr=1e-3,2e-3", "run.id=same", "train.steps=1", DATA, "run.dry_run=true"
-    )
-    assert result.returncode == 2
-    assert "shared by several points" in result.stderr
+    result = megads("train", "-m", "optim.lr=1e-3,2e-3", "run.id=same", "train.steps=1", DATA, "run.dry_run=true")
+    assert result.code == 2
+    assert "shared by several points" in result.err

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megads.data.indexed import IndexedDatasetWriter
-from tests.cli.test_entry import REPOSITORY, megads
+from tests.command import REPOSITORY
+from tests.command import run_megads as megads
 from tests.tools.report.written_runs import write_config
 
 

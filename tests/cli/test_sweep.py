@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_entry import megads
+from tests.command import run_megads as megads
 from tests.command import small_model
 
 

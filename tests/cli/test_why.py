@@ -155,6 +155,7 @@ def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None
     assert not places & {5, 6, 7, 8, 9, 10, 11}, "rank 0 holds the first and the last of four chunks"
 
 
+@pytest.mark.slow
 def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartCommand) -> None:
     """Catches an answer about data that is not what was trained on, and a run that goes on with it: the order of the
     samples, and with it batch_hash, stays the same when only the tokens change. And Megatron's order, which depends on

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from megads.data import blend as module
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.batches import PLAIN, Packing, assemble
 from megads.data.blend import BalancedOrder, BlendedSamples, Mix, Phase
@@ -270,3 +271,20 @@ def test_bad_blends_are_refused(blend: DataConfig, changes: dict[str, object], m
         setattr(blend, name, value)
     with pytest.raises(ConfigError, match=message):
         blend.check()
+
+
+@pytest.mark.parametrize(
+    "weights", [[1.0], [3.0, 1.0], [0.0, 2.0, 5.0, 1e-9], np.random.default_rng(2).random(40).tolist()]
+)
+def test_few_numbers_are_dealt_as_many(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a way down the tree, for a small batch, that rounds otherwise than for a large one: ranks of different
+    layouts would train on different samples."""
+    order, random = BalancedOrder(weights), np.random.default_rng(3)
+    asked = [np.arange(7), np.empty(0, np.int64), random.integers(0, 10**6, 500), random.integers(2**40, 2**45, 500)]
+    monkeypatch.setattr(module, "FEW", 10**9)
+    few = [order.place(numbers) for numbers in asked]
+    monkeypatch.setattr(module, "FEW", 0)
+    for numbers, found in zip(asked, few, strict=True):
+        for one, other in zip(found, order.place(numbers), strict=True):
+            assert one.dtype == np.int64
+            np.testing.assert_array_equal(one, other)

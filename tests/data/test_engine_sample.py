@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megads.data.blocks import block_bytes_of, blocks_of
-from megads.data.engine_sample import sample_texts
+from megads.data.engine_sample import first_texts, texts_of_places
 from megads.data.text import DocumentReader
 
 
@@ -24,20 +24,20 @@ def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("plain text " * 50_000)
     reader = DocumentReader([str(tmp_path)], ("text",))
     first = list(blocks_of(DocumentReader([str(tmp_path)], ("text",)), block_bytes_of(reader)))[:2]
-    texts = sample_texts(reader, first, ("text",))
+    texts = [*first_texts(first, ("text",)), *texts_of_places(reader, ("text",))]
     assert 200 < len(texts) <= 300 and reader.bytes_read == 0
     numbers = [int(text[:5]) for text in texts if text[:5].isdigit()]
     assert numbers[:100] == list(range(100)), "the first block is asked too"
     assert max(numbers) > 19_000 and np.diff(sorted(numbers)).max() < 2000
     assert sum(text.startswith("from parquet") for text in texts) == 5
     assert sum(text.startswith("plain text") for text in texts) > 0
-    assert sample_texts(None, first, ("text",)) == [f"{number:05d} " + "word " * 60 for number in range(100)]
+    assert first_texts(first, ("text",)) == [f"{number:05d} " + "word " * 60 for number in range(100)]
 
 
 def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
     """Catches a place beyond the last file, where an empty one or none has any text."""
     (tmp_path / "a.jsonl").write_text("")
-    assert sample_texts(DocumentReader([str(tmp_path)], ("text",)), [], ("text",)) == []
+    assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == []
     (tmp_path / "b.txt").write_text("x")
     (tmp_path / "c.jsonl").write_text("")
-    assert sample_texts(DocumentReader([str(tmp_path)], ("text",)), [], ("text",)) == ["x"]
+    assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == ["x"]

@@ -132,7 +132,7 @@ def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeD
     loader = TrainLoader(TrainSamples(dataset, range(2), SEQ_LEN, 0), BatchSizeSchedule(10), 1, 0, 1, VOCAB_SIZE)
     with pytest.raises(DataError, match=f"corpus: document 1 holds token {token}, model.vocab_size is 1000"):
         next(loader)
-    assert not loader._thread.is_alive()
+    assert not any(thread.is_alive() for thread in loader._threads)
     with pytest.raises(StopIteration):
         next(loader)
 
@@ -150,9 +150,9 @@ def test_close_ends_the_thread_wherever_it_is(samples: TrainSamples) -> None:
     deadline_s = time.monotonic() + 10
     while not loader._queue.full() and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert loader._queue.full() and loader._thread.daemon
+    assert loader._queue.full() and all(thread.daemon for thread in loader._threads)
     loader.close()
-    assert loader._thread not in threading.enumerate()
+    assert not set(loader._threads) & set(threading.enumerate())
     with pytest.raises(StopIteration):
         next(loader)
     loader.close()

@@ -18,6 +18,7 @@ from megads.data.datasets import open_datasets
 from megads.data.megatron_order import BLOCK, MegatronOrder
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
+from megads.ops.data_library import data_function
 from megads.ops.deal import Deal, compiled_deal
 
 from .conftest import VOCAB_SIZE, MakeDataset
@@ -170,11 +171,11 @@ def test_no_compiler_costs_time_only(
 ) -> None:
     """Catches a run that needs a compiler, and one that is slow and does not say why."""
     expected = MegatronOrder(WEIGHTS, 999).place(np.arange(999))
-    compiled_deal.cache_clear()
+    data_function.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.WARNING):
         found = MegatronOrder(WEIGHTS, 999, cache).place(np.arange(999))
-    compiled_deal.cache_clear()
+    data_function.cache_clear()
     assert [part.tolist() for part in found] == [part.tolist() for part in expected]
     assert "dealing in Python" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
 

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megads.data import samples as module
 from megads.data.batches import PLAIN, assemble
 from megads.data.indexed import IndexedDataset
 from megads.data.indexed_header import HEADER, MAGIC, VERSION
+from megads.data.megatron_maps import MegatronSamples
 from megads.data.runs import document_starts
 from megads.data.samples import TrainSamples, ValidationSamples, WindowSubset, split_documents
 from megads.errors import DataError
@@ -167,3 +169,25 @@ def test_a_split_of_too_few_documents_is_refused(make_dataset: MakeDataset) -> N
     """Catches a validation set that is silently empty."""
     with pytest.raises(DataError, match="1 documents of 50 tokens cannot be split"):
         split_documents(make_dataset([50]), [0.98, 0.02])
+
+
+@pytest.mark.parametrize("longest", [3, 30, 200])
+def test_a_few_samples_are_found_as_many_are(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, longest: int
+) -> None:
+    """Catches a way of finding few samples that differs from that of many at a border of documents or epochs, at
+    documents without tokens, or where a sample has many documents."""
+    random = np.random.default_rng(longest)
+    sizes = [40, *random.integers(0, longest, 60).tolist()]
+    dataset = make_dataset(sizes)
+    for samples in (TrainSamples(dataset, range(1, 61), 20, 4), MegatronSamples(dataset, range(61), 20, 4, 30)):
+        asked = random.integers(0, 3 * samples.samples_per_map, 8)
+        found = {}
+        for few in (0, 8):
+            monkeypatch.setattr(module, "FEW_SAMPLES", few)
+            runs = samples.runs(asked)
+            columns = ("documents", "starts", "lengths", "rows", "places")
+            table = np.concatenate([np.stack([getattr(part, name) for name in columns], 1) for part in runs])
+            assert table.dtype == np.int64
+            found[few] = sorted(table.tolist()), samples.dataset_samples(asked).tolist()
+        assert found[0] == found[8]

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megads.engine.interface import TrainEngine
-from megads.engine.messages import BufferPool, Messages
+from megads.engine.p2p import BufferPool, P2PCommunicator
 from megads.parallel.config import ParallelConfig
 from megads.parallel.pipeline_actions import Action
 
@@ -286,14 +286,14 @@ def recorded(recorder: Recorder) -> Iterator[None]:
         return lambda work, *args: (recorder.wait(work), inner(work, *args))[1]
 
     def send(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def method(messages: Messages, action: Action, tensor: Tensor) -> None:
+        def method(messages: P2PCommunicator, action: Action, tensor: Tensor) -> None:
             with recorder.labelled(action):
                 inner(messages, action, tensor)
 
         return method
 
     def post(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def method(messages: Messages, peer: int) -> None:
+        def method(messages: P2PCommunicator, peer: int) -> None:
             with recorder.labelled(messages._links[peer].due[0]):
                 inner(messages, peer)
 
@@ -307,8 +307,8 @@ def recorded(recorder: Recorder) -> Iterator[None]:
             stack.enter_context(_replaced(dist.ProcessGroup, name, partial(started, name)))
         for work in (dist.Work, FakeWork):
             stack.enter_context(_replaced(work, "wait", wait))
-        stack.enter_context(_replaced(Messages, "send", send))
-        stack.enter_context(_replaced(Messages, "_post_next", post))
+        stack.enter_context(_replaced(P2PCommunicator, "send", send))
+        stack.enter_context(_replaced(P2PCommunicator, "_post_next", post))
         stack.enter_context(_replaced(BufferPool, "give", give))
         stack.enter_context(_Operators(recorder))
         yield

@@ -18,27 +18,28 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.engine.attention_trials import TunedAttention, attention_key
 from megads.engine.autotune import (
     ATTENTION_EVENT,
     FOLDER,
     TunedOperator,
     TunedOperators,
+    autotune_attention,
+    autotune_operators,
     earlier_attention,
     earlier_operators,
     record_tuning,
-    settle_attention,
-    settle_operators,
     tune,
 )
 from megads.engine.operator_trials import OperatorCase, OperatorTrial, OperatorWork
 from megads.errors import ConfigError
-from megads.model.attention_choice import AttentionChoice, choice_key
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import ModelConfig
 from megads.monitor.console import render_event
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.autotune import DeviceBroken, TuningResult
-from megads.ops.choice import Kernels, load
 from megads.ops.config import Implementation, KernelOp, OpsConfig
+from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.runtime.metrics import EventWriter, read_json_lines
@@ -52,19 +53,19 @@ WORK = replace(
 )
 
 
-def settled(run_dir: Path) -> tuple[AttentionChoice, TunedOperators, str]:
+def settled(run_dir: Path) -> tuple[TunedAttention, TunedOperators, str]:
     """What a rank takes, and the error of what cannot be had; each rank has a cache of its own."""
     load(OpsConfig(Implementation.fused), print, cuda=False)
     rank = dist.get_rank()
     os.environ["XDG_CACHE_HOME"] = str(run_dir / f"cache_{rank}")
     parallel = ParallelConfig(cp=2)
     grid = build_grid(parallel, rank, 2)
-    choice = settle_attention(MODEL, WORK, grid, CPU, run_dir)
+    choice = autotune_attention(MODEL, WORK, grid, CPU, run_dir)
     work = OperatorWork(MODEL, parallel, 32, 1, torch.bfloat16, loss_chunk=8)
-    kernels, operators = settle_operators(AUTO, work, AttentionKind.fused_softmax, grid, CPU, run_dir)
+    kernels, operators = autotune_operators(AUTO, work, AttentionKind.fused_softmax, grid, CPU, run_dir)
     assert operators is not None and kernels.tuned == operators.taken | {KernelOp.attention}
     with pytest.raises(ConfigError) as raised:
-        settle_attention(replace(MODEL, attention=AttentionKind.cudnn), WORK, grid, CPU, run_dir)
+        autotune_attention(replace(MODEL, attention=AttentionKind.cudnn), WORK, grid, CPU, run_dir)
     return choice, operators, str(raised.value)
 
 
@@ -83,14 +84,14 @@ def test_rank_0_decides(tmp_path: Path) -> None:
 def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
     """Catches an event that cannot be read back, one of another shape or device taken for this one, and an event where
     nothing was chosen."""
-    key = choice_key(WORK, CPU)
+    key = attention_key(WORK, CPU)
     outcomes = {
         "flash": TuningResult(error=0.7, repeats=True, time_ms=1.25, kept_bytes=7),
         "flex": TuningResult("too old"),
     }
-    choice = AttentionChoice(AttentionKind.flash, "measured", key, outcomes)
+    choice = TunedAttention(AttentionKind.flash, "measured", key, outcomes)
     events = EventWriter(tmp_path)
-    record_tuning(events, AttentionChoice(AttentionKind.auto, "nothing is measured"), None)
+    record_tuning(events, TunedAttention(AttentionKind.auto, "nothing is measured"), None)
     assert not (tmp_path / "events.jsonl").read_text() and earlier_attention(tmp_path, key) is None
     record_tuning(events, replace(choice, kind=AttentionKind.sdpa), None)
     record_tuning(events, choice, None)
@@ -105,8 +106,8 @@ def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
 Body = Callable[[bool, Tensor], Tensor]
 
 
-def slowly(fast: bool, x: Tensor) -> Tensor:
-    if not fast:
+def slowly(kernels: Kernels, x: Tensor) -> Tensor:
+    if kernels is not FUSED:
         time.sleep(5e-3)
     return 2 * x
 
@@ -121,8 +122,8 @@ class _WrongGradient(torch.autograd.Function):
         return 2.01 * grad
 
 
-def _raising(fused: bool, x: Tensor) -> Tensor:
-    if fused:
+def _raising(kernels: Kernels, x: Tensor) -> Tensor:
+    if kernels is FUSED:
         raise RuntimeError("no kernel image is available\nmore of it")
     return 2 * x
 
@@ -130,15 +131,18 @@ def _raising(fused: bool, x: Tensor) -> Tensor:
 SHIFTS = itertools.cycle((torch.zeros(99), F.one_hot(torch.tensor(0), 99) * 1.2e-7))
 BODIES: dict[KernelOp, tuple[Body, str]] = {
     KernelOp.norm: (slowly, ""),
-    KernelOp.gelu: (lambda fused, x: slowly(not fused, x), "slower"),
-    KernelOp.swiglu: (lambda fused, x: slowly(fused, x) * (1.01 if fused else 1.0), "times that of plain torch"),
+    KernelOp.gelu: (lambda kernels, x: slowly(TORCH if kernels is FUSED else FUSED, x), "slower"),
+    KernelOp.swiglu: (
+        lambda kernels, x: slowly(kernels, x) * (1.01 if kernels is FUSED else 1.0),
+        "times that of plain torch",
+    ),
     KernelOp.rotary: (
-        lambda fused, x: _WrongGradient.apply(x) if fused else slowly(fused, x),
+        lambda kernels, x: _WrongGradient.apply(x) if kernels is FUSED else slowly(kernels, x),
         "times that of plain torch",
     ),
     KernelOp.dropout: (_raising, "RuntimeError: no kernel image is available"),
     KernelOp.add_norm: (
-        lambda fused, x: 2 * x + next(SHIFTS) if fused else slowly(fused, x),
+        lambda kernels, x: 2 * x + next(SHIFTS) if kernels is FUSED else slowly(kernels, x),
         "other bits on every run",
     ),
 }
@@ -148,9 +152,9 @@ CALLED: list[KernelOp] = []
 def case_of(op: KernelOp, body: Body, shape: str = "9") -> OperatorCase:
     """An operator with a kernel of this kind, on inputs of which 2 x is inexact in fp32."""
 
-    def outputs(fused: bool, x: Tensor) -> tuple[Tensor]:
+    def outputs(kernels: Kernels, x: Tensor) -> tuple[Tensor]:
         CALLED.append(op)
-        return (body(fused, x) / 3,)
+        return (body(kernels, x) / 3,)
 
     def make(device: torch.device) -> OperatorTrial:
         # SHIFTS change the first number, which has to be small, or a third of it may round to the same.
@@ -211,7 +215,7 @@ def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> 
     """Catches a resume that takes other kernels than the run had, because the cache was removed or measured anew."""
     tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1)
     before = replace(tuned, taken=frozenset({KernelOp.gelu}))
-    untuned = AttentionChoice(AttentionKind.auto, "nothing is measured")
+    untuned = TunedAttention(AttentionKind.auto, "nothing is measured")
     record_tuning(EventWriter(tmp_path), untuned, replace(before, key="another"))
     record_tuning(EventWriter(tmp_path), untuned, before)
     shutil.rmtree(own_cache)
@@ -225,8 +229,8 @@ def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
     """Catches a kernel with an illegal access that ends every start of a run in the same way."""
 
     def make(device: torch.device) -> OperatorTrial:
-        def break_it(fused: bool, x: Tensor) -> tuple[Tensor]:
-            if fused:
+        def break_it(kernels: Kernels, x: Tensor) -> tuple[Tensor]:
+            if kernels is FUSED:
                 trial.device = torch.device("meta")  # on which, as on a GPU after such an access, nothing can be read
                 raise RuntimeError("an illegal memory access was encountered")
             return (x,)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megads.engine.culprit import SHOWN, Symptoms, agree_on_culprit, find_culprit
 from megads.engine.interface import Culprit
+from megads.engine.train_engine import SHOWN, Symptoms, agree_on_culprit, find_culprit
 from megads.runtime import control_plane
 from megads.runtime.control_plane import encode, open_control_plane
 from tests.distributed import run_ranks

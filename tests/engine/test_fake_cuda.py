@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 import megads.engine.optimizer
 import megads.engine.pipeline_engine
-import megads.engine.training
+import megads.engine.train_engine
 from megads.engine.build import build_train_engine
-from megads.engine.interface import Shard
-from megads.engine.training import PipelineTrainEngine
+from megads.engine.interface import EngineSpec, Shard
+from megads.engine.pipeline_engine import PipelineTrainEngine
 from megads.model.attention import AttentionCore
-from megads.model.attention_kinds import AttentionKind
 from megads.model.config import MLPKind, NormKind, Position
+from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
-from megads.ops.choice import Kernels
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import Kernels
 from megads.ops.library import load_library
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
@@ -108,7 +108,8 @@ def gpus() -> Iterator[FakeGpus]:
 
 
 SHARDED_WAITS = {
-    "engine/sharded_training.py",
+    "engine/train_engine.py",
+    "engine/zero_engine.py",
     "deepspeed/runtime/utils.py",
     "deepspeed/runtime/zero/stage3.py",
     "deepspeed/runtime/zero/stage_1_and_2.py",
@@ -128,7 +129,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
     if defect is not None:
         defect()
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    engine = build_train_engine(
+    spec = EngineSpec(
         scenario.model,
         parallel,
         scenario.optim,
@@ -138,8 +139,9 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
         seed=scenario.seed,
         device=gpu.device,
         value=parity.initial_weights(scenario),
-        ops=Kernels(scenario.ops.impl, scenario.ops.impl, loss_chunk=scenario.ops.loss_chunk),
+        kernels=Kernels(scenario.ops.impl, scenario.ops.impl, loss_chunk=scenario.ops.loss_chunk),
     )
+    engine = build_train_engine(spec)
     batches = [step_batches(scenario, step, grid.dp.rank, grid.dp.size) for step in range(3)]
     engine.step(batches[0], scenario.lr)
     gpu.waits.clear()
@@ -148,7 +150,7 @@ def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) ->
             engine.launch_step(batches[1], scenario.lr)
     else:
         # DeepSpeed's timers begin with the second step.
-        engine._engine.tput_timer.global_step_count += 2
+        engine._engine.deepspeed.tput_timer.global_step_count += 2
         engine.step(batches[1], scenario.lr)
     waited = {file for file, _ in gpu.waits}
     if grid.rank == case.ranks[0]:
@@ -196,8 +198,8 @@ def a_norm_that_is_read() -> None:
 
 
 def tokens_counted_on_the_cpu() -> None:
-    inner = megads.engine.training.global_tokens
-    megads.engine.training.global_tokens = lambda batches, grid, device, rank: inner(
+    inner = megads.engine.train_engine.global_tokens
+    megads.engine.train_engine.global_tokens = lambda batches, grid, device, rank: inner(
         batches, grid, torch.device("cpu"), rank
     )
 

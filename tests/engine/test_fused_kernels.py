@@ -32,7 +32,7 @@ def test_fp32(layout: str) -> None:
     [
         ParallelConfig(tp=2, pp=2, sequence_parallel=True),
         ParallelConfig(pp=2, schedule=ScheduleName.zb_h1, recompute=Recompute.selective),
-        ParallelConfig(dp=2, zero_stage=3),
+        pytest.param(ParallelConfig(dp=2, zero_stage=3), marks=pytest.mark.slow),
     ],
     ids=["tp2pp2sp", "zb_h1, recomputed", "zero3dp2"],
 )

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megads.batch import BatchInfo
-from megads.engine.interface import Shard
-from megads.engine.training import PipelineTrainEngine
+from megads.engine.interface import EngineSpec, Shard
+from megads.engine.pipeline_engine import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig
-from megads.ops.choice import load
 from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.runtime.process_settings import make_deterministic
@@ -39,8 +39,8 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.distributed), CUDA]
 def engine_on(device_type: str, scenario: Scenario) -> PipelineTrainEngine:
     """The engine of one rank; with the kernels that its scenario asks for."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
-    choice = load(scenario.ops, print, cuda=device_type == "cuda")
-    return PipelineTrainEngine(
+    kernels = load(scenario.ops, print, cuda=device_type == "cuda")
+    spec = EngineSpec(
         scenario.model,
         ParallelConfig(),
         scenario.optim,
@@ -50,8 +50,9 @@ def engine_on(device_type: str, scenario: Scenario) -> PipelineTrainEngine:
         seed=scenario.seed,
         device=device,
         value=parity.initial_weights(scenario),
-        ops=choice,
+        kernels=kernels,
     )
+    return PipelineTrainEngine(spec)
 
 
 def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:

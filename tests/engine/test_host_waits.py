@@ -19,13 +19,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megads.engine.optimizer
+from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
-from megads.engine.whole_model import WholeModel
+from megads.engine.zero_engine import WholeModel
 from megads.model.config import NormKind, Position
-from megads.ops.choice import TORCH, load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import TORCH
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import single_rank_grid
 from tests import parity
@@ -41,7 +43,7 @@ METHODS = {"tolist", "numpy", "cpu"}
 """Of tensors, which do that without an operator."""
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
-THE_WAIT = ("engine/training.py", "step")
+THE_WAIT = ("engine/train_engine.py", "step")
 HOST = {("engine/token_mean.py", "<genexpr>")}
 """Reads masks of the loss, which are on the host."""
 CPU = {("parallel/cross_entropy.py", "is_root"), ("optim/adamw.py", "_step_by_torch")}
@@ -155,7 +157,18 @@ def test_nothing_is_read_on_another_device(variant: str) -> None:
     loss = TokenMeanLoss(scenario.model.vocabulary, grid, replace(TORCH, loss_chunk=scenario.ops.loss_chunk))
     value = parity.initial_weights(scenario)
     assert value is not None
-    model = WholeModel(scenario.model, parallel, grid, scenario.seed, value, device, scenario.dtype, loss)
+    spec = EngineSpec(
+        scenario.model,
+        parallel,
+        scenario.optim,
+        grid,
+        scenario.dtype,
+        scenario.micro_batch_size,
+        scenario.seed,
+        device,
+        value,
+    )
+    model = WholeModel(spec, loss)
     named = [NamedParameter(placement_of(p).key, p) for p in model.parameters()]
     optimizer = BucketAdamW(named, scenario.optim, parallel, grid)
     batches = step_batches(scenario, 0)

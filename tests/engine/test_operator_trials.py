@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.engine.build import build_train_engine
+from megads.engine.interface import EngineSpec
 from megads.engine.operator_trials import CANDIDATES, OURS, OperatorWork, operator_cases
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.ops.autotune import compare
-from megads.ops.choice import Kernels, load
 from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, OpsConfig
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
 from megads.tools.verify.layout import build_engine
@@ -105,10 +107,11 @@ def calls_with(model: ModelConfig, taken: frozenset[KernelOp]) -> set[str]:
     """Names of megads' operators that a step calls where auto has taken these."""
     scenario = Scenario(model, precision="bfloat16")
     parallel = ParallelConfig()
-    engine = build_train_engine(
+    spec = EngineSpec(
         model, parallel, scenario.optim, build_grid(parallel, 0, 1), precision=torch.bfloat16, micro_batch_size=2,
-        seed=0, device=torch.device("cpu"), ops=replace(AUTO, tuned=taken, loss_chunk=12),
+        seed=0, device=torch.device("cpu"), kernels=replace(AUTO, tuned=taken, loss_chunk=12),
     )  # fmt: skip
+    engine = build_train_engine(spec)
     with Calls() as calls:
         engine.step(step_batches(scenario, 0), scenario.lr)
     return {call[0] for call in calls.found}

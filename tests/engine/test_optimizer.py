@@ -21,10 +21,11 @@ from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.engine.bucket import Bucket
 from megads.engine.build import build_train_engine
-from megads.engine.interface import TrainEngine
+from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.optimizer import CLIP_EPSILON, BucketAdamW, NamedParameter, clip_factor
-from megads.ops.choice import Kernels, load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import load
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
@@ -170,11 +171,12 @@ def test_clip_factor() -> None:
 
 def _engine_by(impl: Implementation) -> TrainEngine:
     parallel = ParallelConfig()
-    return build_train_engine(
+    spec = EngineSpec(
         UNTIED.model, parallel, UNTIED.optim, build_grid(parallel, 0, 1), precision=UNTIED.dtype,
         micro_batch_size=UNTIED.micro_batch_size, seed=UNTIED.seed, device=torch.device("cpu"),
-        value=parity.initial_weights(UNTIED), ops=Kernels(Implementation.torch, impl),
+        value=parity.initial_weights(UNTIED), kernels=Kernels(Implementation.torch, impl),
     )  # fmt: skip
+    return build_train_engine(spec)
 
 
 def _goes_on_with_another(run_dir: Path, first: Implementation, second: Implementation) -> dict[str, Any]:

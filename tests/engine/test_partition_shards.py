@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.engine.partition_shards import parameter_shards, rectangles
-from megads.parallel.sharding import Placement
+from megads.engine.train_engine import parameter_shards, rectangles
+from megads.parallel.sharding import ParameterPlacement
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -35,15 +35,18 @@ def test_rectangles_tile_any_range(seed: int) -> None:
     assert covered.max() <= 1
 
 
-def shares(shape: tuple[int, ...], dim: int | None, size: int) -> list[tuple[Placement, tuple[int, ...]]]:
+def shares(shape: tuple[int, ...], dim: int | None, size: int) -> list[tuple[ParameterPlacement, tuple[int, ...]]]:
     """Placement and padded local shape of every tensor-parallel rank."""
     if dim is None:
-        return [(Placement("w", shape), shape)]
+        return [(ParameterPlacement("w", shape), shape)]
     rows = -(-shape[dim] // size)
     local = tuple(rows if d == dim else n for d, n in enumerate(shape))
     lengths = [max(0, min(rows, shape[dim] - rank * rows)) for rank in range(size)]
     starts = [min(rank * rows, shape[dim]) for rank in range(size)]
-    return [(Placement("w", shape, dim, start, length), local) for start, length in zip(starts, lengths, strict=True)]
+    return [
+        (ParameterPlacement("w", shape, dim, start, length), local)
+        for start, length in zip(starts, lengths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))

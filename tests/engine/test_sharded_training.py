@@ -16,8 +16,7 @@ from torch import Tensor
 
 import megads.engine.stage_pipeline
 from megads.engine.interface import Shard, StepResult
-from megads.model.gpt import GPT
-from megads.model.loss import token_losses
+from megads.model.gpt import GPT, token_losses
 from megads.tools.verify.layout import RecordedReductions
 from tests import parity
 from tests.distributed import run_ranks

@@ -12,6 +12,7 @@ import json, sys
 import torch
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.build import build_train_engine
+from megads.engine.interface import EngineSpec
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
@@ -21,10 +22,11 @@ from megads.runtime.distributed import world
 model = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, max_seq_len=8)
 cpu = torch.device("cpu")
 with world(cpu, 60):
-    engine = build_train_engine(
+    spec = EngineSpec(
         model, ParallelConfig(), OptimConfig(), build_grid(ParallelConfig(), 0, 1),
         precision=torch.float32, micro_batch_size=1, seed=0, device=cpu,
     )
+    engine = build_train_engine(spec)
     tokens_bs = torch.arange(8)[None]
     batch = MicroBatch(BatchInfo(torch.tensor([0])), tokens_bs, tokens_bs, torch.ones(1, 8))
     result = engine.step([batch], 1e-3)

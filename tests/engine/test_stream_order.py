@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import megads
-from megads.engine import messages as engine_messages
+from megads.engine import p2p as engine_p2p
 from megads.engine.bucket import Bucket
-from megads.engine.messages import P2P_CTAS, Messages, p2p_options, receives_ahead
+from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options, receives_ahead
 from megads.engine.pipeline_engine import StageEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
@@ -52,7 +52,7 @@ def _as_on_gpus(inner: Callable[..., int]) -> Callable[..., int]:
 
 def _traced(parallel: ParallelConfig, defect: Defect | None = None) -> tuple[dict[int, Trace], list[str]]:
     """A step of every rank of a layout, twice as many micro-batches as stages."""
-    engine_messages.receives_ahead = _as_on_gpus(engine_messages.receives_ahead)
+    engine_p2p.receives_ahead = _as_on_gpus(engine_p2p.receives_ahead)
     if defect is not None:
         defect()
     layers = max(2, parallel.placement.num_stages - 1)
@@ -116,11 +116,11 @@ def test_no_device_id() -> None:
 
 
 def _receives_ahead() -> None:
-    engine_messages.receives_ahead = lambda placement, device: 1  # type: ignore[assignment]
+    engine_p2p.receives_ahead = lambda placement, device: 1  # type: ignore[assignment]
 
 
 def _receives_at_the_point_of_need() -> None:
-    engine_messages.receives_ahead = lambda placement, device: 0  # type: ignore[assignment]
+    engine_p2p.receives_ahead = lambda placement, device: 0  # type: ignore[assignment]
 
 
 @pytest.mark.distributed
@@ -148,9 +148,9 @@ def test_receives_ahead() -> None:
 
 
 def _first_two_sends_swapped() -> None:
-    inner, kept = Messages.send, []
+    inner, kept = P2PCommunicator.send, []
 
-    def send(messages: Messages, action: Action, tensor: Any) -> None:
+    def send(messages: P2PCommunicator, action: Action, tensor: Any) -> None:
         if dist.get_rank() == 0 and len(kept) < 2:
             kept.append((action, tensor))
             if len(kept) < 2:
@@ -160,7 +160,7 @@ def _first_two_sends_swapped() -> None:
             return
         inner(messages, action, tensor)
 
-    Messages.send = send  # type: ignore[method-assign]
+    P2PCommunicator.send = send  # type: ignore[method-assign]
 
 
 def _buffer_released_early() -> None:
@@ -169,14 +169,14 @@ def _buffer_released_early() -> None:
     def run_forward(engine: StageEngine, micro_batch: int, stage: int, hidden: Any, buffer: Any) -> None:
         inner(engine, micro_batch, stage, hidden, buffer)
         if buffer is not None:
-            engine._messages.release(buffer)
+            engine._p2p.release(buffer)
             engine._in_flight[micro_batch, stage].buffer = None
 
     StageEngine._run_forward = run_forward  # type: ignore[method-assign]
 
 
 def _no_wait_for_a_receive() -> None:
-    def take(messages: Messages, action: Action) -> Any:
+    def take(messages: P2PCommunicator, action: Action) -> Any:
         _, buffer = messages._arriving.pop(action)
         for send in messages._acknowledged.get(action, ()):
             messages._end(send)
@@ -185,17 +185,17 @@ def _no_wait_for_a_receive() -> None:
         messages._post_ahead(peer)
         return buffer
 
-    Messages.take = take  # type: ignore[method-assign]
+    P2PCommunicator.take = take  # type: ignore[method-assign]
 
 
 def _sent_tensor_overwritten() -> None:
-    inner = Messages.send
+    inner = P2PCommunicator.send
 
-    def send(messages: Messages, action: Action, tensor: Any) -> None:
+    def send(messages: P2PCommunicator, action: Action, tensor: Any) -> None:
         inner(messages, action, tensor)
         tensor.mul_(2.0)
 
-    Messages.send = send  # type: ignore[method-assign]
+    P2PCommunicator.send = send  # type: ignore[method-assign]
 
 
 def _no_wait_for_a_reduction() -> None:

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.engine.interface import Shard, StepResult, TrainEngine
 from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
-from megads.model.gpt import GPT
-from megads.model.loss import token_losses
+from megads.model.gpt import GPT, token_losses
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import single_rank_grid
 from megads.plan.parameters import parameter_count, parameter_shapes

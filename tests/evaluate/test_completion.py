@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
 from megads.errors import ConfigError, DataError
-from megads.evaluate.completion import Completion, Speed, TextGenerator, TextStream
+from megads.evaluate.completion import Completion, GenerationSpeed, TextGenerator, TextStream
 from megads.evaluate.generation import Stop
 from megads.evaluate.sampling import Sampling
 from megads.model.config import Position
@@ -31,7 +31,7 @@ def generator(
 
 
 def all_of(made: TextGenerator, prompts: list[str], batch_size: int = 8) -> list[Completion]:
-    return list(made.complete_all([made.prompt(prompt) for prompt in prompts], batch_size, Speed()))
+    return list(made.complete_all([made.prompt(prompt) for prompt in prompts], batch_size, GenerationSpeed()))
 
 
 def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -89,7 +89,7 @@ def test_completions_come_in_order_whatever_the_batch(found: FoundTokenizer) -> 
 
 def test_streamed_text_is_the_completion(found: FoundTokenizer) -> None:
     """Catches pieces that differ from what a batch writes, and speed that counts something else."""
-    made, speed = generator(found), Speed()
+    made, speed = generator(found), GenerationSpeed()
     steps = list(made.complete([made.prompt("def attention")], [0], speed))
     done = steps[-1][2]
     assert "".join(text for _, text, _ in steps) == done.text

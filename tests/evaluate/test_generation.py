@@ -11,7 +11,7 @@ from megads.evaluate.generation import Limits, Stop, check_length, generate
 from megads.evaluate.sampling import Sampling
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
-from megads.model.incremental import IncrementalGPT
+from megads.model.kv_cache import CachedGPT
 from tests.model.test_gpt import hot_value
 
 GREEDY = Sampling(temperature=0.0)
@@ -22,8 +22,8 @@ def config(position: Position = Position.alibi) -> ModelConfig:
     return ModelConfig(num_layers=2, hidden_size=24, num_heads=6, vocab_size=50, max_seq_len=19, position=position)
 
 
-def incremental(model_config: ModelConfig) -> IncrementalGPT:
-    return IncrementalGPT(GPT(model_config, 0, hot_value))
+def incremental(model_config: ModelConfig) -> CachedGPT:
+    return CachedGPT(GPT(model_config, 0, hot_value))
 
 
 def completions(

@@ -1,4 +1,4 @@
-"""The ranks of one node under torch's elastic agent, with processes that do nothing."""
+"""The ranks of one node, with processes that do nothing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_rank_whose_word_is_on_another_disk_has_returned(tmp_path: Path) -> No
 
 
 def test_a_process_that_nobody_waited_for_has_ended() -> None:
-    """Catches a zombie that counts as running: the elastic agent may be busy and not wait for it."""
+    """Catches a zombie that counts as running: the server may be busy and not wait for it."""
     process = subprocess.Popen([sys.executable, "-c", SLEEP])
     assert not _ended(process.pid)
     process.kill()

@@ -11,11 +11,11 @@ from megads.errors import ConfigError
 from megads.launch.placement import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
-from megads.runtime.slurm import Allocation, Job, Node
+from megads.runtime.slurm import Allocation, Node, SlurmJob
 
 
 def job(nodes: int, gpus: int = 0) -> Allocation:
-    return Allocation(Job("7", 0, "c"), tuple(Node(f"n{n}", f"10.0.0.{n}") for n in range(nodes)), gpus)
+    return Allocation(SlurmJob("7", 0, "c"), tuple(Node(f"n{n}", f"10.0.0.{n}") for n in range(nodes)), gpus)
 
 
 def config(

@@ -22,8 +22,8 @@ from megads.errors import ConfigError, DataError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.preflight_data import locate_data
 from megads.parallel.config import Recompute
-from tests.cli.test_entry import megads as command
 from tests.command import StartCommand, events_of, steps_of
+from tests.command import run_megads as command
 
 SENTENCE = "One does not simply train a model on {}; one reads {} of its samples first.\n"
 # Small and quick; the peak of the machine is not measured.

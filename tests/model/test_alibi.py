@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megads.model.alibi import alibi_slopes, causal_bias
+from megads.model.attention import alibi_slopes, causal_bias
 
 CPU = torch.device("cpu")
 

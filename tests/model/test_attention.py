@@ -9,6 +9,7 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
+from megads.ops.kernels import FUSED, TORCH
 from tests.model import naive
 
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
@@ -65,9 +66,9 @@ def test_the_kernels_compute_the_same_with_shared_keys_and_a_window(
     q = torch.randn(2, 6, len(places or range(9)), 8, generator=generator)
     inputs = [q, *(torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))]
     found = []
-    for fused in (False, True):
+    for kernels in (TORCH, FUSED):
         core = AttentionCore(config, 0, "core")
-        core.fused = fused
+        core.kernels = kernels
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = core(*leaves, info)
         out.backward(torch.arange(out.numel()).view(out.shape).sin())

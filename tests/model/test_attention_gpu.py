@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
+from megads.engine.attention_trials import plain_attention
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.attention_kinds import AttentionKind, why_not
 from megads.model.config import ModelConfig, Position
-from megads.ops.attention_trial import plain_attention
-from megads.ops.choice import load
+from megads.ops.attention_kinds import AttentionKind, why_not
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import FUSED
+from megads.ops.resolve import load
 from tests.ops.accuracy import check_error
 from tests.ops.test_attention import both
 
@@ -56,7 +57,7 @@ def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch
             load(OpsConfig(Implementation.fused), print, cuda=True)
         except ConfigError as error:
             pytest.skip(f"no kernels for this GPU: {error}")
-        core.fused = True
+        core.kernels = FUSED
     assert core.taken(tensors[0].cuda()) is kind
     window_starts = core.starts(BatchInfo(torch.arange(2), document_starts=starts), 600, torch.device("cpu"))
     rest = (core.slopes(torch.device("cpu")), None, window_starts)

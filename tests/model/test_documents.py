@@ -14,7 +14,7 @@ from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
-from megads.model.incremental import IncrementalGPT
+from megads.model.kv_cache import CachedGPT
 from tests.model import naive
 from tests.model.test_gpt import hot_value
 
@@ -106,7 +106,7 @@ def test_incremental_reading_has_the_same_documents(position: Position, restart:
     whole = GPT(model_config(position), 0, hot_value).eval()
     with torch.no_grad():
         expected = whole(tokens(), packed(mask=True, restart=restart))
-    model = IncrementalGPT(GPT(model_config(position), 0, hot_value), reset_positions=restart)
+    model = CachedGPT(GPT(model_config(position), 0, hot_value), reset_positions=restart)
     model.start(2)
     for begin, end in pairwise([0, 5, 6, 7, 10]):
         pieces = tokens()[:, begin:end].tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megads.model.loss import token_losses
+from megads.model.gpt import token_losses
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model.rotary import Rotary, rotary_tables
+from megads.ops.kernels import TORCH
 from megads.ops.rotary import rotate
 
 
@@ -21,7 +22,7 @@ def test_products_depend_on_the_distance_alone() -> None:
 
     def product(query: int, key: int) -> float:
         tables = (rotary_tables(torch.tensor([at]), 16, 10000.0, torch.float64) for at in (query, key))
-        turned_q, turned_k = (rotate(x[:, None], *t, False) for x, t in zip((q, k), tables, strict=True))
+        turned_q, turned_k = (rotate(x[:, None], *t, TORCH) for x, t in zip((q, k), tables, strict=True))
         return float((turned_q * turned_k).sum())
 
     assert abs(product(105, 100) - product(5, 0)) < 1e-12

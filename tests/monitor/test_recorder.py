@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.monitor.recorder import Feed, News, Position
+from megads.monitor.recorder import Feed, FeedPosition, News
 from megads.runtime.metrics import EventWriter, MetricsWriter
 
 
@@ -37,16 +37,16 @@ def test_goes_on_where_it_left_off(tmp_path: Path) -> None:
     run, path = Run(tmp_path), tmp_path / "position.json"
     run.start(0)
     run.steps(1, 6)
-    feed = Feed(tmp_path, Position.load(path), rewinds=True)
+    feed = Feed(tmp_path, FeedPosition.load(path), rewinds=True)
     assert steps(feed.read()) == [1, 2, 3, 4, 5, 6]
     assert not feed.read()
     feed.position.save(path)
     run.start(6)
     run.steps(7, 8)
-    again = Feed(tmp_path, Position.load(path), rewinds=True).read()
+    again = Feed(tmp_path, FeedPosition.load(path), rewinds=True).read()
     assert (steps(again), again.rewound_to, len(again.events)) == ([7, 8], None, 1)
     path.write_text("{half a")
-    assert steps(Feed(tmp_path, Position.load(path), rewinds=True).read()) == list(range(1, 9))
+    assert steps(Feed(tmp_path, FeedPosition.load(path), rewinds=True).read()) == list(range(1, 9))
 
 
 @pytest.mark.parametrize("regrown_to", [6, 9, 30])
@@ -55,7 +55,7 @@ def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
     run = Run(tmp_path)
     run.start(0)
     run.steps(1, 9)
-    able, unable = (Feed(tmp_path, Position(), rewinds) for rewinds in (True, False))
+    able, unable = (Feed(tmp_path, FeedPosition(), rewinds) for rewinds in (True, False))
     assert steps(able.read()) == steps(unable.read()) == list(range(1, 10))
     run.start(5)
     run.steps(6, regrown_to, loss=2.0)
@@ -76,7 +76,7 @@ def test_stale_lines_are_not_passed_on(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.start(0)
     run.steps(1, 9)
-    feed = Feed(tmp_path, Position(), rewinds=False)
+    feed = Feed(tmp_path, FeedPosition(), rewinds=False)
     read = feed._metrics.read
 
     def resume_in_between() -> list[dict[str, object]]:
@@ -97,7 +97,7 @@ def test_the_server_knows_better(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.start(0)
     run.steps(1, 9)
-    feed = Feed(tmp_path, Position(), rewinds=False)
+    feed = Feed(tmp_path, FeedPosition(), rewinds=False)
     feed.read()
     feed.go_on_from(9)
     assert not feed.read()

@@ -255,7 +255,9 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("server", BAD_SERVERS)
+@pytest.mark.parametrize(
+    "server", [pytest.param(name, marks=() if name == "never answers" else pytest.mark.slow) for name in BAD_SERVERS]
+)
 def test_a_bad_server_costs_nothing(tmp_path: Path, server: str) -> None:
     """Catches a step, the exit code or the end of a run that depends on wandb's server."""
     pytest.importorskip("wandb")
@@ -280,7 +282,7 @@ def test_a_bad_server_costs_nothing(tmp_path: Path, server: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 def test_a_dead_or_stopped_tracker_costs_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Catches a launcher that waits for its tracker or ends with it."""
     run = tmp_path / "run"

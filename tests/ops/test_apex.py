@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megads.errors import ConfigError
 from megads.ops.apex import EXTENSIONS, ApexState, find_apex, load_apex, require_apex
-from megads.ops.choice import Kernels, choose, plans_fused
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.ops.resolve import choose, plans_fused
 from megads.ops.square_sums import square_sums
 from tests.ops.accuracy import check_error
 
@@ -157,14 +158,17 @@ def whole_apex() -> str:
 without_apex = pytest.mark.skipif(bool(whole_apex()), reason=f"apex: {whole_apex()}")
 
 
-def by(norm: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, apex: bool) -> tuple[Tensor, ...]:
+BY_APEX = Kernels(Implementation.apex, Implementation.apex)
+
+
+def by(norm: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
     if norm == "layer":
-        return (layer_norm(x, weight, bias, 1e-5, False, apex=apex),)
+        return (layer_norm(x, weight, bias, 1e-5, kernels),)
     if norm == "rms":
-        return (rms_norm(x, weight, 1e-5, False, apex=apex),)
+        return (rms_norm(x, weight, 1e-5, kernels),)
     if norm == "add layer":
-        return add_layer_norm(x, residual, weight, bias, 1e-5, False, apex=apex)
-    return add_rms_norm(x, residual, weight, 1e-5, False, apex=apex)
+        return add_layer_norm(x, residual, weight, bias, 1e-5, kernels)
+    return add_rms_norm(x, residual, weight, 1e-5, kernels)
 
 
 @pytest.mark.gpu
@@ -179,16 +183,16 @@ def test_norms(norm: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     exact_inputs = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
     inputs = [each.to(dtype) for each in exact_inputs]
 
-    def run(dtype: torch.dtype, device: str, apex: bool) -> list[Tensor]:
+    def run(dtype: torch.dtype, device: str, kernels: Kernels) -> list[Tensor]:
         leaves = [each.to(device, dtype, copy=True).requires_grad_() for each in inputs]
-        outs = by(norm, *leaves, apex=apex)
+        outs = by(norm, *leaves, kernels)
         draw = torch.Generator().manual_seed(1)
         grads = [torch.randn(out.shape, generator=draw, dtype=torch.float64).to(out) for out in outs]
         torch.autograd.backward(outs, grads)
         found = [*outs, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
         return [each.detach().cpu() for each in found]
 
-    found, eager, exact = run(dtype, "cuda", True), run(dtype, "cuda", False), run(torch.float64, "cpu", False)
+    found, eager, exact = run(dtype, "cuda", BY_APEX), run(dtype, "cuda", TORCH), run(torch.float64, "cpu", TORCH)
     for mine, theirs, right in zip(found, eager, exact, strict=True):
         if right.numel():
             check_error(mine, theirs, right)
@@ -204,9 +208,7 @@ def test_sums_of_squares() -> None:
     for pieces in ([[0, 140_003], [140_010, 140_011], [140_064, 400_001]], [[3, 200_000], [200_000, 200_000]]):
         bounds = torch.tensor(pieces)
         exact = torch.stack([flat[start:stop].double().square().sum() for start, stop in pieces])
-        found = square_sums(flat.cuda(), bounds, fused=False, apex=True).cpu()
+        found = square_sums(flat.cuda(), bounds, BY_APEX).cpu()
         assert found.dtype is torch.float64
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=0.0)
-    assert not square_sums(
-        torch.full((8,), torch.nan).cuda(), torch.tensor([[0, 8]]), fused=False, apex=True
-    ).isfinite()
+    assert not square_sums(torch.full((8,), torch.nan).cuda(), torch.tensor([[0, 8]]), BY_APEX).isfinite()

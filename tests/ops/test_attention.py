@@ -14,6 +14,7 @@ from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.attention import NOTHING_DROPPED, attention, attention_reference
+from megads.ops.kernels import FUSED
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 
@@ -202,11 +203,11 @@ def test_the_core_computes_the_same(position: Position, shared: int) -> None:
     core = AttentionCore(config, 0, "core")
     core.narrow(shared - 1, shared)
     expected = core(*tensors[:3], info)
-    core.fused = True
+    core.kernels = FUSED
     torch.testing.assert_close(core(*tensors[:3], info), expected, rtol=1e-5, atol=1e-5)
     chosen = AttentionCore(replace(config, attention=AttentionKind.sdpa), 0, "core")
     chosen.narrow(shared - 1, shared)
-    chosen.fused = True
+    chosen.kernels = FUSED
     assert torch.equal(chosen(*tensors[:3], info), expected)
     core.dropout.p = 0.5
     assert not torch.allclose(core(*tensors[:3], info), expected, atol=1e-2)

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.bias_gelu import bias_gelu
+from megads.ops.gelu import bias_gelu
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def both(x: Tensor, bias: Tensor, grad: Tensor, fused: bool) -> list[Tensor]:
+def both(x: Tensor, bias: Tensor, grad: Tensor, kernels: Kernels) -> list[Tensor]:
     """The value and the gradients of input and bias."""
     leaves = [x.detach().requires_grad_(), bias.detach().requires_grad_()]
-    out = bias_gelu(*leaves, fused)
+    out = bias_gelu(*leaves, kernels)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -32,8 +33,8 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
 def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -> None:
     """Catches a wrong tail, a bias of the wrong column, and a bias's gradient that misses a block of rows."""
     tensors = inputs(rows, width, dtype)
-    exact = both(*(x.double() for x in tensors), fused=False)
-    for found, eager, right in zip(both(*tensors, fused=True), both(*tensors, fused=False), exact, strict=True):
+    exact = both(*(x.double() for x in tensors), kernels=TORCH)
+    for found, eager, right in zip(both(*tensors, kernels=FUSED), both(*tensors, kernels=TORCH), exact, strict=True):
         check_error(found, eager, right)
 
 
@@ -45,7 +46,7 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
         found = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(both(*tensors, fused=True))
+            found.append(both(*tensors, kernels=FUSED))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
@@ -55,10 +56,10 @@ def test_layouts_of_memory() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
     x, bias, grad = inputs(6, 10, torch.float32)
     strided = [y.view(2, 3, 10).transpose(0, 1) for y in (x, grad)]
-    expected = both(strided[0].contiguous(), bias, strided[1].contiguous(), False)
-    for ours, right in zip(both(strided[0], bias, strided[1], True), expected, strict=True):
+    expected = both(strided[0].contiguous(), bias, strided[1].contiguous(), TORCH)
+    for ours, right in zip(both(strided[0], bias, strided[1], FUSED), expected, strict=True):
         torch.testing.assert_close(ours, right)
-    assert (both(x[:0], bias, grad[:0], True)[2] == 0).all()
+    assert (both(x[:0], bias, grad[:0], FUSED)[2] == 0).all()
 
 
 def test_what_torch_must_know() -> None:

@@ -15,8 +15,9 @@ from megads.errors import ConfigError
 from megads.ops import build as building
 from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.choice import Kernels, choose, load, plans_fused, prepare
 from megads.ops.config import Implementation, KernelOp, OpsConfig
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import choose, load, plans_fused, prepare
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
 TORCH = Implementation.torch

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError
-from megads.ops.choice import choose
 from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.ops.resolve import choose
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megads.ops.dropout import dropout
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 
@@ -24,11 +25,11 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
 
 
-def both(x: Tensor, residual: Tensor | None, grad: Tensor, fused: bool) -> list[Tensor]:
+def both(x: Tensor, residual: Tensor | None, grad: Tensor, kernels: Kernels) -> list[Tensor]:
     """The result and the gradients."""
     leaves = [None if y is None else y.detach().requires_grad_() for y in (x, residual)]
     assert leaves[0] is not None
-    out = dropout(leaves[0], mask(len(x)), PLACES[: x.shape[1]], leaves[1], fused)
+    out = dropout(leaves[0], mask(len(x)), PLACES[: x.shape[1]], leaves[1], kernels)
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None)]
 
@@ -40,8 +41,8 @@ def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtyp
     """Catches a wrong tail, a scale in bf16, a residual's gradient that is masked, and another mask backward."""
     x, other, grad = inputs(shape, dtype)
     added = other if residual else None
-    exact = both(x.double(), None if added is None else added.double(), grad.double(), False)
-    found, eager = both(x, added, grad, True), both(x, added, grad, False)
+    exact = both(x.double(), None if added is None else added.double(), grad.double(), TORCH)
+    found, eager = both(x, added, grad, FUSED), both(x, added, grad, TORCH)
     assert len(found) == len(exact) == 2 + residual
     for ours, theirs, right in zip(found, eager, exact, strict=True):
         check_error(ours, theirs, right)
@@ -52,10 +53,10 @@ def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtyp
 def test_layouts_of_memory_and_what_is_not_finite() -> None:
     """Catches a kernel that reads a view as if it were contiguous, falls over nothing, or hides a NaN."""
     x, residual, grad = (y.transpose(1, 2) for y in inputs((6, 10, 3), torch.float32))
-    for ours, right in zip(both(x, residual, grad, True), both(x, residual, grad, False), strict=True):
+    for ours, right in zip(both(x, residual, grad, FUSED), both(x, residual, grad, TORCH), strict=True):
         torch.testing.assert_close(ours, right)
-    assert both(x[:0], residual[:0], grad[:0], True)[1].shape == (0, 3, 10)
-    assert dropout(torch.full((1, 3, 50), float("nan")), mask(1), fused=True).isnan().all()
+    assert both(x[:0], residual[:0], grad[:0], FUSED)[1].shape == (0, 3, 10)
+    assert dropout(torch.full((1, 3, 50), float("nan")), mask(1), kernels=FUSED).isnan().all()
 
 
 def test_what_torch_must_know() -> None:

@@ -8,14 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.ops.gelu import gelu
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def both(x: Tensor, grad: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+def both(x: Tensor, grad: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
-    out = gelu(x, fused)
+    out = gelu(x, kernels)
     out.backward(grad)
     assert x.grad is not None
     return out.detach(), x.grad
@@ -27,28 +28,28 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, shape: tuple[int, ...]) 
     """Catches a wrong constant, a wrong tail behind the last whole vector, and arithmetic in bf16."""
     generator = torch.Generator().manual_seed(0)
     x, grad = (3 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    exact = both(x.double(), grad.double(), False)
-    for found, eager, right in zip(both(x, grad, True), both(x, grad, False), exact, strict=True):
+    exact = both(x.double(), grad.double(), TORCH)
+    for found, eager, right in zip(both(x, grad, FUSED), both(x, grad, TORCH), exact, strict=True):
         check_error(found, eager, right)
 
 
 def test_values_far_out() -> None:
     """Catches an exponential that overflows to NaN or wraps round: far out GELU is 0 or x, its slope 0 or 1."""
     x = torch.tensor([-1e38, -1e4, -50.0, -0.0, 50.0, 1e4, 1e30, float("inf")])
-    out, slope = both(x, torch.ones_like(x), True)
+    out, slope = both(x, torch.ones_like(x), FUSED)
     torch.testing.assert_close(out, torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0, 1e4, 1e30, float("inf")]))
     torch.testing.assert_close(slope, torch.tensor([0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0]))
-    out, slope = both(torch.full((17,), float("nan")), torch.ones(17), True)
+    out, slope = both(torch.full((17,), float("nan")), torch.ones(17), FUSED)
     assert out.isnan().all() and slope.isnan().all()
 
 
 def test_layouts_of_memory() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
     x = torch.randn(6, 10)
-    torch.testing.assert_close(gelu(x.T[::2], True), F.gelu(x.T[::2].contiguous(), approximate="tanh"))
-    assert both(torch.empty(0, 4), torch.empty(0, 4), True)[1].shape == (0, 4)
-    expanded = both(x, torch.ones(()).expand(6, 10), True)[1]
-    torch.testing.assert_close(expanded, both(x, torch.ones(6, 10), False)[1])
+    torch.testing.assert_close(gelu(x.T[::2], FUSED), F.gelu(x.T[::2].contiguous(), approximate="tanh"))
+    assert both(torch.empty(0, 4), torch.empty(0, 4), FUSED)[1].shape == (0, 4)
+    expanded = both(x, torch.ones(()).expand(6, 10), FUSED)[1]
+    torch.testing.assert_close(expanded, both(x, torch.ones(6, 10), TORCH)[1])
 
 
 def test_what_torch_must_know() -> None:
@@ -61,4 +62,4 @@ def test_what_torch_must_know() -> None:
 def test_fp64_goes_to_torch() -> None:
     """Catches a reference in fp64 that is computed in fp32 on the way."""
     x = torch.randn(9, dtype=torch.float64)
-    assert torch.equal(gelu(x, True), F.gelu(x, approximate="tanh"))
+    assert torch.equal(gelu(x, FUSED), F.gelu(x, approximate="tanh"))

@@ -12,20 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.alibi import alibi_slopes, causal_bias_at, hide_other_documents
-from megads.model.explicit_attention import MaskedSoftmax, explicit_attention
+from megads.model.attention import alibi_slopes, causal_bias_at, hide_other_documents
 from megads.model.rotary import rotary_tables
 from megads.ops.adamw import AdamWStep, adamw, adamw_reference
-from megads.ops.bias_gelu import bias_gelu
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import dropout
-from megads.ops.eligible import kernel_takes
-from megads.ops.gelu import gelu
+from megads.ops.gelu import bias_gelu, gelu
+from megads.ops.kernels import FUSED, TORCH, Kernels, kernel_takes
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.resolve import load
 from megads.ops.rotary import rotate
-from megads.ops.softmax import masked_softmax
+from megads.ops.softmax import MaskedSoftmax, explicit_attention, masked_softmax
 from megads.ops.square_sums import Pieces, square_sums
 from megads.ops.swiglu import swiglu
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
@@ -45,21 +43,21 @@ EPS = 1e-5
 AXIS = single_rank_grid().tp
 
 Face = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""Takes `fused` and the inputs."""
+"""Takes the kernels and the inputs."""
 
 
 def prepare(device: str, dtype: torch.dtype) -> torch.Generator:
     """Compiles and loads the kernels; returns where inputs are drawn from."""
     load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
-    if not kernel_takes(torch.empty(0, dtype=dtype, device=device), gpu=True):
+    if not kernel_takes(torch.empty(0, dtype=dtype, device=device)):
         pytest.skip(f"the kernels of a {device} do not take {dtype}")
     return torch.Generator(device).manual_seed(0)
 
 
-def outputs_and_gradients(face: Face, fused: bool, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def outputs_and_gradients(face: Face, kernels: Kernels, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Of inputs in `dtype`; the gradients that arrive at the outputs were drawn in the inputs' own."""
     leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
-    found = face(fused, *leaves)
+    found = face(kernels, *leaves)
     outputs = found if isinstance(found, tuple) else (found,)
     generator = torch.Generator(inputs[0].device).manual_seed(1)
     arriving = [
@@ -76,8 +74,8 @@ def outputs_and_gradients(face: Face, fused: bool, inputs: list[Tensor], dtype: 
 def check(face: Face, inputs: list[Tensor]) -> None:
     """The kernel's error is at most twice that of torch's operators, of every output and gradient."""
     dtype = inputs[0].dtype
-    ours, eager = (outputs_and_gradients(face, fused, inputs, dtype) for fused in (True, False))
-    exact = outputs_and_gradients(face, False, inputs, torch.float64)
+    ours, eager = (outputs_and_gradients(face, kernels, inputs, dtype) for kernels in (FUSED, TORCH))
+    exact = outputs_and_gradients(face, TORCH, inputs, torch.float64)
     assert len(ours) == len(exact) > len(inputs) - 1
     for mine, theirs, right in zip(ours, eager, exact, strict=True):
         check_error(mine, theirs, right)
@@ -94,15 +92,15 @@ def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
 
     x, residual, weight, bias = draw(rows, width), draw(rows, width), draw(width), draw(width)
     mask = DropoutMask(site_key(0, "site"), threshold_of(0.1), torch.tensor([9], device=device))
-    check(lambda fused, x, w, b: layer_norm(x, w, b, EPS, fused), [x, weight, bias])
-    check(lambda fused, x, w: rms_norm(x, w, EPS, fused), [x, weight])
-    check(lambda fused, x, r, w, b: add_layer_norm(x, r, w, b, EPS, fused), [x, residual, weight, bias])
-    check(lambda fused, x, r, w: add_rms_norm(x, r, w, EPS, fused), [x, residual, weight])
-    check(lambda fused, x: gelu(x, fused), [x])
-    check(lambda fused, x, b: bias_gelu(x, b, fused), [x, bias])
-    check(lambda fused, x: swiglu(x, fused), [draw(rows, 2 * width)])
-    check(lambda fused, x: dropout(x[None], mask, None, None, fused), [x])
-    check(lambda fused, x, r: dropout(x[None], mask, None, r[None], fused), [x, residual])
+    check(lambda kernels, x, w, b: layer_norm(x, w, b, EPS, kernels), [x, weight, bias])
+    check(lambda kernels, x, w: rms_norm(x, w, EPS, kernels), [x, weight])
+    check(lambda kernels, x, r, w, b: add_layer_norm(x, r, w, b, EPS, kernels), [x, residual, weight, bias])
+    check(lambda kernels, x, r, w: add_rms_norm(x, r, w, EPS, kernels), [x, residual, weight])
+    check(lambda kernels, x: gelu(x, kernels), [x])
+    check(lambda kernels, x, b: bias_gelu(x, b, kernels), [x, bias])
+    check(lambda kernels, x: swiglu(x, kernels), [draw(rows, 2 * width)])
+    check(lambda kernels, x: dropout(x[None], mask, None, None, kernels), [x])
+    check(lambda kernels, x, r: dropout(x[None], mask, None, r[None], kernels), [x, residual])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -114,18 +112,18 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     slopes = alibi_slopes(3).to(device)
     places = torch.arange(length, device=device).flip(0)
     starts = (torch.arange(length, device=device) // 2).repeat(2, 1)
-    check(lambda fused, x: masked_softmax(x, 0.3, slopes, fused=fused), [scores])
-    check(lambda fused, x: masked_softmax(x, 0.3, slopes, places, fused=fused), [scores])
-    check(lambda fused, x: masked_softmax(x, 0.3, None, None, starts, fused=fused), [scores])
+    check(lambda kernels, x: masked_softmax(x, 0.3, slopes, kernels=kernels), [scores])
+    check(lambda kernels, x: masked_softmax(x, 0.3, slopes, places, kernels=kernels), [scores])
+    check(lambda kernels, x: masked_softmax(x, 0.3, None, None, starts, kernels=kernels), [scores])
     mask = DropoutMask(site_key(0, "core"), threshold_of(0.1), torch.tensor([9, 2**40], device=device), first_head=4)
     starts = (places // 2).repeat(2, 1)  # every query sees a key: plain torch makes NaN of none
     bias = hide_other_documents(causal_bias_at(3, 0, 3, places[None], places.flip(0), True, torch.float32), starts)
     value = torch.randn(2, 3, length, 8, generator=generator, device=device).to(dtype)
 
-    def attended(fused: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attended(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         softmax = (
             MaskedSoftmax(0.3, None, slopes, places, starts)
-            if fused
+            if kernels is FUSED
             else MaskedSoftmax(0.3, lambda: bias, places_s=places)
         )
         return explicit_attention(q, k, v, softmax, mask)
@@ -133,9 +131,9 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     check(attended, [value, value.flip(1), value.flip(2)])
     tables = rotary_tables(torch.arange(length, device=device), 16, 1e4, torch.float32)
 
-    def turned(fused: bool, x: Tensor) -> Tensor:
+    def turned(kernels: Kernels, x: Tensor) -> Tensor:
         wide = x.dtype == torch.float64
-        return rotate(x, *(table.double() if wide else table for table in tables), fused)
+        return rotate(x, *(table.double() if wide else table for table in tables), kernels)
 
     check(turned, [torch.randn(2, length, 3, 16, generator=generator, device=device).to(dtype)])
 
@@ -149,8 +147,8 @@ def test_cross_entropy(rows: int, dtype: torch.dtype, device: str) -> None:
     labels = torch.randint(0, rows - 3, (2, 9), generator=generator, device=device)
     weights = torch.rand(2, 9, generator=generator, device=device)
 
-    def loss(fused: bool, x: Tensor) -> Tensor:
-        if fused:
+    def loss(kernels: Kernels, x: Tensor) -> Tensor:
+        if kernels is FUSED:
             return loss_in_place(x.clone(), labels, weights, rows, AXIS)
         return (vocab_parallel_token_losses(x, labels, rows, AXIS) * weights).sum()
 
@@ -180,4 +178,4 @@ def test_the_optimizer(dtype: torch.dtype, device: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(state, before, strict=True))
     pieces = Pieces([(0, 40_003), (40_003, 40_003), (40_010, 70_000)], torch.device(device))
     exact = torch.stack([grad[start:stop].double().square().sum() for start, stop in pieces.bounds])
-    torch.testing.assert_close(square_sums(grad, pieces, True), exact, rtol=1e-13, atol=0.0)
+    torch.testing.assert_close(square_sums(grad, pieces, FUSED), exact, rtol=1e-13, atol=0.0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megads.ops import linear as products
+from megads.ops.kernels import FUSED, TORCH
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -43,32 +44,32 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, 
         (products.weight_gradient, (grad, x)),
     ]
     for product, operands in cases:
-        exact = product(*(operand.double() for operand in operands), False)
-        check_error(product(*operands, True), product(*operands, False), exact)
+        exact = product(*(operand.double() for operand in operands), TORCH)
+        check_error(product(*operands, FUSED), product(*operands, TORCH), exact)
 
 
 def test_layouts_of_memory() -> None:
     """Catches operands read as if they were contiguous, and no tokens at all."""
     x, weight, _, grad = tensors(torch.float32, (4, 6), 30, 20)
-    right = products.weight_gradient(grad, x, False)
+    right = products.weight_gradient(grad, x, TORCH)
     strided = grad.transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(products.weight_gradient(strided, x, True), right)
-    torch.testing.assert_close(products.input_gradient(strided, weight, True), grad @ weight)
+    torch.testing.assert_close(products.weight_gradient(strided, x, FUSED), right)
+    torch.testing.assert_close(products.input_gradient(strided, weight, FUSED), grad @ weight)
     ones = torch.ones(()).expand(4, 6, 30)
-    torch.testing.assert_close(products.input_gradient(ones, weight, True), ones @ weight)
-    assert products.linear(x[:0], weight, None, True).shape == (0, 6, 30)
-    assert products.weight_gradient(grad[:0], x[:0], True).eq(0).all()
+    torch.testing.assert_close(products.input_gradient(ones, weight, FUSED), ones @ weight)
+    assert products.linear(x[:0], weight, None, FUSED).shape == (0, 6, 30)
+    assert products.weight_gradient(grad[:0], x[:0], FUSED).eq(0).all()
     every_other = torch.randn(40, 50)[::2, ::2]
-    torch.testing.assert_close(products.linear(every_other, every_other, None, True), every_other @ every_other.T)
+    torch.testing.assert_close(products.linear(every_other, every_other, None, FUSED), every_other @ every_other.T)
 
 
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches blocks of rows that overlap or leave out rows where threads meet, and sums cut by thread (N8)."""
     x, weight, bias, _ = tensors(torch.float32, (7, 97), 70, 600)
-    threads, alone = torch.get_num_threads(), products.linear(x, weight, bias, True)
+    threads, alone = torch.get_num_threads(), products.linear(x, weight, bias, FUSED)
     try:
         torch.set_num_threads(3)
-        assert torch.equal(products.linear(x, weight, bias, True), alone)
+        assert torch.equal(products.linear(x, weight, bias, FUSED), alone)
     finally:
         torch.set_num_threads(threads)
 
@@ -86,7 +87,7 @@ def test_what_torch_must_know() -> None:
 def test_thin_products_go_to_torch() -> None:
     """Catches one new token that runs through tiles of six rows: torch's dot products are faster, and more exact."""
     x, weight, bias, _ = tensors(torch.float32, (1, 3), 40, 50)
-    assert torch.equal(products.linear(x, weight, bias, True), torch.nn.functional.linear(x, weight, bias))
+    assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(
@@ -101,13 +102,13 @@ def test_bf16_where_torch_has_no_product(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     monkeypatch.setattr(products, "torch_loops_over_bf16", products.torch_loops_over_bf16.__wrapped__)
     x, _, _, grad = tensors(BF16, (3, 40), 70, 50)
-    assert products.sums_in_place(grad, x) is ours
+    assert products.fuses_accumulation(grad, x) is ours
 
 
 def test_fp64_goes_to_torch() -> None:
     """Catches a reference in fp64 that is computed in fp32 on the way."""
     x, weight, bias, _ = tensors(torch.float64, (2, 3), 4, 5)
-    assert torch.equal(products.linear(x, weight, bias, True), torch.nn.functional.linear(x, weight, bias))
+    assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -202,10 +203,10 @@ def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) 
     x, _, _, grad = tensors(dtype, (3, 40), 70, 50)
     exact = 2 * (grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1))
     sums = torch.full((70, 50), float("nan"))
-    products.add_weight_gradient(sums, grad, x, True, fused)
-    products.add_weight_gradient(sums, grad, x, False, fused)
+    products.add_weight_gradient(sums, grad, x, True, FUSED if fused else TORCH)
+    products.add_weight_gradient(sums, grad, x, False, FUSED if fused else TORCH)
     straight = dtype is torch.float32 or fused
     assert (sums - exact).norm() <= (1e-6 if straight else 4e-3) * exact.norm()
-    assert products.sums_in_place(grad, x)
-    products.add_weight_gradient(sums, grad[:0], x[:0], False, fused)
+    assert products.fuses_accumulation(grad, x)
+    products.add_weight_gradient(sums, grad[:0], x[:0], False, FUSED if fused else TORCH)
     assert (sums - exact).norm() <= 4e-3 * exact.norm()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tests.ops.accuracy import check_error
 
@@ -25,24 +26,24 @@ def tensors(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
     return [found.to(dtype) for found in (3 * x + 1, residual, *others)]
 
 
-def plain(x: Tensor, _residual: Tensor, weight: Tensor, bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
-    return (layer_norm(x, weight, bias, EPS, fused),)
+def plain(x: Tensor, _residual: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+    return (layer_norm(x, weight, bias, EPS, kernels),)
 
 
-def plain_rms(x: Tensor, _residual: Tensor, weight: Tensor, _bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
-    return (rms_norm(x, weight, EPS, fused),)
+def plain_rms(x: Tensor, _residual: Tensor, weight: Tensor, _bias: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+    return (rms_norm(x, weight, EPS, kernels),)
 
 
-def plain_unbiased(x: Tensor, _residual: Tensor, weight: Tensor, _bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
-    return (layer_norm(x, weight, None, EPS, fused),)
+def plain_unbiased(x: Tensor, _residual: Tensor, weight: Tensor, _bias: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+    return (layer_norm(x, weight, None, EPS, kernels),)
 
 
-def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
-    return add_layer_norm(x, residual, weight, bias, EPS, fused)
+def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+    return add_layer_norm(x, residual, weight, bias, EPS, kernels)
 
 
-def added_rms(x: Tensor, residual: Tensor, weight: Tensor, _bias: Tensor, fused: bool) -> tuple[Tensor, ...]:
-    return add_rms_norm(x, residual, weight, EPS, fused)
+def added_rms(x: Tensor, residual: Tensor, weight: Tensor, _bias: Tensor, kernels: Kernels) -> tuple[Tensor, ...]:
+    return add_rms_norm(x, residual, weight, EPS, kernels)
 
 
 NORMS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -54,10 +55,10 @@ NORMS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def both(name: str, inputs: list[Tensor], fused: bool) -> Results:
+def both(name: str, inputs: list[Tensor], kernels: Kernels) -> Results:
     """Outputs and the gradients of what takes part."""
     leaves = [x.detach().requires_grad_() for x in inputs[:4]]
-    out = NORMS[name](*leaves, fused)
+    out = NORMS[name](*leaves, kernels)
     torch.autograd.backward(out, inputs[4 : 4 + len(out)])
     return [x.detach() for x in out] + [leaf.grad for leaf in leaves if leaf.grad is not None]
 
@@ -68,8 +69,8 @@ def both(name: str, inputs: list[Tensor], fused: bool) -> Results:
 def test_error_is_that_of_the_dtype(name: str, rows: int, width: int, dtype: torch.dtype) -> None:
     """Catches a wrong tail of rows or columns, a sum in bf16, and a residual's gradient that is lost or added twice."""
     inputs = tensors(rows, width, dtype)
-    exact = both(name, [x.double() for x in inputs], False)
-    found, eager = both(name, inputs, True), both(name, inputs, False)
+    exact = both(name, [x.double() for x in inputs], TORCH)
+    found, eager = both(name, inputs, FUSED), both(name, inputs, TORCH)
     assert len(found) == len(eager) == len(exact)
     for ours, theirs, right in zip(found, eager, exact, strict=True):
         if torch.equal(theirs.double(), right):
@@ -86,14 +87,14 @@ def test_extreme_values(name: str) -> None:
     x[1] = 7.0
     x[2] *= 1e15
     inputs = [x, *tensors(4, 40, torch.float32)[1:]]
-    exact = both(name, [y.double() for y in inputs], False)
-    for ours, right in zip(both(name, inputs, True)[:2], exact[:2], strict=True):
+    exact = both(name, [y.double() for y in inputs], TORCH)
+    for ours, right in zip(both(name, inputs, FUSED)[:2], exact[:2], strict=True):
         # The mean of the first row is rounded to 0.001 of its deviation.
         torch.testing.assert_close(ours[:1].double(), right[:1], rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(ours[1:].double(), right[1:], rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     for value in (float("nan"), float("inf")):
         x[3, 39] = value
-        out = both(name, inputs, True)[0]
+        out = both(name, inputs, FUSED)[0]
         assert not out[3].isfinite().all() and out[:3].isfinite().all()
 
 
@@ -101,15 +102,15 @@ def test_layouts_of_memory() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
     x, residual, weight, bias, grad, _ = tensors(12, 24, torch.float32)
     strided = [y.view(2, 6, 24).transpose(0, 1) for y in (x, residual)]
-    expected = added(*(y.contiguous() for y in strided), weight, bias, fused=False)
-    for ours, right in zip(added(*strided, weight, bias, fused=True), expected, strict=True):
+    expected = added(*(y.contiguous() for y in strided), weight, bias, kernels=TORCH)
+    for ours, right in zip(added(*strided, weight, bias, kernels=FUSED), expected, strict=True):
         assert ours.shape == (6, 2, 24)
         torch.testing.assert_close(ours, right)
-    expanded = both("layer norm", [x, residual, weight, bias, grad[:1].expand(12, 24)], True)
+    expanded = both("layer norm", [x, residual, weight, bias, grad[:1].expand(12, 24)], FUSED)
     torch.testing.assert_close(
-        expanded[1], both("layer norm", [x, residual, weight, bias, grad[:1].repeat(12, 1)], True)[1]
+        expanded[1], both("layer norm", [x, residual, weight, bias, grad[:1].repeat(12, 1)], FUSED)[1]
     )
-    empty = both("sum, layer norm", [x[:0], residual[:0], weight, bias, grad[:0], grad[:0]], True)
+    empty = both("sum, layer norm", [x[:0], residual[:0], weight, bias, grad[:0], grad[:0]], FUSED)
     assert empty[0].shape == (0, 24) and (empty[4] == 0).all() and (empty[5] == 0).all()
 
 
@@ -118,9 +119,9 @@ def test_a_result_that_nobody_uses() -> None:
     inputs = tensors(9, 20, torch.float32)
     for used in (0, 1):
         grads = []
-        for fused in (True, False):
+        for kernels in (FUSED, TORCH):
             leaves = [x.detach().requires_grad_() for x in inputs[:4]]
-            added(*leaves, fused=fused)[used].backward(inputs[4])
+            added(*leaves, kernels=kernels)[used].backward(inputs[4])
             grads.append([leaf.grad for leaf in leaves])
         for ours, right in zip(*grads, strict=True):
             assert (ours is None) == (right is None)
@@ -137,7 +138,7 @@ def test_the_same_bits_at_any_number_of_threads(name: str) -> None:
         found = []
         for count in (1, 2, 3, 2):
             torch.set_num_threads(count)
-            found.append(both(name, inputs, True))
+            found.append(both(name, inputs, FUSED))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
@@ -155,7 +156,7 @@ def test_what_torch_must_know() -> None:
     outputs = []
     for function in (torch.compile(added), added):
         leaves = [y.detach().requires_grad_() for y in (x, residual, weight, bias)]
-        out = function(*leaves, fused=True)
+        out = function(*leaves, kernels=FUSED)
         torch.autograd.backward(out, (grad, grad_sum))
         outputs.append([*out, *(leaf.grad for leaf in leaves)])
     for ours, right in zip(*outputs, strict=True):
@@ -165,4 +166,4 @@ def test_what_torch_must_know() -> None:
 def test_fp64_goes_to_torch() -> None:
     """Catches a reference in fp64 that is computed in fp32 on the way."""
     x, _, weight, bias, *_ = tensors(3, 8, torch.float64)
-    assert torch.equal(layer_norm(x, weight, bias, EPS, True), layer_norm(x, weight, bias, EPS, False))
+    assert torch.equal(layer_norm(x, weight, bias, EPS, FUSED), layer_norm(x, weight, bias, EPS, TORCH))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import megads.ops.philox
 from megads.ops.dropout import dropout
+from megads.ops.kernels import FUSED
 from megads.ops.philox import WORD, DropoutMask, philox_bits, site_key, threshold_of
 
 P = 0.1
@@ -49,7 +50,7 @@ def test_the_cpu_kernels_draw_the_same(width: int) -> None:
     for places in (None, torch.tensor([7, 2**31, 0, 70_000])):
         drawn = mask(samples, p=0.5)
         kept = drawn.keep(1, torch.arange(4) if places is None else places, width)[:, 0]
-        assert torch.equal(dropout(torch.ones(3, 4, width), drawn, places, fused=True), kept * drawn.scale)
+        assert torch.equal(dropout(torch.ones(3, 4, width), drawn, places, kernels=FUSED), kept * drawn.scale)
 
 
 def test_rows_drawn_apart_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from megads.model.rotary import rotary_tables
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], fused: bool) -> tuple[Tensor, Tensor]:
+def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernels) -> tuple[Tensor, Tensor]:
     """The turned tensor, and the gradient turned back."""
     leaf = x.detach().requires_grad_()
-    out = rotate(leaf, *tables, fused)
+    out = rotate(leaf, *tables, kernels)
     out.backward(grad)
     assert leaf.grad is not None
     return out.detach(), leaf.grad
@@ -32,8 +33,8 @@ def test_error_is_that_of_the_dtype(dim: int, restarted: bool, dtype: torch.dtyp
     positions = torch.stack([torch.arange(21), torch.arange(21) % 5]) if restarted else torch.arange(21)
     exact_tables, tables = (rotary_tables(positions, dim, 100.0, kind) for kind in (torch.float64, torch.float32))
     x = whole[:, :, :, 1]
-    exact = both(x.double(), grad.double(), exact_tables, False)
-    for found, eager, right in zip(both(x, grad, tables, True), both(x, grad, tables, False), exact, strict=True):
+    exact = both(x.double(), grad.double(), exact_tables, TORCH)
+    for found, eager, right in zip(both(x, grad, tables, FUSED), both(x, grad, tables, TORCH), exact, strict=True):
         check_error(found, eager, right)
 
 
@@ -41,8 +42,8 @@ def test_layouts_of_memory() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
     x = torch.randn(2, 8, 7, 3).transpose(1, 3)
     tables = rotary_tables(torch.arange(3), 8, 10.0, torch.float32)
-    torch.testing.assert_close(rotate(x, *tables, True), rotate(x.contiguous(), *tables, False))
-    assert rotate(x[:0], *tables, True).shape == (0, 3, 7, 8)
+    torch.testing.assert_close(rotate(x, *tables, FUSED), rotate(x.contiguous(), *tables, TORCH))
+    assert rotate(x[:0], *tables, FUSED).shape == (0, 3, 7, 8)
 
 
 def test_what_torch_must_know() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.softmax import masked_softmax
 from tests.ops.accuracy import check_error
 
@@ -32,11 +33,11 @@ def inputs(queries: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def both(
-    scores: Tensor, grad: Tensor, rest: tuple[Tensor | None, ...], fused: bool, scale: float = 0.7
+    scores: Tensor, grad: Tensor, rest: tuple[Tensor | None, ...], kernels: Kernels, scale: float = 0.7
 ) -> list[Tensor]:
     """Probabilities and the gradient of the scores."""
     leaf = scores.detach().requires_grad_()
-    out = masked_softmax(leaf, scale, *rest, fused=fused)
+    out = masked_softmax(leaf, scale, *rest, kernels=kernels)
     out.backward(grad)
     assert leaf.grad is not None
     return [out.detach(), leaf.grad]
@@ -48,8 +49,8 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
     """Catches a wrong slope, border, place or tail, and a sum in bf16."""
     queries, keys, *rest = CASES[name]
     scores, grad = inputs(queries, keys, dtype)
-    exact = both(scores.double(), grad.double(), tuple(rest), False)
-    found = both(scores, grad, tuple(rest), True)
+    exact = both(scores.double(), grad.double(), tuple(rest), TORCH)
+    found = both(scores, grad, tuple(rest), FUSED)
     probabilities = masked_softmax(scores, 0.7, *rest)
     # torch's softmax keeps what it returns, and so do we: in bf16 the gradient is made from rounded probabilities.
     kept = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, dtype)
@@ -78,7 +79,7 @@ def test_rows_that_see_nothing(fused: bool) -> None:
     scores, grad = inputs(40, 40, torch.float32)
     starts = torch.zeros(2, 40, dtype=torch.int64)
     starts[1, 3:39] = 40
-    for found in both(scores, grad, (SLOPES, None, starts), fused):
+    for found in both(scores, grad, (SLOPES, None, starts), FUSED if fused else TORCH):
         assert (found[1, :, 3:39] == 0).all() and found.isfinite().all()
         assert (found[0, :, 5, :6] != 0).all()
 
@@ -87,19 +88,19 @@ def test_large_scores_and_infinities() -> None:
     """Catches exp without the largest score taken off, and a value that reaches rows which do not see it."""
     scores, grad = inputs(50, 50, torch.float32)
     rest = (SLOPES, None, None)
-    exact = both(1e3 * scores.double(), grad.double(), rest, False)
-    for ours, right in zip(both(1e3 * scores, grad, rest, True), exact, strict=True):
+    exact = both(1e3 * scores.double(), grad.double(), rest, TORCH)
+    for ours, right in zip(both(1e3 * scores, grad, rest, FUSED), exact, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-3, atol=1e-3)
     for value in (float("nan"), float("inf")):
         broken = scores.clone()
         broken[0, 1, :, 30] = value
-        out, grad_scores = both(broken, grad, rest, True)
+        out, grad_scores = both(broken, grad, rest, FUSED)
         assert out[0, 1, 30:, :31].isnan().all() and out[0, 1, :30].isfinite().all() and out[1].isfinite().all()
         assert (out.triu(1) == 0).all() and (grad_scores.triu(1) == 0).all()
     low = scores.clone()
     low[0, 1, 20, 3:] = float("-inf")
-    expected = both(low.double(), grad.double(), rest, False)
-    for ours, right in zip(both(low, grad, rest, True), expected, strict=True):
+    expected = both(low.double(), grad.double(), rest, TORCH)
+    for ours, right in zip(both(low, grad, rest, FUSED), expected, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-6)
 
 
@@ -107,11 +108,11 @@ def test_layouts_of_memory() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
     scores, grad = inputs(24, 24, torch.float32)
     rest = (SLOPES, None, STARTS[:, :24])
-    expected = both(scores, grad, rest, False)
-    found = both(scores.mT.contiguous().mT, grad.mT.contiguous().mT, rest, True)
+    expected = both(scores, grad, rest, TORCH)
+    found = both(scores.mT.contiguous().mT, grad.mT.contiguous().mT, rest, FUSED)
     for ours, right in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, right)
-    assert both(scores[:0], grad[:0], (SLOPES, None, None), True)[1].shape == (0, 3, 24, 24)
+    assert both(scores[:0], grad[:0], (SLOPES, None, None), FUSED)[1].shape == (0, 3, 24, 24)
 
 
 def test_the_same_bits_at_any_number_of_threads() -> None:
@@ -122,7 +123,7 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
         found = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append(both(scores, grad, (SLOPES, None, None), True))
+            found.append(both(scores, grad, (SLOPES, None, None), FUSED))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
@@ -142,8 +143,8 @@ def test_what_torch_must_know() -> None:
         (torch.ops.megads.softmax_dropout_backward.default, (grad, out, 0.7)),
     ):
         torch.library.opcheck(operator, (*tensors, None, starts, *drawn))
-    compiled = torch.compile(lambda x: masked_softmax(x, 0.7, SLOPES, None, starts, fused=True))(leaf)
+    compiled = torch.compile(lambda x: masked_softmax(x, 0.7, SLOPES, None, starts, kernels=FUSED))(leaf)
     compiled.backward(grad)
     assert leaf.grad is not None
-    for ours, right in zip((compiled, leaf.grad), both(scores, grad, (SLOPES, None, starts), True), strict=True):
+    for ours, right in zip((compiled, leaf.grad), both(scores, grad, (SLOPES, None, starts), FUSED), strict=True):
         assert torch.equal(ours, right)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megads.ops.kernels import FUSED, TORCH
 from megads.ops.square_sums import Pieces, square_sums
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -16,21 +17,21 @@ def test_exact_in_pieces_of_all_sizes() -> None:
     in fp32, which are off by 1e-6 here."""
     flat = torch.randn(70_001, generator=torch.Generator().manual_seed(0))
     pieces = Pieces([(0, 40_003), (40_003, 40_003), (40_010, 40_011), (40_064, 70_001), (5, 20)], CPU)
-    found = square_sums(flat, pieces, fused=True)
+    found = square_sums(flat, pieces, kernels=FUSED)
     exact = torch.stack([flat[start:stop].double().square().sum() for start, stop in pieces.bounds])
     assert found.dtype is torch.float64
     torch.testing.assert_close(found, exact, rtol=1e-14, atol=0.0)
-    for fused in (True, False):
-        assert square_sums(flat, Pieces([], CPU), fused).shape == (0,)
+    for kernels in (FUSED, TORCH):
+        assert square_sums(flat, Pieces([], CPU), kernels).shape == (0,)
 
 
 def test_bits_do_not_depend_on_threads() -> None:
     """Catches partial sums by thread: the norm, and with it every weight, would change with the number of cores."""
     flat, pieces, threads = torch.randn(100_000), Pieces([(3, 99_000)], CPU), torch.get_num_threads()
-    alone = square_sums(flat, pieces, fused=True)
+    alone = square_sums(flat, pieces, kernels=FUSED)
     try:
         torch.set_num_threads(3)
-        assert torch.equal(square_sums(flat, pieces, fused=True), alone)
+        assert torch.equal(square_sums(flat, pieces, kernels=FUSED), alone)
     finally:
         torch.set_num_threads(threads)
 
@@ -38,11 +39,11 @@ def test_bits_do_not_depend_on_threads() -> None:
 def test_extreme_values() -> None:
     """Catches a norm that overflows where it is finite, and one that hides a non-finite gradient."""
     whole = Pieces([(0, 40)], CPU)
-    assert square_sums(torch.full((40,), 1e30), whole, fused=True).item() == pytest.approx(4e61)
+    assert square_sums(torch.full((40,), 1e30), whole, kernels=FUSED).item() == pytest.approx(4e61)
     for broken in (float("inf"), float("nan")):
         flat = torch.ones(40)
         flat[37] = broken
-        assert not torch.isfinite(square_sums(flat, whole, fused=True)).item()
+        assert not torch.isfinite(square_sums(flat, whole, kernels=FUSED)).item()
 
 
 def test_what_torch_must_know() -> None:
@@ -50,4 +51,4 @@ def test_what_torch_must_know() -> None:
     flat, pieces = torch.randn(100), Pieces([(0, 10), (20, 100)], CPU)
     torch.library.opcheck(torch.ops.megads.square_sums.default, (flat, pieces.bounds_p2))
     with pytest.raises(RuntimeError, match="within flat"):
-        square_sums(flat, Pieces([(20, 101)], CPU), fused=True)
+        square_sums(flat, Pieces([(20, 101)], CPU), kernels=FUSED)

@@ -7,16 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.swiglu import swiglu
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def both(x: Tensor, grad: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+def both(x: Tensor, grad: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
     """The value, and the gradient of both of every pair."""
     leaf = x.detach().requires_grad_()
-    out = swiglu(leaf, fused)
+    out = swiglu(leaf, kernels)
     out.backward(grad)
     assert leaf.grad is not None
     return out.detach(), leaf.grad
@@ -29,36 +30,36 @@ def test_error_is_that_of_the_dtype(shape: tuple[int, ...], dtype: torch.dtype) 
     generator = torch.Generator().manual_seed(len(shape))
     x = (3 * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, dtype=torch.float64)).to(dtype)
     grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    exact = both(x.double(), grad.double(), False)
-    for found, eager, right in zip(both(x, grad, True), both(x, grad, False), exact, strict=True):
+    exact = both(x.double(), grad.double(), TORCH)
+    for found, eager, right in zip(both(x, grad, FUSED), both(x, grad, TORCH), exact, strict=True):
         check_error(found, eager, right)
 
 
 def test_gates_are_the_even_columns() -> None:
     """Catches gate and up swapped, in kernel and reference alike."""
     x = torch.randn(4, 20)
-    for fused in (True, False):
-        torch.testing.assert_close(swiglu(x, fused), F.silu(x[:, 0::2]) * x[:, 1::2])
+    for kernels in (FUSED, TORCH):
+        torch.testing.assert_close(swiglu(x, kernels), F.silu(x[:, 0::2]) * x[:, 1::2])
 
 
 def test_values_far_out() -> None:
     """Catches an exponential that overflows to NaN: far out a gate is 0 or itself, its slope 0 or 1."""
     gates = torch.tensor([-1e30, -1e4, -90.0, 90.0, 1e4, 1e30])
     x = torch.stack([gates, torch.full((6,), 2.0)], -1).flatten()
-    out, slopes = both(x[None], torch.ones(1, 6), True)
+    out, slopes = both(x[None], torch.ones(1, 6), FUSED)
     torch.testing.assert_close(out[0, 2:], 2.0 * gates.clamp(min=0.0)[2:])
     torch.testing.assert_close(slopes[0, 4::2], torch.tensor([0.0, 2.0, 2.0, 2.0]))
     assert out.isfinite().all() and slopes.isfinite().all()
-    assert both(torch.full((1, 34), float("nan")), torch.ones(1, 17), True)[1].isnan().all()
+    assert both(torch.full((1, 34), float("nan")), torch.ones(1, 17), FUSED)[1].isnan().all()
 
 
 def test_layouts_of_memory() -> None:
     """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
     x = torch.randn(10, 6)
-    torch.testing.assert_close(swiglu(x.T[::2], True), swiglu(x.T[::2].contiguous(), False))
-    assert both(torch.empty(0, 4), torch.empty(0, 2), True)[1].shape == (0, 4)
-    expanded = both(x, torch.ones(()).expand(10, 3), True)[1]
-    torch.testing.assert_close(expanded, both(x, torch.ones(10, 3), False)[1])
+    torch.testing.assert_close(swiglu(x.T[::2], FUSED), swiglu(x.T[::2].contiguous(), TORCH))
+    assert both(torch.empty(0, 4), torch.empty(0, 2), FUSED)[1].shape == (0, 4)
+    expanded = both(x, torch.ones(()).expand(10, 3), FUSED)[1]
+    torch.testing.assert_close(expanded, both(x, torch.ones(10, 3), TORCH)[1])
 
 
 def test_what_torch_must_know() -> None:

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from megads.ops.config import Implementation
+from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.optim.adamw import FusedAdamW
 from tests.ops.test_apex import without_apex
+
+APEX = Kernels(Implementation.apex, Implementation.apex)
 
 
 def test_bits_are_those_of_torch() -> None:
@@ -45,13 +49,13 @@ def test_bits_are_those_of_torch() -> None:
 def test_the_kernel_takes_the_same_steps(clip: float) -> None:
     """Catches a kernel that counts steps otherwise than checkpoints do, and another group's decay or learning rate."""
     start, runs = torch.randn(1000, generator=torch.Generator().manual_seed(0)), []
-    for fused in (False, True):
+    for kernels in (TORCH, FUSED):
         masters, weights = [start.clone(), start.clone()], [torch.empty(1000, dtype=torch.bfloat16) for _ in range(2)]
         groups = [
             {"params": [master], "weights": [working], "weight_decay": decay, "lr": lr}
             for master, working, decay, lr in zip(masters, weights, (0.1, 0.0), (1e-2, 1e-3), strict=True)
         ]
-        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-8, fused)
+        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-8, kernels)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
             for master in masters:
@@ -64,14 +68,14 @@ def test_the_kernel_takes_the_same_steps(clip: float) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_skipped_step_leaves_no_trace(fused: bool) -> None:
+@pytest.mark.parametrize("taken", [TORCH, FUSED], ids=["torch", "fused"])
+def test_a_skipped_step_leaves_no_trace(taken: Kernels) -> None:
     """Catches a step counted though it was none, on the host or in what is saved, which would bias every later one."""
     start, ends = torch.linspace(-1, 1, 1000), []
     for steps in ((0.5, float("nan"), 0.25), (0.5, 0.25)):
         master, weights = start.clone(), torch.empty(1000, dtype=torch.bfloat16)
         optimizer = FusedAdamW(
-            [{"params": [master], "weights": [weights], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, fused
+            [{"params": [master], "weights": [weights], "weight_decay": 0.1}], 1e-2, (0.9, 0.95), 1e-8, taken
         )
         for clip in steps:
             master.grad = torch.cos(start) if math.isfinite(clip) else torch.full((1000,), clip)
@@ -97,7 +101,7 @@ def test_apex_takes_the_same_steps(clip: float) -> None:
             {"params": [master], "weights": [working], "weight_decay": decay, "lr": lr}
             for master, working, decay, lr in zip(masters, weights, (0.1, 0.0), (1e-2, 1e-3), strict=True)
         ]
-        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-3, apex=device == "cuda")
+        optimizer = FusedAdamW(groups, 1.0, (0.9, 0.95), 1e-3, APEX if device == "cuda" else TORCH)
         generator = torch.Generator().manual_seed(1)
         for _ in range(4):
             for master in masters:
@@ -113,12 +117,12 @@ def test_apex_takes_the_same_steps(clip: float) -> None:
         torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("taken", [{}, {"fused": True}, {"apex": True}], ids=["torch", "fused", "apex"])
-def test_the_state_does_not_depend_on_who_computes(taken: dict[str, bool]) -> None:
+@pytest.mark.parametrize("taken", [TORCH, FUSED, APEX], ids=["torch", "fused", "apex"])
+def test_the_state_does_not_depend_on_who_computes(taken: Kernels) -> None:
     """Catches state that comes into being otherwise: a run could not go on with another optim.impl."""
     masters = [torch.zeros(7), torch.zeros(3)]
     groups = [{"params": [m], "weights": [torch.empty_like(m)], "weight_decay": 0.0} for m in masters]
-    state = FusedAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, **taken).state
+    state = FusedAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, taken).state
     for master in masters:
         shapes = {kind: (tensor.shape, tensor.dtype) for kind, tensor in state[master].items()}
         flat = (master.shape, torch.float32)

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from megads.parallel.acknowledgement import acknowledged_sends, sent_and_received
 from megads.parallel.pipeline_actions import Action, Schedule
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_messages import message_to
+from megads.parallel.schedule_p2p import acknowledged_sends, message_to, sent_and_received
 
 
 def run_in_any_order(schedule: Schedule, rng: random.Random) -> list[tuple[int, Action]]:

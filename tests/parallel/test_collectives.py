@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megads.parallel.collectives import leave_region, scatter_sequence
+from megads.parallel.collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, build_grid, single_rank_grid
 from tests.distributed import run_ranks
@@ -33,7 +33,7 @@ def _region() -> dict[str, Any]:
     """sum over ranks of w_r x^2"""
     axis = tensor_axis()
     (x, cotangent), w = x_and_cotangent(), weight(axis.rank).requires_grad_()
-    y = leave_region(w * x.square(), axis)
+    y = reduce_from_tp_region(w * x.square(), axis)
     (y * cotangent).sum().backward()
     return {"y": y.detach().numpy(), "w": w.grad.numpy()}
 
@@ -54,4 +54,4 @@ def test_leaving_a_region_sums_forward_only(size: int) -> None:
 def test_one_rank_calls_no_collective() -> None:
     """Catches a collective on the size-1 axis, which has no group."""
     axis, x = single_rank_grid().tp, torch.ones(2, requires_grad=True)
-    assert leave_region(x, axis) is x and scatter_sequence(x, axis) is x
+    assert reduce_from_tp_region(x, axis) is x and reduce_scatter_to_sp_region(x, axis) is x

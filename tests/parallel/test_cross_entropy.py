@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.resolve import load
 from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
-from megads.parallel.grid import single_rank_grid
-from megads.parallel.vocabulary import padded_rows
+from megads.parallel.grid import padded_rows, single_rank_grid
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
 

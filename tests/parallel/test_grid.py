@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import Place, axis_lines, build_grid, place_of, rank_at, single_rank_grid
+from megads.parallel.grid import GridCoordinate, axis_lines, build_grid, place_of, rank_at, single_rank_grid
 from tests.distributed import run_ranks
 
 LAYOUTS = [
@@ -24,7 +24,7 @@ def test_tensor_parallelism_is_innermost_and_data_outermost() -> None:
     """Catches another rank order: the chattiest axes would cross nodes."""
     parallel = ParallelConfig(tp=2, cp=2, pp=3, dp=2)
     assert [place_of(rank, parallel) for rank in range(5)] == [
-        Place(), Place(tp=1), Place(cp=1), Place(tp=1, cp=1), Place(pp=1),
+        GridCoordinate(), GridCoordinate(tp=1), GridCoordinate(cp=1), GridCoordinate(tp=1, cp=1), GridCoordinate(pp=1),
     ]  # fmt: skip
     assert axis_lines("tp", parallel)[0] == (0, 1)
     assert axis_lines("cp", parallel)[0] == (0, 2)
@@ -62,7 +62,7 @@ def test_places_and_lines(parallel: ParallelConfig) -> None:
     """Catches places that do not invert, and lines that overlap, leave a rank out or mix axes."""
     world = range(parallel.world_size)
     assert [rank_at(place_of(rank, parallel), parallel) for rank in world] == list(world)
-    for index, axis in enumerate(Place._fields):
+    for index, axis in enumerate(GridCoordinate._fields):
         lines = axis_lines(axis, parallel)
         assert sorted(rank for line in lines for rank in line) == list(world)
         for line in lines:

@@ -10,20 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
+from megads.ops.kernels import FUSED, TORCH
 from megads.ops.linear import linear
-from megads.parallel.grid import single_rank_grid
+from megads.ops.resolve import load
+from megads.parallel.grid import padded_rows, single_rank_grid
 from megads.parallel.head_loss import Targets, chunk_tokens, head_loss
 from megads.parallel.region_linear import Region
-from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
-from tests.parallel.flat_sums import FlatSums
+from tests.parallel.main_grads import FlatMainGrads
 from tests.parallel.test_collectives import tensor_axis
 from tests.parallel.test_cross_entropy import SHAPES
 
 HIDDEN, SEQ_LEN = 24, 12
+KERNELS = {True: FUSED, False: TORCH}
 
 
 def drawn(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -59,8 +60,8 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(dtype: torch.dtype, fu
     """Catches a chunk that is lost or counted twice, one that overwrites another's gradient, and sums in bf16."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype))
-    region = Region(single_rank_grid().tp, fused=fused)
-    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk, fused), region, None)
+    region = Region(single_rank_grid().tp, kernels=KERNELS[fused])
+    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk, KERNELS[fused]), region, None)
     wanted, *gradients = expected(37, dtype)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(loss, wanted, rtol=min(tolerance, 2e-3), atol=0.0)
@@ -75,9 +76,9 @@ def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
     """Catches a gradient that autograd gets as well, one counted done for every chunk, and lost micro-batches."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.float().requires_grad_(), nn.Parameter(weight.float())
-    sums, region = FlatSums(parameter), Region(single_rank_grid().tp, fused=fused)
+    sums, region = FlatMainGrads(parameter), Region(single_rank_grid().tp, kernels=KERNELS[fused])
     for number in (1, 2):
-        loss = head_loss(x, parameter, Targets(labels, weights, 37, 5, fused), region, WeightGradients(sums))
+        loss = head_loss(x, parameter, Targets(labels, weights, 37, 5, KERNELS[fused]), region, WeightGradients(sums))
         assert sums.finished == number - 1
         loss.backward()
         assert parameter.grad is None and sums.finished == number
@@ -89,7 +90,7 @@ def test_validation_makes_no_gradients() -> None:
     """Catches gradients of validation in the sums of the step: a weight that trains asks for one in any mode."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
-    sums = FlatSums(parameter)
+    sums = FlatMainGrads(parameter)
     with torch.no_grad():
         targets, region = Targets(labels, weights, 37, 5), Region(single_rank_grid().tp)
         loss = head_loss(x.float(), parameter, targets, region, WeightGradients(sums))
@@ -101,7 +102,7 @@ def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
     """Catches a loss that is scaled after its gradient was added up: the step would train on half of the scale."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
-    gradients = WeightGradients(FlatSums(parameter))
+    gradients = WeightGradients(FlatMainGrads(parameter))
     region, targets = Region(single_rank_grid().tp), Targets(labels, weights, 37, 5)
     loss = head_loss(x.float().requires_grad_(), parameter, targets, region, gradients)
     with pytest.raises(AssertionError, match="cannot be scaled"):
@@ -133,12 +134,16 @@ def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
     x, labels = torch.randn(2, 64, 8), torch.randint(500, (2, 64))
     weight = nn.Parameter(torch.randn(500, 8))
     with _Largest() as seen, torch.set_grad_enabled(trains):
-        targets, region = Targets(labels, torch.ones(2, 64), 500, 16, fused), Region(single_rank_grid().tp, fused=fused)
+        kernels = KERNELS[fused]
+        targets, region = (
+            Targets(labels, torch.ones(2, 64), 500, 16, kernels),
+            Region(single_rank_grid().tp, kernels=kernels),
+        )
         loss = head_loss(x.requires_grad_(trains), weight, targets, region, None)
         if trains:
             loss.backward()
     assert seen.elements == 16 * 500
-    whole = F.cross_entropy(linear(x, weight, None, False).flatten(0, 1), labels.flatten(), reduction="sum")
+    whole = F.cross_entropy(linear(x, weight, None, TORCH).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss.float(), whole)
 
 
@@ -162,8 +167,8 @@ def _over_ranks(vocab_size: int, dtype: str, sequence_parallel: bool, fused: boo
     own = F.pad(weight, (0, 0, 0, rows * axis.size - vocab_size), value=50.0)[axis.rank * rows :][:rows]
     x = x[:, axis.rank * share :][:, :share] if sequence_parallel else x
     x, parameter = x.to(getattr(torch, dtype)).requires_grad_(), nn.Parameter(own.to(getattr(torch, dtype)))
-    region = Region(axis, sequence_parallel, fused=fused)
-    loss = head_loss(x, parameter, Targets(labels, weights, vocab_size, 5, fused), region, None)
+    region = Region(axis, sequence_parallel, kernels=KERNELS[fused])
+    loss = head_loss(x, parameter, Targets(labels, weights, vocab_size, 5, KERNELS[fused]), region, None)
     of_x, of_weight = torch.autograd.grad(loss, (x, parameter))
     return {"loss": loss.item(), "x": of_x.double().numpy(), "weight": of_weight.double().numpy()}
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megads.parallel.lookup import add_sorted, lookup
+from megads.parallel.tensor import add_sorted, lookup
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
-from tests.parallel.flat_sums import FlatSums
+from tests.parallel.main_grads import FlatMainGrads
 
 ROWS, HIDDEN = 11, 6
 
@@ -41,12 +41,12 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
     """Catches a table of gradients made besides, sums that start from what was in memory, and a lost micro-batch, also
     where the backward pass puts other layers' gradients off."""
     rows, table, grad = drawn(dtype)
-    sums = FlatSums(table)
+    sums = FlatMainGrads(table)
     gradients = WeightGradients(sums)
     lookup(rows, table, gradients).backward(grad)
-    with gradients.put_off() as owed:
+    with gradients.defer() as deferred:
         lookup(rows, table, gradients).backward(grad)
-    owed.settle(sums)
+    deferred.compute(sums)
     assert table.grad is None and sums.finished == 2
     expected = 2 * exact(rows, grad)
     assert ((sums.sums - expected).norm(dim=1) <= 5e-6 * expected.norm(dim=1)).all()

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.schedule import Action, ActionKind, Placement, Schedule, build_schedule
+from megads.parallel.schedule import Action, ActionKind, Schedule, StagePlacement, build_schedule
 from megads.parallel.schedule_check import receives_ahead, schedule_faults
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
-from megads.parallel.schedule_messages import with_messages
+from megads.parallel.schedule_p2p import with_messages
 
 Row = list[Action]
 
@@ -105,7 +105,7 @@ def passes(stage: int, order: str) -> Row:
 
 def test_a_deadlock_is_found() -> None:
     """Catches ranks that wait for each other although every message has its partner, in order."""
-    placement = Placement((0, 1))
+    placement = StagePlacement((0, 1))
     rows = with_messages(placement, [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])
     faults = schedule_faults(Schedule("crossed", placement, 2, rows))
     assert len(faults) == 1 and "stands still" in faults[0] and "receive_activation of micro-batch 1" in faults[0]
@@ -115,8 +115,8 @@ def test_synchronous_sends_need_posted_receives() -> None:
     """Catches a check of blocking sends that never blocks: 1F1B's neighbours send to each other at once."""
     assert receives_ahead(build_schedule("1f1b", 2, 1, 4)) == 1
     assert receives_ahead(build_schedule("1f1b", 1, 1, 4)) == 0
-    crossed = with_messages(Placement((0, 1)), [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])
-    assert receives_ahead(Schedule("crossed", Placement((0, 1)), 2, crossed)) is None
+    crossed = with_messages(StagePlacement((0, 1)), [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])
+    assert receives_ahead(Schedule("crossed", StagePlacement((0, 1)), 2, crossed)) is None
 
 
 def test_the_clock_counts_messages() -> None:
@@ -136,6 +136,6 @@ def test_the_clock_counts_messages() -> None:
 def test_messages_share_their_direction() -> None:
     """Catches bandwidth that is not shared: a fast first rank fills the wire, and the second waits for it."""
     costs = ScheduleCosts([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], transfer=7.0)
-    placement = Placement((0, 1))
+    placement = StagePlacement((0, 1))
     rows = with_messages(placement, [passes(0, "F0 F1 F2 B0 B1 B2"), passes(1, "F0 F1 F2 B0 B1 B2")])
     assert run_clock(Schedule("all forward", placement, 3, rows), costs).step_time == 3 * 7 + 3 * 7

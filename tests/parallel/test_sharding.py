@@ -15,7 +15,7 @@ from megads.model.dropout import Dropout
 from megads.model.sharding import SHARDING
 from megads.model.stages import stage_specs
 from megads.parallel.grid import Axis
-from megads.parallel.sharding import Placement, materialise, shard_stage
+from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
 from megads.parallel.table import Cut, ShardingTable
 from megads.plan.parameters import parameter_shapes
 
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
     num_layers=1, hidden_size=24, num_heads=6, ffn_size=36, vocab_size=7, max_seq_len=5,
     position=Position.learned, tie_embeddings=False,
 )  # fmt: skip
-Sharded = list[tuple[nn.Module, dict[str, Placement], str]]
+Sharded = list[tuple[nn.Module, dict[str, ParameterPlacement], str]]
 
 
 def axis_of(rank: int, size: int) -> Axis:

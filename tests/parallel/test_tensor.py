@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
-from megads.parallel.grid import Axis
+from megads.ops.kernels import FUSED, TORCH
+from megads.ops.resolve import load
+from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.tensor import (
     ColumnParallelBranches,
@@ -22,7 +23,6 @@ from megads.parallel.tensor import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from megads.parallel.vocabulary import padded_rows
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks
 from tests.parallel.test_collectives import tensor_axis
@@ -107,7 +107,7 @@ def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) ->
 def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
     """Two branches of one input, each a column and a row layer, run together and apart."""
     axis = tensor_axis()
-    region, gradients = Region(axis, sequence_parallel, chunks, fused), WeightGradients()
+    region, gradients = Region(axis, sequence_parallel, chunks, FUSED if fused else TORCH), WeightGradients()
     columns = [ColumnParallelLinear(HIDDEN, FFN, region).double() for _ in range(2)]
     rows = [RowParallelLinear(FFN, HIDDEN, region).double() for _ in range(2)]
     parameters = [parameter for layer in (*columns, *rows) for parameter in layer.parameters()]
@@ -123,19 +123,19 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
         return sum(row(F.gelu(column(x))) for column, row in zip(columns, rows, strict=True))
 
     results = []
-    for function, put_off in ((together, False), (apart, False), (together, True)):
+    for function, defer in ((together, False), (apart, False), (together, True)):
         x = own_tokens(random(2, LENGTH, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
         for layer in (*columns, *rows):
             layer.zero_grad()
-            layer.weight_gradients = gradients if put_off else None
+            layer.weight_gradients = gradients if defer else None
         y = function(x)
         loss = (y * own_tokens(random(2, LENGTH, HIDDEN, seed=9), axis, sequence_parallel)).sum()
-        if put_off:
-            with gradients.put_off() as owed:
+        if defer:
+            with gradients.defer() as deferred:
                 loss.backward()
             assert all(layer.weight.grad is None for layer in (*columns, *rows))
             with torch.no_grad():
-                owed.settle(Taken(lambda weight, gradient: setattr(weight, "grad", gradient.compute())))
+                deferred.compute(Taken(lambda weight, gradient: setattr(weight, "grad", gradient.compute())))
         else:
             loss.backward()
         results.append([t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))])
@@ -150,8 +150,8 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
 def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int, fused: bool) -> None:
     """Catches a branch that is left out of the shared message, in either direction, or counts twice, a bias of the
     other branch, and gradients that are put off with another layer's input."""
-    for together, apart, put_off in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
-        for found in (together, put_off):
+    for together, apart, defer in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
+        for found in (together, defer):
             for value, expected in zip(found, apart, strict=True):
                 torch.testing.assert_close(torch.from_numpy(value), torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
 
@@ -159,7 +159,7 @@ def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int,
 def _wide_pair(fused: bool) -> list[Any]:
     """Output and gradients of layers whose parts are wide enough for our own kernel, in fp32."""
     load(OpsConfig(Implementation.fused), print, cuda=False)
-    region = Region(tensor_axis(), sequence_parallel=True, chunks=2, fused=fused)
+    region = Region(tensor_axis(), sequence_parallel=True, chunks=2, kernels=FUSED if fused else TORCH)
     column, row = ColumnParallelLinear(48, 64, region), RowParallelLinear(64, 48, region)
     parameters = [*column.parameters(), *row.parameters()]
     for seed, parameter in enumerate(parameters):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.ops import linear as products
+from megads.ops.kernels import FUSED
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, linear
 
 
@@ -44,10 +45,10 @@ def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, l
     gradients = WeightGradients()
     out = linear(x, weight, bias, gradients)
     if later:
-        with gradients.put_off() as owed:
+        with gradients.defer() as deferred:
             out.backward(grad)
         assert weight.grad is None and x.grad is not None and bias.grad is not None
-        owed.settle(Taken(lambda parameter, gradient: setattr(parameter, "grad", gradient.compute())))
+        deferred.compute(Taken(lambda parameter, gradient: setattr(parameter, "grad", gradient.compute())))
     else:
         out.backward(grad)
     assert all(torch.equal(p.grad, wanted) for p, wanted in zip((x, weight, bias), expected, strict=True))
@@ -62,7 +63,7 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
     for weight in weights:
         hidden = linear(hidden, weight, None, gradients)
         watched.append(weakref.ref(hidden))
-    with gradients.put_off() as owed:
+    with gradients.defer() as deferred:
         hidden.sum().backward()
     del hidden
 
@@ -71,10 +72,10 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
         gc.collect()
         alive.append(sum(reference() is not None for reference in watched))
 
-    owed.settle(Taken(take))
+    deferred.compute(Taken(take))
     assert seen == [2, 1, 0], "in the order of the backward pass"
     assert alive[-1] == 0 and sorted(alive, reverse=True) == alive
-    owed.settle(Taken(take))
+    deferred.compute(Taken(take))
     assert len(seen) == 3
 
 
@@ -93,11 +94,11 @@ def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pyte
 
     gradients = WeightGradients(Taken(take))
     for _ in range(2):
-        out = linear(x, weight, bias, gradients, fused=True)
+        out = linear(x, weight, bias, gradients, kernels=FUSED)
         if later:
-            with gradients.put_off() as owed:
+            with gradients.defer() as deferred:
                 out.backward(grad)
-            owed.settle(Taken(take))
+            deferred.compute(Taken(take))
         else:
             out.backward(grad)
     assert weight.grad is None and all(gradient is None for gradient in seen)

@@ -24,9 +24,9 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.model.alibi import causal_bias
-from megads.ops.choice import plans_fused
+from megads.model.attention import causal_bias
 from megads.ops.linear import torch_loops_over_bf16
+from megads.ops.resolve import plans_fused
 from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
 from tests.parity import Scenario, build_engine, step_batches

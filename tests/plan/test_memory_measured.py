@@ -126,16 +126,31 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 CASES_A_START = 4
+QUICK = (
+    "single bf16",
+    "single bf16, dropout",
+    "tp2, sequence parallel, dropout",
+    "tp2 pp2, sequence parallel",
+    "zero 3, dp2",
+    "pp2, zb_v, untied",
+    "single, dropout, recompute=selective",
+    "tp2 fp32, llama, fused",
+    "cp2 fp32, packed documents, fused",
+    "single, loss in chunks, fused",
+)
+"""One of each mechanism, in `make test`; the others are slow only because they are many."""
 TOLERANCE = 0.05
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[int]]:
-    """Peak of every rank in every case; a few cases in every start of ranks, which must answer in time."""
+def measured(request: pytest.FixtureRequest) -> dict[str, list[int]]:
+    """Peak of every rank in the cases of this session; a few in every start of ranks, which must answer in time."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     peaks: dict[str, list[int]] = {}
     for world_size in WORLD_SIZES:
-        names = [name for name, (_, parallel) in CASES.items() if parallel.world_size == world_size]
+        names = [name for name, (_, parallel) in CASES.items() if parallel.world_size == world_size and name in asked]
         for start in range(0, len(names), CASES_A_START):
             some = names[start : start + CASES_A_START]
             by_rank = run_ranks(measured_peaks, world_size, [CASES[name] for name in some])
@@ -162,7 +177,9 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> None:
     """Catches an operation that saves more than the plan knows, a schedule that holds more micro-batches, a lost copy.
 

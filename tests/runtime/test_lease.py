@@ -15,7 +15,7 @@ import pytest
 from megads.errors import ConfigError, Fenced
 from megads.runtime import lease as lease_module
 from megads.runtime.lease import Fence, Holder, claimed, current_holder
-from megads.runtime.slurm import Job
+from megads.runtime.slurm import SlurmJob
 
 DIES = "import sys; from pathlib import Path; from megads.runtime.lease import claimed, Lease; import os\n"
 DIES += "with claimed(Path(sys.argv[1])): os._exit(3)"
@@ -54,13 +54,13 @@ def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
 
 def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> None:
     """Catches a requeued job kept out by its own orphan, and an orphan that writes on."""
-    with claimed(tmp_path, Job("42", 0, "here")) as orphan:
+    with claimed(tmp_path, SlurmJob("42", 0, "here")) as orphan:
         fence = Fence(tmp_path, orphan.number)
         fence.check()
         theirs = r"SLURM job 42 \(restart 0, process \d+ on .*scancel 42"
-        with pytest.raises(ConfigError, match=theirs), claimed(tmp_path, Job("42", 0, "here")):
+        with pytest.raises(ConfigError, match=theirs), claimed(tmp_path, SlurmJob("42", 0, "here")):
             pass
-        with claimed(tmp_path, Job("42", 1, "here")) as requeued:
+        with claimed(tmp_path, SlurmJob("42", 1, "here")) as requeued:
             assert requeued.number == 2
             with pytest.raises(Fenced, match=r"start 1 of the run lost .* to start 2, SLURM job 42 \(restart 1"):
                 fence.check()
@@ -146,7 +146,7 @@ def test_of_starts_at_the_same_moment_one_wins(tmp_path: Path) -> None:
 def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a launcher that goes on although its ranks have been fenced out."""
     monkeypatch.setattr(lease_module, "BEAT_S", 0.05)
-    with claimed(tmp_path, Job("7", 0, "here")) as orphan, claimed(tmp_path, Job("7", 1, "here")):
+    with claimed(tmp_path, SlurmJob("7", 0, "here")) as orphan, claimed(tmp_path, SlurmJob("7", 1, "here")):
         deadline = time.monotonic() + 10
         with pytest.raises(Fenced):
             while time.monotonic() < deadline:
@@ -157,4 +157,4 @@ def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: p
 def test_a_holder_says_how_to_end_it() -> None:
     """Catches a remedy that ends nothing."""
     assert Holder(1, "n1", 5, "m", 0).remedy == "kill 5"
-    assert Holder(1, "n1", 5, "m", 0, Job("9", 2, "c")).remedy == "scancel 9"
+    assert Holder(1, "n1", 5, "m", 0, SlurmJob("9", 2, "c")).remedy == "scancel 9"

@@ -57,11 +57,11 @@ def test_threads_old_and_new_are_bound() -> None:
 import os, threading
 from megads.runtime.process_settings import bind_to_share
 leave = threading.Event()
-old = threading.Thread(target=leave.wait)
+old = threading.Thread(target=leave.wait, daemon=True)
 old.start()
 own = bind_to_share(1, 2)
 tasks = {int(name) for name in os.listdir("/proc/self/task")}
-assert len(tasks) == 2 and all(sorted(os.sched_getaffinity(task)) == own for task in tasks), own
+assert len(tasks) >= 2 and all(sorted(os.sched_getaffinity(task)) == own for task in tasks), own
 new = []
 thread = threading.Thread(target=lambda: new.append(sorted(os.sched_getaffinity(0))))
 thread.start(); thread.join(); leave.set()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megads.errors import Fenced
 from megads.runtime.control_plane import open_control_plane
 from megads.runtime.lease import Fence, claimed
-from megads.runtime.slurm import Job
+from megads.runtime.slurm import SlurmJob
 from megads.runtime.stop_file import (
     INTERRUPTED,
     KILL_SWITCH,
@@ -114,7 +114,7 @@ def _switched_off(run_dir: Path) -> list[str]:
         switch.parent.mkdir()
         switch.touch()
     heard.append(signal.reason())
-    with claimed(run_dir, Job("1", 1, "c")) if rank == 0 else nullcontext():
+    with claimed(run_dir, SlurmJob("1", 1, "c")) if rank == 0 else nullcontext():
         try:
             signal.reason()
         except Fenced as error:
@@ -124,7 +124,7 @@ def _switched_off(run_dir: Path) -> list[str]:
 
 def test_all_ranks_hear_of_the_kill_switch_and_of_a_takeover(tmp_path: Path) -> None:
     """Catches a switch that one rank sees and the others do not, and orphans of which only rank 0 ends."""
-    with claimed(tmp_path, Job("1", 0, "c")):
+    with claimed(tmp_path, SlurmJob("1", 0, "c")):
         heard = run_ranks(_switched_off, 2, tmp_path)
     assert heard[0] == heard[1]
     assert heard[0][:2] == ["", KILL_SWITCH] and heard[0][2].startswith("another start of this run took over")

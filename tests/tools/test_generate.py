@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 
 from megads.batch import BatchInfo
-from megads.cli.entry import Invocation
 from megads.config import RootConfig
 from megads.data.blend_config import DatasetConfig
 from megads.data.tokenizer import load_tokenizer
@@ -38,7 +37,6 @@ from megads.tools.generate import (
     dataset_prefixes,
     given_tasks,
     refuse_to_overwrite,
-    run,
 )
 from tests.command import StartCommand, checkpoint_of, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset, write_run
@@ -138,7 +136,6 @@ def test_values_out_of_range(change: dict[str, object], message: str) -> None:
         prompt_config(**change).check()
 
 
-NOWHERE = Invocation({}, set())
 ENDLESS = ("max_new_tokens=1000000", "end_of_document=none")
 
 
@@ -176,14 +173,14 @@ def greedy_text(model: GPT, tokenizer_file: Path, prompt: str, count: int) -> st
 def test_one_prompt(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches text that is not the model's, facts that end up in the text, and a prompt that is not echoed."""
     greedy = config(small_run, prompt="def f(x, y", temperature=0.0, end_of_document="none")
-    assert run(greedy, NOWHERE) == 0
+    assert generate.generate(greedy) == 0
     shown = capsys.readouterr()
     carried = small_run.parent.parent / "data" / "corpus.tokenizer.json"
     assert shown.out == greedy_text(hot_model(model_config()), carried, "def f(x, y", 12) + "\n"
     assert "step_00000003: " in shown.err and "float32 on cpu" in shown.err and f"tokenizer {carried}" in shown.err
     assert "12 tokens after" in shown.err and "tokens/s, first token after" in shown.err
     greedy.echo = False
-    run(greedy, NOWHERE)
+    generate.generate(greedy)
     assert capsys.readouterr().out == shown.out.removeprefix("def f(x, y")
 
 
@@ -194,7 +191,7 @@ def test_a_model_with_every_feature(small_run: Path, tmp_path: Path, capsys: pyt
     )
     prefix = small_run.parent.parent / "data" / "corpus"
     features = write_run(tmp_path / "features", prefix, hot_model(shape))
-    assert run(config(features, prompt="def f(x, y", temperature=0.0, end_of_document="none"), NOWHERE) == 0
+    assert generate.generate(config(features, prompt="def f(x, y", temperature=0.0, end_of_document="none")) == 0
     carried = prefix.with_name("corpus.tokenizer.json")
     assert capsys.readouterr().out == greedy_text(hot_model(shape), carried, "def f(x, y", 12) + "\n"
 
@@ -202,12 +199,14 @@ def test_a_model_with_every_feature(small_run: Path, tmp_path: Path, capsys: pyt
 def test_batches_and_their_file(small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a batch whose file differs from what is printed, or depends on the batch size."""
     prompts = ["def", "漢字", "", "return softmax(query"]
-    run(config(small_run, prompts=prompts), NOWHERE)
+    generate.generate(config(small_run, prompts=prompts))
     printed = capsys.readouterr().out
     source, output = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": prompt, "id": i}) + "\n" for i, prompt in enumerate(prompts)))
     for batch_size in (1, 3):
-        run(config(small_run, input=str(source), output=str(output), batch_size=batch_size, overwrite=True), NOWHERE)
+        generate.generate(
+            config(small_run, input=str(source), output=str(output), batch_size=batch_size, overwrite=True)
+        )
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         assert [line["id"] for line in lines] == [0, 1, 2, 3]
         texts = [f"=== {i + 1} of 4\n{line['prompt']}{line['completion']}\n" for i, line in enumerate(lines)]
@@ -218,21 +217,21 @@ def test_batches_and_their_file(small_run: Path, tmp_path: Path, capsys: pytest.
 def test_piped_prompts(small_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches lines that are not joined by a backslash, blank ones that are prompts, and silence on no prompt."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(\\\n    x\n\nabc"))
-    assert run(config(small_run), NOWHERE) == 0
+    assert generate.generate(config(small_run)) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("def f(\n    x") and shown.err.count("tokens/s") == 2
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     with pytest.raises(ConfigError, match="there is no prompt: give prompt="):
-        run(config(small_run), NOWHERE)
+        generate.generate(config(small_run))
 
 
 def test_a_run_goes_by_its_name(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a run that is only found by its path, and an error that leaves the user to ls."""
     monkeypatch.chdir(small_run.parent.parent)
     for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003"):
-        assert run(config(Path(name), prompt="x"), NOWHERE) == 0
+        assert generate.generate(config(Path(name), prompt="x")) == 0
     with pytest.raises(CheckpointError, match=r"run = min: there is no such folder; runs/ has mine"):
-        run(config(Path("min"), prompt="x"), NOWHERE)
+        generate.generate(config(Path("min"), prompt="x"))
 
 
 def without_checkpoint(folder: Path) -> dict[str, object]:
@@ -289,7 +288,7 @@ def test_mistakes(
 ) -> None:
     """Catches a wrong exit code, a traceback, or text from the wrong vocabulary."""
     with pytest.raises(kind, match=message) as caught:
-        run(config(small_run, **({"prompt": "x"} | mistake(tmp_path))), NOWHERE)
+        generate.generate(config(small_run, **({"prompt": "x"} | mistake(tmp_path))))
     assert caught.value.exit_code == exit_code
 
 

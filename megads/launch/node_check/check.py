@@ -45,7 +45,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckTarget:
     """Where checkers are started.
 
     Attributes:
@@ -64,7 +64,7 @@ class Place:
     wrapper: tuple[str, ...] = ()
     command: tuple[str, ...] = CHECKER
 
-    def resolved(self) -> Place:
+    def resolved(self) -> CheckTarget:
         """The same with the host's address as a number, the same for all nodes.
 
         Raises:
@@ -85,7 +85,7 @@ class Place:
         return [*srun, *self.wrapper, sys.executable, *self.command, "--store", store, "--node", node]
 
 
-def check_nodes(config: CheckNodesConfig, place: Place) -> Checked:
+def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
     """Checks nodes; takes at most about three times config.timeout_s.
 
     Raises:

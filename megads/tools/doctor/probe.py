@@ -136,7 +136,7 @@ def probe_deepspeed() -> dict[str, Any]:
 
     with exported(rank_variables(1, cuda=torch.cuda.is_available())):
         start = time.perf_counter()
-        from megads.engine.deepspeed_setup import require_deepspeed
+        from megads.engine.deepspeed_adapter import require_deepspeed
 
         seconds = time.perf_counter() - start
         require_deepspeed()
@@ -156,11 +156,12 @@ def probe_kernels() -> dict[str, Any]:
     import torch
 
     from megads.ops.gelu import gelu
+    from megads.ops.kernels import FUSED, TORCH
     from megads.ops.library import load_library
 
     load_library(path)
     x = torch.linspace(-4.0, 4.0, 33)
-    return {"state": "loaded", "error": float((gelu(x, fused=True) - gelu(x, fused=False)).abs().max())}
+    return {"state": "loaded", "error": float((gelu(x, FUSED) - gelu(x, TORCH)).abs().max())}
 
 
 def first_line(error: BaseException) -> str:

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from typing import Any
 
-from megads.model.attention_kinds import AttentionKind, AttentionWork, why_not
+from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
 from megads.ops.config import Implementation
 from megads.tools.doctor.finding import Finding, note, ok, problem, size
-from megads.tools.doctor.trial import Outcome
+from megads.tools.doctor.trial import TrialResult
 
 
 def ask(*command: str, timeout_s: float = 2.0) -> str | None:
@@ -64,7 +64,7 @@ _MOSTLY_FREE = 0.9
 _KERNEL_ERROR = 2e-6
 
 
-def judge_probe(outcome: Outcome) -> list[Finding]:
+def judge_probe(outcome: TrialResult) -> list[Finding]:
     """Returns the findings of everything that was tried in a process of its own."""
     return [
         *_judge_import("torch", outcome),
@@ -76,7 +76,7 @@ def judge_probe(outcome: Outcome) -> list[Finding]:
     ]
 
 
-def _judge_import(name: str, outcome: Outcome) -> list[Finding]:
+def _judge_import(name: str, outcome: TrialResult) -> list[Finding]:
     remedy = f"python -c 'import {name}' shows the whole error; install it anew"
     if name in outcome.errors:
         return [problem(f"import {name}", outcome.errors[name], "nothing can be trained", remedy)]
@@ -97,12 +97,12 @@ def _judge_import(name: str, outcome: Outcome) -> list[Finding]:
     return [ok(f"import {name}", found)]
 
 
-def _untried(check: str, outcome: Outcome) -> Finding:
+def _untried(check: str, outcome: TrialResult) -> Finding:
     reason = "torch cannot be imported" if "torch" in outcome.errors else f"the trial {outcome.ending}"
     return note(check, f"not tried: {reason}", "whether it works is not known", "see the other findings first")
 
 
-def _judge_gloo(outcome: Outcome) -> list[Finding]:
+def _judge_gloo(outcome: TrialResult) -> list[Finding]:
     if "gloo" not in {*outcome.results, *outcome.errors, outcome.interrupted}:
         return [_untried("collectives", outcome)]
     result = outcome.results.get("gloo")
@@ -117,7 +117,7 @@ def _judge_gloo(outcome: Outcome) -> list[Finding]:
     return [problem("collectives", f"gloo between two processes: {failure}", cost, remedy)]
 
 
-def _judge_kernels(outcome: Outcome) -> list[Finding]:
+def _judge_kernels(outcome: TrialResult) -> list[Finding]:
     remedy = "remove the folder ops in the folder of caches, and they are compiled anew; or train with ops.impl=torch"
     wrong = outcome.errors.get("kernels") or (f"Python {outcome.ending}" if outcome.interrupted == "kernels" else None)
     result = outcome.results.get("kernels")
@@ -135,12 +135,12 @@ def _judge_kernels(outcome: Outcome) -> list[Finding]:
     return [problem("kernels", str(wrong), "training on a CPU crashes, or computes something else", remedy)]
 
 
-def _judge_attention(outcome: Outcome) -> list[Finding]:
+def _judge_attention(outcome: TrialResult) -> list[Finding]:
     gpus = outcome.results.get("gpus")
     return [] if gpus is None else [describe_attention(bool(gpus["gpus"]))]
 
 
-def _judge_gpus(outcome: Outcome) -> list[Finding]:
+def _judge_gpus(outcome: TrialResult) -> list[Finding]:
     driver = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if "gpus" not in outcome.results:
         if "gpus" in outcome.errors:

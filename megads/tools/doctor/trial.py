@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """What the probe said.
 
     Attributes:
@@ -71,7 +71,7 @@ class Trial:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> TrialResult:
         """Waits for the probe, to its deadline, and returns what it said."""
         try:
             code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
@@ -83,14 +83,14 @@ class Trial:
         return read_outcome(self._output.read(), ending)
 
 
-def read_outcome(text: str, ending: str) -> Outcome:
+def read_outcome(text: str, ending: str) -> TrialResult:
     """Reads the probe's lines.
 
     Args:
         text: what it wrote; the last line may be cut.
         ending: how it ended.
     """
-    outcome = Outcome()
+    outcome = TrialResult()
     begun: str | None = None
     for line in text.splitlines():
         try:
@@ -104,4 +104,4 @@ def read_outcome(text: str, ending: str) -> Outcome:
             outcome.errors[said["end"]] = said["error"]
     if begun is None and (outcome.results or outcome.errors):
         return outcome
-    return Outcome(outcome.results, outcome.errors, begun or "start", ending)
+    return TrialResult(outcome.results, outcome.errors, begun or "start", ending)

@@ -25,7 +25,7 @@ from megads.evaluate.placement import choose_device, choose_dtype
 from megads.evaluate.token_losses import losses_of
 from megads.frozen_config import config_dict
 from megads.parallel.context import held_chunks
-from megads.parallel.grid import Place, place_of
+from megads.parallel.grid import GridCoordinate, place_of
 from megads.runtime.run_dir import find_run
 from megads.tools.inspect.trained_step import TrainedStep, open_step
 from megads.tools.inspect.why_config import LossChoice, WhyConfig
@@ -44,7 +44,7 @@ class RankShare:
     """
 
     rank: int
-    place: Place
+    place: GridCoordinate
     chunks: tuple[range, ...]
 
 

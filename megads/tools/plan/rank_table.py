@@ -14,9 +14,8 @@ from megads.config import RootConfig
 from megads.model.config import ModelConfig
 from megads.model.stages import EMBEDDING, HEAD, stage_specs
 from megads.parallel.config import AXES, ParallelConfig
-from megads.parallel.grid import Place, axis_lines, place_of
+from megads.parallel.grid import GridCoordinate, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
-from megads.parallel.vocabulary import padded_rows
 from megads.runtime.visible_console import VisibleConsole
 
 
@@ -35,7 +34,7 @@ class RankPlace:
     """
 
     rank: int
-    place: Place
+    place: GridCoordinate
     node: int | None
     layers: tuple[str, ...]
     heads: range
@@ -68,7 +67,9 @@ def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: in
     return found
 
 
-def _vocabulary(model: ModelConfig, parallel: ParallelConfig, place: Place, layers: tuple[str, ...]) -> range | None:
+def _vocabulary(
+    model: ModelConfig, parallel: ParallelConfig, place: GridCoordinate, layers: tuple[str, ...]
+) -> range | None:
     if EMBEDDING not in layers and HEAD not in layers:
         return range(0)
     size = model.vocab_size

@@ -14,7 +14,7 @@ from megads.errors import ConfigError, Preempted
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.tools.doctor.finding import Finding, Status, ok, problem
-from megads.tools.rehearse.notes import OUTPUT_FILE, Start, read_orders, read_starts, write_orders
+from megads.tools.rehearse.notes import OUTPUT_FILE, RehearsedStart, read_orders, read_starts, write_orders
 from megads.tools.rehearse.private_slurm import PrivateSlurm
 from megads.tools.rehearse.request import AskedSignal, Request
 
@@ -92,7 +92,7 @@ class Life:
             return findings
         return findings + self._second_start(start)
 
-    def _signal(self, asked: AskedSignal, start: Start) -> Finding:
+    def _signal(self, asked: AskedSignal, start: RehearsedStart) -> Finding:
         """Sends the signal as slurmctld would and judges what the job makes of it."""
         batch = ["--batch"] if asked.to_script else []
         self._say(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
@@ -117,7 +117,7 @@ class Life:
         self._ledger = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
         return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit 6")
 
-    def _noticed(self, start: Start) -> bool:
+    def _noticed(self, start: RehearsedStart) -> bool:
         """Waits until the launcher has noted a signal; a run that trains on regardless has not got it."""
         sent, trained = time.monotonic(), len(self._steps(start))
 
@@ -130,7 +130,7 @@ class Life:
         self._wait(lambda: happened() or trains_on(), _NOTICE_TIMEOUT_S)
         return happened()
 
-    def _second_start(self, first: Start) -> list[Finding]:
+    def _second_start(self, first: RehearsedStart) -> list[Finding]:
         """Judges requeue and resume."""
         if not self._wait(lambda: len(read_starts(self._folder)) > 1, _START_TIMEOUT_S):
             said = [line for line in self._output().splitlines() if "requeue" in line]
@@ -155,7 +155,7 @@ class Life:
         self._wait(self._ended, _START_TIMEOUT_S)
         return [requeued, self._resumed(first, cost)]
 
-    def _resumed(self, start: Start, cost: str) -> Finding:
+    def _resumed(self, start: RehearsedStart, cost: str) -> Finding:
         """Compares the ledger of the whole run with what was saved."""
         saved, last = self._ledger[-1]["step"], read_orders(self._folder).last_step
         if not any(event["event"] == "resume" and event["step"] == saved for event in self._events(start)):
@@ -229,14 +229,14 @@ class Life:
         code, _, signal = max(started, key=lambda task: task["StartTime"])["ExitCode"].partition(":")
         return f"with exit code {code}" if signal == "0" else f"by signal {signal}"
 
-    def _steps(self, start: Start) -> list[int]:
+    def _steps(self, start: RehearsedStart) -> list[int]:
         lines = read_json_lines(Path(start.scaled_run) / METRICS_FILE)
         return [line["step"] for line in lines if "loss" in line]
 
-    def _events(self, start: Start) -> list[dict[str, Any]]:
+    def _events(self, start: RehearsedStart) -> list[dict[str, Any]]:
         return list(read_json_lines(Path(start.scaled_run) / EVENTS_FILE))
 
-    def _exit_codes(self, start: Start) -> list[int]:
+    def _exit_codes(self, start: RehearsedStart) -> list[int]:
         """Exit codes of the run's starts so far."""
         return [event["exit_code"] for event in self._events(start) if event["event"] == "exit"]
 

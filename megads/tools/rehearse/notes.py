@@ -47,7 +47,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Start:
+class RehearsedStart:
     """One `megads train` of the job.
 
     Attributes:
@@ -77,19 +77,19 @@ def read_orders(folder: Path) -> Orders:
     return Orders(**json.loads((folder / _ORDERS_FILE).read_text()))
 
 
-def write_start(folder: Path, start: Start) -> None:
+def write_start(folder: Path, start: RehearsedStart) -> None:
     """Adds a start to those of the job."""
     _write(folder / f"start_{len(read_starts(folder)):03d}.json", dataclasses.asdict(start))
 
 
-def read_starts(folder: Path) -> list[Start]:
+def read_starts(folder: Path) -> list[RehearsedStart]:
     """Returns the starts of the job so far, the first one first."""
     found = []
     for path in sorted(folder.glob("start_*.json")):
         content = json.loads(path.read_text())
         findings: Sequence[dict[str, str]] = content.pop("findings")
         read = [Finding(**{**finding, "status": Status(finding["status"])}) for finding in findings]  # type: ignore[arg-type]
-        found.append(Start(findings=tuple(read), **content))
+        found.append(RehearsedStart(findings=tuple(read), **content))
     return found
 
 

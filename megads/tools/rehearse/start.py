@@ -14,9 +14,9 @@ from megads.launch.preflight_data import describe_data, locate_data, require_dat
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.start import place
 from megads.runtime.config import ClusterKind
-from megads.runtime.slurm import Allocation, Job, Node
+from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
-from megads.tools.rehearse.notes import Orders, Start, read_orders, write_start
+from megads.tools.rehearse.notes import Orders, RehearsedStart, read_orders, write_start
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
 from megads.tools.rehearse.scale import scaled_run
 
@@ -41,7 +41,7 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
     found.append(_run_folder(run_dir))
     if orders.elsewhere:
         found = of_this_machine(found)
-    start = Start(tuple(found), str(run_dir))
+    start = RehearsedStart(tuple(found), str(run_dir))
     if orders.refused or start.refused:
         write_start(folder, start)
         raise ConfigError("refused on paper: see the verdict of megads rehearse")
@@ -98,7 +98,7 @@ def _layout(config: RootConfig, orders: Orders) -> str:
             "requeued; write megads train cluster=slurm"
         )
     nodes = tuple(Node(f"node{number}", "") for number in range(1, orders.nodes + 1))
-    placement = place_ranks(config, Allocation(Job("", 0, ""), nodes, orders.gpus_per_node))
+    placement = place_ranks(config, Allocation(SlurmJob("", 0, ""), nodes, orders.gpus_per_node))
     return f"{config.parallel.world_size} ranks, {placement.ranks_per_node} on each of {orders.nodes} nodes"
 
 

@@ -45,7 +45,7 @@ def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
 
 def document(title: str, body: Iterable[str]) -> str:
     """A whole page around the parts of a body."""
-    css = resources.files("megads.report").joinpath("page.css").read_text()
+    css = resources.files(__package__).joinpath("page.css").read_text()
     colors = (
         f":root{{{palette_css(dark=False)}}}@media (prefers-color-scheme: dark){{:root{{{palette_css(dark=True)}}}}}"
     )

@@ -30,7 +30,7 @@ _PLACES = 600
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """One start of the run's processes, in seconds since 1970.
 
     Attributes:
@@ -44,7 +44,7 @@ class Start:
     exit_code: int | None
 
 
-def find_starts(history: RunHistory) -> list[Start]:
+def find_starts(history: RunHistory) -> list[RunStart]:
     """The starts of a run, in order."""
     launches = [place for place, event in enumerate(history.events) if event.get("event") == "launch"]
     return [
@@ -54,7 +54,7 @@ def find_starts(history: RunHistory) -> list[Start]:
     ]
 
 
-def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> Start:
+def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> RunStart:
     begin = number(events[0].get("time"))
     own = [number(event.get("time")) for event in events if event.get("event") not in _BEFORE_LAUNCH]
     end = max(time for time in own if math.isfinite(time))
@@ -62,7 +62,7 @@ def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> Start:
     if ends:
         code = number(ends[-1].get("exit_code"))
         ended = number(ends[-1].get("time"))
-        return Start(begin, ended if math.isfinite(ended) else end, int(code) if math.isfinite(code) else None)
+        return RunStart(begin, ended if math.isfinite(ended) else end, int(code) if math.isfinite(code) else None)
     is_last = events[-1] is history.events[-1]
     going_on = [event for event in events if event.get("event") == "start"]
     if is_last and going_on:
@@ -70,7 +70,7 @@ def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> Start:
         steps = history.step > number(going_on[-1].get("step"))
         trained_s = float(np.nansum(history.columns["step_time_s"][steps]))
         end = max(end, number(going_on[-1].get("time")) + trained_s)
-    return Start(begin, end, None)
+    return RunStart(begin, end, None)
 
 
 def draw_timeline(history: RunHistory, wide: bool = False) -> Figure | None:
@@ -115,7 +115,7 @@ def draw_timeline(history: RunHistory, wide: bool = False) -> Figure | None:
     return figure
 
 
-def _kind(start: Start) -> int:
+def _kind(start: RunStart) -> int:
     if start.exit_code is None:
         return 2
     return 1 if start.exit_code else 0

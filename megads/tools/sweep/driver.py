@@ -21,7 +21,7 @@ from megads.errors import (
     exit_code_of_signal,
 )
 from megads.tools.sweep.config import SearchName, SweepConfig
-from megads.tools.sweep.launcher import Ended, Launcher
+from megads.tools.sweep.launcher import Launcher, PointEnd
 from megads.tools.sweep.objective import Curve, launched_at, read_objective
 from megads.tools.sweep.points import UNFINISHED, Point, PointBook, PointState
 from megads.tools.sweep.results import to_repeat
@@ -249,7 +249,7 @@ class Driver:
                 self._study.end(point)
             self._say(f"point {point.number} {point.state}{_outcome(point)}")
 
-    def _conclude(self, point: Point, end: Ended) -> None:
+    def _conclude(self, point: Point, end: PointEnd) -> None:
         """Names how a point ended, and reads what it came to."""
         asked = self._asked.pop(point.number, None)
         point.exit_code = end.exit_code

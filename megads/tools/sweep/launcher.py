@@ -9,7 +9,7 @@ from megads.tools.sweep.points import Point
 
 
 @dataclass(frozen=True)
-class Ended:
+class PointEnd:
     """How a start of a point ended.
 
     Attributes:
@@ -45,7 +45,7 @@ class Launcher(Protocol):
         """Whether a point that an earlier, killed sweep started is still to be waited for; then it is."""
         ...
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[PointEnd]:
         """The points that ended since the last call."""
         ...
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from megads.errors import ConfigError
 from megads.runtime.child_process import signal_child, start_child
 from megads.runtime.lease import in_use
-from megads.tools.sweep.launcher import Ended
+from megads.tools.sweep.launcher import PointEnd
 from megads.tools.sweep.points import Point
 
 _POLL_S = 0.5
@@ -94,7 +94,7 @@ class LocalLauncher:
             time.sleep(self.poll_s)
         return False
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[PointEnd]:
         """The processes that ended since the last call."""
         found = []
         for number, (process, share) in list(self._running.items()):
@@ -103,7 +103,7 @@ class LocalLauncher:
                 continue
             del self._running[number]
             self._free.append(share)
-            found.append(Ended(number, code, _last_words(self.log(number)) if code else ""))
+            found.append(PointEnd(number, code, _last_words(self.log(number)) if code else ""))
         return found
 
     def stop(self, point: Point) -> None:

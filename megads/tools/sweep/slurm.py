@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megads.errors import EXIT_BUG, ConfigError
 from megads.runtime.stop_file import INTERRUPTED, request_stop
-from megads.tools.sweep.launcher import Ended
+from megads.tools.sweep.launcher import PointEnd
 from megads.tools.sweep.objective import events_since, launched_at
 from megads.tools.sweep.points import Point
 
@@ -97,7 +97,7 @@ class SlurmLauncher:
     def _log(self, point: Point) -> Path:
         return (self._folder / "points" / f"{point.number:04d}.log").absolute()
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[PointEnd]:
         """The jobs that left the queue since the last call."""
         if not self._running:
             return []
@@ -149,19 +149,19 @@ def _job_fields(job: str) -> dict[str, str] | None:
     return dict(re.findall(r"(\w+)=(\S+)", answer.stdout))
 
 
-def _outcome(point: Point) -> Ended:
+def _outcome(point: Point) -> PointEnd:
     """How a job that left the queue ended: by SLURM's word, else by what the run itself wrote."""
     fields = _job_fields(point.job) or {}
     state, code = fields.get("JobState", ""), fields.get("ExitCode", "")
     if state in _GONE:
-        return Ended(point.number, -signal.SIGKILL, f"job {point.job} ended as {state}")
+        return PointEnd(point.number, -signal.SIGKILL, f"job {point.job} ended as {state}")
     if re.fullmatch(r"\d+:\d+", code):
         status, number = map(int, code.split(":"))
-        return Ended(point.number, -number if number else status, f"job {point.job} ended as {state}")
+        return PointEnd(point.number, -number if number else status, f"job {point.job} ended as {state}")
     last = _last_exit(point)
     if last is None:
-        return Ended(point.number, EXIT_BUG, f"job {point.job} is gone, and its run did not say how it ended")
-    return Ended(point.number, last, f"job {point.job} is gone; its run ended so")
+        return PointEnd(point.number, EXIT_BUG, f"job {point.job} is gone, and its run did not say how it ended")
+    return PointEnd(point.number, last, f"job {point.job} is gone; its run ended so")
 
 
 def _last_exit(point: Point) -> int | None:

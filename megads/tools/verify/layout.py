@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.batch import MicroBatch
 from megads.engine.build import build_train_engine
-from megads.engine.interface import Shard, TrainEngine
+from megads.engine.interface import EngineSpec, Shard, TrainEngine
 from megads.model.initialise import InitialValue
-from megads.ops.choice import load
+from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, build_grid
-from megads.tools.verify.run import Piece, RankRun, pieces
+from megads.tools.verify.run import RankRun, TensorPart, pieces
 from megads.tools.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
 
 _ACTIVATION_DIMS = 3
@@ -87,8 +87,8 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         value: initial weights; None is the scenario's.
     """
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
-    ops = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
-    return build_train_engine(
+    kernels = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
+    spec = EngineSpec(
         scenario.model,
         parallel,
         scenario.optim,
@@ -98,8 +98,9 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         seed=scenario.seed,
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
-        ops=ops,
+        kernels=kernels,
     )
+    return build_train_engine(spec)
 
 
 def rank_batches(scenario: Scenario, step: int, grid: ParallelGrid) -> list[MicroBatch]:
@@ -135,9 +136,9 @@ def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
     return found.loss_sum, found.tokens
 
 
-def first_gradients(engine: TrainEngine) -> list[Piece]:
+def first_gradients(engine: TrainEngine) -> list[TensorPart]:
     """A list that fills with this rank's reduced gradients of the next step."""
-    found: list[Piece] = []
+    found: list[TensorPart] = []
 
     def keep(shards: list[Shard]) -> None:
         found.extend(pieces(shards))

@@ -18,7 +18,7 @@ from megads.model.config import ModelConfig
 FloatArray = npt.NDArray[np.float32]
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """A Shard's copy that can travel between processes."""
 
     key: str
@@ -32,9 +32,9 @@ class Piece(NamedTuple):
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
 
 
-def pieces(shards: Iterable[Shard]) -> list[Piece]:
+def pieces(shards: Iterable[Shard]) -> list[TensorPart]:
     """Copies of shards."""
-    return [Piece(s.key, s.global_shape, s.offset, s.tensor.detach().cpu().numpy().copy()) for s in shards]
+    return [TensorPart(s.key, s.global_shape, s.offset, s.tensor.detach().cpu().numpy().copy()) for s in shards]
 
 
 @dataclass
@@ -64,10 +64,10 @@ class RankRun:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    initial: list[Piece] = field(default_factory=list)
-    shards: list[Piece] = field(default_factory=list)
-    held: list[Piece] = field(default_factory=list)
-    gradients: list[Piece] = field(default_factory=list)
+    initial: list[TensorPart] = field(default_factory=list)
+    shards: list[TensorPart] = field(default_factory=list)
+    held: list[TensorPart] = field(default_factory=list)
+    gradients: list[TensorPart] = field(default_factory=list)
     validation: tuple[float, int] = (0.0, 0)
     reductions: set[tuple[str, int]] = field(default_factory=set)
     stream: Stream = field(default_factory=Stream)
@@ -92,7 +92,9 @@ def read_runs(path: Path) -> list[RankRun]:
     runs = []
     for content in torch.load(path, weights_only=True):
         for name in _PIECES:
-            content[name] = [Piece(key, shape, offset, values.numpy()) for key, shape, offset, values in content[name]]
+            content[name] = [
+                TensorPart(key, shape, offset, values.numpy()) for key, shape, offset, values in content[name]
+            ]
         runs.append(RankRun(**{**content, "stream": Stream(**content["stream"])}))
     return runs
 
@@ -155,7 +157,7 @@ def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
 
 
 def assemble(
-    found: Iterable[Piece | tuple[str, tuple[int, ...], tuple[int, ...], FloatArray]], kind: str
+    found: Iterable[TensorPart | tuple[str, tuple[int, ...], tuple[int, ...], FloatArray]], kind: str
 ) -> dict[str, FloatArray]:
     """Full tensors of one kind from rectangles.
 
@@ -164,7 +166,7 @@ def assemble(
     """
     full: dict[str, FloatArray] = {}
     covered: dict[str, npt.NDArray[np.int32]] = {}
-    for piece in map(Piece._make, found):
+    for piece in map(TensorPart._make, found):
         prefix, _, name = piece.key.partition("/")
         if prefix != kind:
             continue
@@ -188,7 +190,7 @@ def _join_streams(streams: Sequence[Stream]) -> Stream:
     return Stream(hashes, {name: " ".join(sorted(digests)) for name, digests in contents.items()})
 
 
-def differing_copies(held: Iterable[Piece]) -> dict[str, int]:
+def differing_copies(held: Iterable[TensorPart]) -> dict[str, int]:
     """Elements that differ bitwise between the copies of each tensor that has some; 0 where all is well."""
     full: dict[str, npt.NDArray[np.int32]] = {}
     covered: dict[str, npt.NDArray[np.bool_]] = {}

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.bias_gelu import bias_gelu
-from megads.ops.gelu import gelu
+from megads.ops.gelu import bias_gelu, gelu
+from megads.ops.kernels import FUSED, TORCH
 from megads.ops.swiglu import swiglu
 from scripts.bench.operators.case import LIMIT, OURS, Case, Sizes, Target, compiled, drawn, forward, forward_backward
 
@@ -22,7 +22,7 @@ def bias_gelu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
         return F.gelu(x + bias, approximate="tanh")
 
     sides = {
-        OURS: forward(lambda x, bias: bias_gelu(x, bias, True), inputs),
+        OURS: forward(lambda x, bias: bias_gelu(x, bias, FUSED), inputs),
         "eager": forward(torchs, inputs),
         "inductor": forward(compiled(torchs), inputs),
     }
@@ -36,9 +36,9 @@ def gelu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     """Forward and backward; a GEMM has added the bias."""
     x, grad = drawn(sizes.rows, sizes.width, dtype=dtype), torch.randn(sizes.rows, sizes.width).to(dtype)
     sides = {
-        OURS: forward_backward(lambda x: gelu(x, True), [x], grad),
-        "eager": forward_backward(lambda x: gelu(x, False), [x], grad),
-        "inductor": forward_backward(compiled(lambda x: gelu(x, False)), [x], grad),
+        OURS: forward_backward(lambda x: gelu(x, FUSED), [x], grad),
+        "eager": forward_backward(lambda x: gelu(x, TORCH), [x], grad),
+        "inductor": forward_backward(compiled(lambda x: gelu(x, TORCH)), [x], grad),
     }
     moved = 5 * x.numel() * x.itemsize
     return Case(f"GELU f+b {sizes.rows}x{sizes.width}", sides, moved, row=4, targets=NO_SLOWER)
@@ -54,7 +54,7 @@ def swiglu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
         return F.silu(gate) * up
 
     sides = {
-        OURS: forward_backward(lambda x: swiglu(x, True), [x], grad),
+        OURS: forward_backward(lambda x: swiglu(x, FUSED), [x], grad),
         "eager": forward_backward(torchs, [halves], grad),
         "inductor": forward_backward(compiled(torchs), [halves], grad),
     }

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.model.alibi import alibi_slopes, causal_bias
+from megads.model.attention import alibi_slopes, causal_bias
 from megads.ops.attention import attention
 from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, drawn, forward_backward
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.ops.kernels import FUSED, Kernels
 from megads.ops.linear import input_gradient, linear, weight_gradient
 from scripts.bench.operators.case import OURS, Case, Sizes, Target
 
@@ -19,12 +20,16 @@ def linear_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     x, weight = torch.randn(tokens, hidden).to(dtype), torch.randn(4 * hidden, hidden).to(dtype)
     bias, grad = torch.randn(4 * hidden).to(dtype), torch.randn(tokens, 4 * hidden).to(dtype)
 
-    def products(fused: bool) -> list[Tensor]:
-        return [linear(x, weight, bias, fused), input_gradient(grad, weight, fused), weight_gradient(grad, x, fused)]
+    def products(kernels: Kernels) -> list[Tensor]:
+        return [
+            linear(x, weight, bias, kernels),
+            input_gradient(grad, weight, kernels),
+            weight_gradient(grad, x, kernels),
+        ]
 
     def torchs() -> list[Tensor]:
         return [F.linear(x, weight, bias), grad @ weight, grad.t() @ x]
 
     flops = 3 * 2.0 * tokens * hidden * 4 * hidden
     name = f"linear f+b {tokens}x{hidden}x{4 * hidden}"
-    return Case(name, {OURS: lambda: products(True), EAGER: torchs}, flops=flops, targets=(Target(EAGER, 1.0),))
+    return Case(name, {OURS: lambda: products(FUSED), EAGER: torchs}, flops=flops, targets=(Target(EAGER, 1.0),))

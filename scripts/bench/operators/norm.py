@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.ops.kernels import FUSED
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
 from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, drawn, forward_backward
 
@@ -43,7 +44,7 @@ def layer_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     """Of one input."""
 
     def ours(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-        return layer_norm(x, gain, bias, EPS, True)
+        return layer_norm(x, gain, bias, EPS, FUSED)
 
     def torchs(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, (sizes.width,), gain, bias, EPS)
@@ -55,7 +56,7 @@ def add_layer_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     """Of a residual sum, which goes on beside its norm."""
 
     def ours(x: Tensor, residual: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
-        normed, added = add_layer_norm(x, residual, gain, bias, EPS, True)
+        normed, added = add_layer_norm(x, residual, gain, bias, EPS, FUSED)
         return normed + added
 
     def torchs(x: Tensor, residual: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ def rms_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     """Of one input, no bias."""
 
     def ours(x: Tensor, gain: Tensor) -> Tensor:
-        return rms_norm(x, gain, EPS, True)
+        return rms_norm(x, gain, EPS, FUSED)
 
     def torchs(x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, (sizes.width,), gain, EPS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megads.ops.kernels import FUSED, TORCH
 from megads.ops.rotary import rotate
 from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, drawn, forward_backward
 
@@ -17,7 +18,7 @@ def rotary_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     cos, sin = angles.cos(), angles.sin()
 
     def by_halves(x: Tensor) -> Tensor:
-        return rotate(x, cos, sin, False)
+        return rotate(x, cos, sin, TORCH)
 
     def hugging_face(x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)
@@ -25,7 +26,7 @@ def rotary_case(sizes: Sizes, dtype: torch.dtype) -> Case:
         return x * doubled_cos + torch.cat((-second, first), dim=-1) * doubled_sin
 
     sides = {
-        OURS: forward_backward(lambda x: rotate(x, cos, sin, True), [x], grad),
+        OURS: forward_backward(lambda x: rotate(x, cos, sin, FUSED), [x], grad),
         "eager, as Hugging Face": forward_backward(hugging_face, [x], grad),
         "eager, ops.impl=torch": forward_backward(by_halves, [x], grad),
         "inductor": forward_backward(compiled(by_halves), [x], grad),

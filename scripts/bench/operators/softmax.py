@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megads.model.alibi import alibi_slopes, causal_bias
+from megads.model.attention import alibi_slopes, causal_bias
+from megads.ops.kernels import FUSED
 from megads.ops.softmax import masked_softmax
 from scripts.bench.operators.case import LIMIT, OURS, Case, Sizes, Target, compiled, drawn, forward
 
@@ -21,7 +22,7 @@ def softmax_case(sizes: Sizes, dtype: torch.dtype) -> Case:
         return torch.softmax(scores.float() * scale + bias, dim=-1).to(dtype)
 
     sides = {
-        OURS: forward(lambda scores: masked_softmax(scores, scale, slopes, fused=True), [scores]),
+        OURS: forward(lambda scores: masked_softmax(scores, scale, slopes, kernels=FUSED), [scores]),
         "eager": forward(torchs, [scores]),
         "inductor": forward(compiled(torchs), [scores]),
     }

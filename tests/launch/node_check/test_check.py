@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megads.launch.node_check import measure
-from megads.launch.node_check.check import CHECKER, Checked, Place, check_nodes
+from megads.launch.node_check.check import CHECKER, Checked, CheckTarget, check_nodes
 from megads.launch.node_check.config import CheckNodesConfig
 
 # On a machine that others use too, speeds say nothing.
@@ -19,7 +19,7 @@ def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) ->
     """Checks with so many checkers, the third of which goes wrong."""
     command = (*CHECKER, "--entry", f"tests.node_faults:{fault}") if fault else CHECKER
     config = CheckNodesConfig(folder=str(folder), timeout_s=timeout_s, **SETTINGS)
-    return check_nodes(config, Place(tuple(f"node/{number}" for number in range(count)), command=command))
+    return check_nodes(config, CheckTarget(tuple(f"node/{number}" for number in range(count)), command=command))
 
 
 @pytest.mark.distributed

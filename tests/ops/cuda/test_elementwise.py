@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megads.model.rotary import rotary_tables
 from megads.ops.dropout import dropout
+from megads.ops.kernels import TORCH
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
@@ -134,9 +135,9 @@ def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
         base = placed.data_ptr()
         lanes.call("rotary", *shape, *query.stride()[:3], seq_len, 0, base, *flat, turned)
         lanes.call("rotary", *shape, *turned.stride()[:3], seq_len, 1, turned, *flat, back)
-        check_error(turned, rotate(query, *tables, False), rotate(query.double(), *exact_tables, False))
-        eager = rotate(turned.clone(), tables[0], -tables[1], False)
-        check_error(back, eager, rotate(turned.double(), exact_tables[0], -exact_tables[1], False))
+        check_error(turned, rotate(query, *tables, TORCH), rotate(query.double(), *exact_tables, TORCH))
+        eager = rotate(turned.clone(), tables[0], -tables[1], TORCH)
+        check_error(back, eager, rotate(turned.double(), exact_tables[0], -exact_tables[1], TORCH))
 
 
 def test_nothing_to_do() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.model.rotary import rotary_tables
+from megads.ops.kernels import TORCH
 from megads.ops.philox import DropoutMask, threshold_of
 from megads.ops.rotary import rotate
 from tests.ops.cuda.lanes import KernelFault, Lanes
@@ -150,7 +151,7 @@ def test_logits_and_positions() -> None:
         large, out = filled(lanes, query, tokens), lanes.sparse((tokens, heads, dim), BF16)
         flat = [table.reshape(1, -1).contiguous() for table in tables]
         lanes.call("rotary", BF16, 1, tokens, heads, dim, 0, heads * dim, dim, 1, 0, large, *flat, out)
-        close(out[-1], rotate(query[None], *tables, False)[0, 0])
+        close(out[-1], rotate(query[None], *tables, TORCH)[0, 0])
 
 
 @pytest.mark.parametrize(

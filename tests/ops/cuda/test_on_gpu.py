@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megads.ops.choice import load
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.gelu import gelu
+from megads.ops.kernels import FUSED, TORCH
+from megads.ops.resolve import load
 from scripts.bench.gpu_kernels import SMALL, Sizes, cases, error_ratio
 
 pytestmark = [
@@ -37,6 +38,6 @@ def test_a_stream_of_its_own() -> None:
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(100_000_000)
-        found = gelu(x.mul_(2.0), True)
+        found = gelu(x.mul_(2.0), FUSED)
     stream.synchronize()
-    torch.testing.assert_close(found, gelu(x, False))
+    torch.testing.assert_close(found, gelu(x, TORCH))

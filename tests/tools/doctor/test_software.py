@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from megads.model.attention_kinds import AttentionKind
+from megads.ops.attention_kinds import AttentionKind
 from megads.tools.doctor.finding import Finding, Status
 from megads.tools.doctor.software import describe_gpus, judge_probe
-from megads.tools.doctor.trial import Outcome, read_outcome
+from megads.tools.doctor.trial import TrialResult, read_outcome
 
 TORCH = '{"begin": "torch"}\n{"end": "torch", "result": {"version": "2.13.0", "seconds": 1.5, "cuda": null}}\n'
 GOOD = (
@@ -20,7 +20,7 @@ GOOD = (
 )
 
 
-def statuses(outcome: Outcome) -> dict[str, Status]:
+def statuses(outcome: TrialResult) -> dict[str, Status]:
     return {finding.check: finding.status for finding in judge_probe(outcome)}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megads.tools.sweep.config import SweepConfig
 from megads.tools.sweep.driver import Driver, PlannedPoint
-from megads.tools.sweep.launcher import Ended
+from megads.tools.sweep.launcher import PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
 from megads.tools.sweep.space import Choice
 
@@ -33,9 +33,9 @@ class EndsAtOnce:
     def find(self, point: Point) -> bool:
         return False
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[PointEnd]:
         over, self._over = self._over, []
-        return [Ended(number, self.exit_code) for number in over]
+        return [PointEnd(number, self.exit_code) for number in over]
 
     def stop(self, point: Point) -> None:
         raise AssertionError("nobody asked")

@@ -15,7 +15,7 @@ from megads.tools.sweep.points import Point, PointBook, PointState, read_points
 from megads.tools.sweep.record import held, make_record, read_record, write_record
 from megads.tools.sweep.results import best_command, ranking, summary, to_repeat, write_results
 from megads.tools.sweep.space import Choice, Interval, Space
-from tests.cli.test_entry import megads
+from tests.command import run_megads as megads
 
 
 def point(number: int, objective: float | None, repeats: int | None = None, state: str = "finished") -> Point:

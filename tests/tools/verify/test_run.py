@@ -7,11 +7,11 @@ import pytest
 
 from megads.errors import NumericalError
 from megads.tools.verify.checks import measure_agreement
-from megads.tools.verify.run import Piece, RankRun, Run, Stream, assemble, differing_copies, join
+from megads.tools.verify.run import RankRun, Run, Stream, TensorPart, assemble, differing_copies, join
 
 
-def piece(start: int, values: list[float], key: str = "weight/a") -> Piece:
-    return Piece(key, (4,), (start,), np.array(values, np.float32))
+def piece(start: int, values: list[float], key: str = "weight/a") -> TensorPart:
+    return TensorPart(key, (4,), (start,), np.array(values, np.float32))
 
 
 def test_assembled_tensors_are_whole() -> None:

@@ -1,0 +1,437 @@
+"""How attention is computed on a GPU: every kind that can do the run's work is tried on the run's own shapes.
+
+What was found is kept in the user's cache, under all that it depends on; removing the file, or the folder
+`attention` of the cache, makes the next run try anew. For the error against fp64 (`megads.ops.autotune`) only some
+queries have a gradient, so that fp64 is needed for those alone; their keys are all there.
+
+Shape suffixes: b = batch, s = query, t = key, n = heads, m = heads of keys and values, d = head dim, r = tried queries.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megads.batch import BatchInfo
+from megads.errors import ConfigError
+from megads.model.attention import AttentionCore
+from megads.model.config import ModelConfig
+from megads.ops.attention_kinds import FLASH_PACKAGE, AttentionKind, AttentionWork, why_not
+from megads.ops.autotune import (
+    Step,
+    TuningResult,
+    cache_file,
+    cache_key,
+    compare,
+    device_name,
+    examine,
+    fastest,
+    read_cached,
+    write_cached,
+)
+from megads.ops.config import Implementation
+from megads.ops.kernels import FUSED, TORCH
+from megads.ops.philox import DropoutMask
+from megads.ops.softmax import masked_softmax
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [b, n, s, d], keys and values [b, m, t, d] to [b, n, s, d], masks and biases included."""
+MOST_TRIED = 1024
+"""Queries whose exact result is computed."""
+MOST_SCORES = 2**25
+"""Elements of the scores of one group of heads in fp64, of which several are alive."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention to compute, forward and backward.
+
+    Attributes:
+        q_bnsd: queries, on the device and in the dtype of the run.
+        k_bmtd: keys.
+        v_bmtd: values.
+        grad_bnsd: gradient of the output.
+        slopes_n: fp32 ALiBi slope of every head; None: no bias.
+        places_s: int64 place of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key that a query sees; None: 0.
+        mask: of the probabilities; None: nothing is dropped.
+    """
+
+    q_bnsd: Tensor
+    k_bmtd: Tensor
+    v_bmtd: Tensor
+    grad_bnsd: Tensor
+    slopes_n: Tensor | None = None
+    places_s: Tensor | None = None
+    starts_bs: Tensor | None = None
+    mask: DropoutMask | None = None
+
+
+class AttentionTrial:
+    """Ways to compute attention on one problem, see `megads.ops.autotune.TuningTask`.
+
+    Args:
+        problem: what all compute.
+    """
+
+    name = "model.attention"
+    remedy = "choose another kind, for example model.attention=sdpa"
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.device = problem.q_bnsd.device
+
+    def step(self, candidate: Attend) -> Step:
+        """Attention of queries, keys and values that want gradients."""
+        return _step(candidate, self.problem)
+
+    def error(self, candidate: Attend) -> float:
+        """See `TuningTask.error`; the exact result is computed for `tried_queries`, beside all keys."""
+        problem, tried_r = self.problem, tried_queries(self.problem)
+        # Without a gradient of their own, the other queries have no share in those of keys and values.
+        some = torch.zeros_like(problem.grad_bnsd)
+        some[:, :, tried_r] = problem.grad_bnsd[:, :, tried_r]
+        asked = replace(problem, grad_bnsd=some)
+        out, q, k, v = _attended(candidate, asked)
+        return _error((out[:, :, tried_r], q[:, :, tried_r], k, v), asked, tried_r)
+
+
+def tried_queries(problem: Problem) -> Tensor:
+    """Indices of the queries that are held to fp64, spread over all of them, int64 [r]."""
+    (_, heads, queries, _), (_, shared, keys, _) = problem.q_bnsd.shape, problem.k_bmtd.shape
+    count = min(queries, MOST_TRIED, max(16, MOST_SCORES // (heads // shared * keys)))
+    return torch.linspace(0, queries - 1, count, device=problem.q_bnsd.device, dtype=torch.float64).round().long()
+
+
+def plain_attention(
+    q_bnsd: Tensor,
+    k_bmtd: Tensor,
+    v_bmtd: Tensor,
+    slopes_n: Tensor | None = None,
+    places_s: Tensor | None = None,
+    starts_bs: Tensor | None = None,
+    mask: DropoutMask | None = None,
+) -> Tensor:
+    """dropout(softmax(q k^T / sqrt(d) + bias)) v with scores in memory, by torch's operators, [b, n, s, d].
+
+    In fp64 it is what others are held to, in a lower dtype it is the yardstick of their errors.
+    """
+    (_, heads, queries, dim), (_, shared, keys, _) = q_bnsd.shape, k_bmtd.shape
+    k_bntd, v_bntd = (x.repeat_interleave(heads // shared, 1) for x in (k_bmtd, v_bmtd))
+    weights_bnst = masked_softmax(q_bnsd @ k_bntd.transpose(-1, -2), dim**-0.5, slopes_n, places_s, starts_bs)
+    if mask is not None:
+        places_s = torch.arange(queries, device=q_bnsd.device) if places_s is None else places_s
+        weights_bnst = weights_bnst * mask.keep(heads, places_s, keys) * mask.scale
+    return weights_bnst @ v_bntd
+
+
+def _step(way: Attend, problem: Problem) -> Step:
+    leaves = [x.detach().requires_grad_() for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd)]
+
+    def backward(out: Tensor) -> list[Tensor]:
+        return [out.detach(), *torch.autograd.grad(out, leaves, problem.grad_bnsd)]
+
+    return lambda: way(*leaves), backward
+
+
+def _attended(way: Attend, problem: Problem) -> list[Tensor]:
+    """Output and gradients of queries, keys and values."""
+    forward, backward = _step(way, problem)
+    return backward(forward())
+
+
+def _error(found: Sequence[Tensor], problem: Problem, tried_r: Tensor) -> float:
+    """The largest error of output and gradients, in errors of plain torch. One group of heads at a time, first and last
+    sample alone, so that fp64 has room."""
+    heads, shared = problem.q_bnsd.shape[1], problem.k_bmtd.shape[1]
+    group, samples = heads // shared, sorted({0, len(problem.q_bnsd) - 1})
+    sums = torch.zeros(4, 3, dtype=torch.float64)  # of squares: our errors, those of plain torch, exact values
+    for sample in samples:
+        for first in range(shared):
+            part = _part(problem, sample, first, group, tried_r)
+            of_keys, of_queries = slice(first, first + 1), slice(first * group, (first + 1) * group)
+            heads_of = (of_queries, of_queries, of_keys, of_keys)
+            ours = [x[sample : sample + 1, some] for x, some in zip(found, heads_of, strict=True)]
+            theirs, exact = _plain(part, part.q_bnsd.dtype), _plain(part, torch.float64)
+            errors = [(x - right, y - right, right) for x, y, right in zip(ours, theirs, exact, strict=True)]
+            sums += torch.tensor([[float(x.double().square().sum()) for x in row] for row in errors])
+    ours_4, theirs_4, exact_4 = sums.sqrt().unbind(1)
+    # With one token gradients of queries and keys are nothing but rounding.
+    rounding_4 = 0.1 * torch.finfo(problem.q_bnsd.dtype).eps * torch.maximum(exact_4, exact_4[0].expand(4))
+    return float((ours_4 / torch.maximum(theirs_4, rounding_4)).max())
+
+
+def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor) -> Problem:
+    """One sample's queries that share one head of keys, of those that are tried."""
+    one, heads, mask = slice(sample, sample + 1), slice(first * group, (first + 1) * group), problem.mask
+    if mask is not None:
+        mask = replace(mask, samples_b=mask.samples_b[one], first_head=mask.first_head + heads.start)
+    places_s = torch.arange(problem.q_bnsd.shape[2], device=tried_r.device)
+    return Problem(
+        problem.q_bnsd[one, heads, tried_r],
+        problem.k_bmtd[one, first : first + 1],
+        problem.v_bmtd[one, first : first + 1],
+        problem.grad_bnsd[one, heads, tried_r],
+        None if problem.slopes_n is None else problem.slopes_n[heads],
+        (places_s if problem.places_s is None else problem.places_s)[tried_r],
+        None if problem.starts_bs is None else problem.starts_bs[one, tried_r],
+        mask,
+    )
+
+
+def _plain(part: Problem, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients by plain torch in a dtype."""
+    q, k, v, grad = (x.to(dtype) for x in (part.q_bnsd, part.k_bmtd, part.v_bmtd, part.grad_bnsd))
+
+    def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
+        return plain_attention(q_bnsd, k_bmtd, v_bmtd, part.slopes_n, part.places_s, part.starts_bs, part.mask)
+
+    return _attended(attend, replace(part, q_bnsd=q, k_bmtd=k, v_bmtd=v, grad_bnsd=grad))
+
+
+TRIED = (
+    *(AttentionKind.sdpa, AttentionKind.cudnn, AttentionKind.flash),
+    *(AttentionKind.flex, AttentionKind.augmented, AttentionKind.fused_softmax),
+)
+FOLDER = "attention"
+"""Of the user's cache."""
+MOST_KEPT = 1.5
+"""Times the memory of sdpa's inputs and output."""
+DOCUMENTS_OF_A_SAMPLE = 4
+"""Of the trial's packed samples; those of the data are not known."""
+
+
+@dataclass(frozen=True)
+class TunedAttention:
+    """The kind that a run takes, and why.
+
+    Attributes:
+        kind: to put into the model's config.
+        source: where it comes from, for people.
+        key: of all that the choice depends on; empty where nothing was tried.
+        outcomes: of each kind that was tried, and the reasons why the others were not.
+    """
+
+    kind: AttentionKind
+    source: str
+    key: str = ""
+    outcomes: Mapping[str, TuningResult] | None = None
+
+    @property
+    def text(self) -> str:
+        """One line for people: the choice, the times, and why others were left out, the reasons cut short."""
+        if not self.outcomes:
+            return f"{self.kind} ({self.source})"
+        timed = [(name, found.time_ms) for name, found in self.outcomes.items() if found.time_ms is not None]
+        times = [f"{name} {time_ms:.3g} ms" for name, time_ms in sorted(timed, key=lambda pair: pair[1])]
+        unsteady = [f"{name}: other bits on every run" for name, found in self.outcomes.items() if _unsteady(found)]
+        others = [f"{name}: {shorten(found.reason, 80)}" for name, found in self.outcomes.items() if found.reason]
+        return "; ".join([f"{self.kind} ({self.source})", *times, *unsteady, *others])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a file, an event, or another rank."""
+        outcomes = {name: asdict(found) for name, found in (self.outcomes or {}).items()}
+        return {"kind": self.kind.value, "source": self.source, "key": self.key, "outcomes": outcomes}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> TunedAttention:
+        """Reads what `to_dict` returned; raises ValueError, KeyError or TypeError on anything else."""
+        outcomes = {str(name): TuningResult(**found) for name, found in content["outcomes"].items()}
+        return cls(AttentionKind(content["kind"]), str(content["source"]), str(content["key"]), outcomes)
+
+
+def _unsteady(found: TuningResult) -> bool:
+    return found.time_ms is not None and not found.repeats
+
+
+def tune_attention(
+    model: ModelConfig,
+    work: AttentionWork,
+    device: torch.device,
+    *,
+    places_s: Tensor | None = None,
+    earlier: Callable[[str], TunedAttention | None] = lambda _key: None,
+    rounds: int = 10,
+) -> TunedAttention:
+    """The kind of attention of a run: what the user asked for, or the quickest that is exact.
+
+    A CPU's choice is not measured: `AttentionKind.auto` is the fused kernel there, or sdpa. A kind that the user asked
+    for on a GPU is tried once.
+
+    Args:
+        model: the model.
+        work: what one rank computes, everything known.
+        device: where.
+        places_s: int64 place of every query of this rank among the keys; None: it has whole samples.
+        earlier: what the run took at an earlier start, if it was chosen under the same key: it goes on with that, or
+            its numbers would not be those of a run that never stopped.
+        rounds: timings of each kind.
+
+    Raises:
+        ConfigError: what was asked for does not run here, or nothing does.
+    """
+    if not work.cuda:
+        return TunedAttention(model.attention, "nothing is measured")
+    if model.attention is not AttentionKind.auto:
+        return _asked_for(model, work, device, places_s)
+    key = attention_key(work, device)
+    known = earlier(key)
+    if known is not None:
+        return replace(known, source="as at the run's earlier start")
+    cached = _read(key)
+    if cached is not None:
+        return replace(cached, source="measured before")
+    choice = measure(model, work, device, TRIED, places_s=places_s, rounds=rounds)
+    choice = replace(choice, key=key)
+    write_cached(cache_file(FOLDER, key), choice.to_dict())
+    return choice
+
+
+def measure(
+    model: ModelConfig,
+    work: AttentionWork,
+    device: torch.device,
+    kinds: tuple[AttentionKind, ...],
+    *,
+    places_s: Tensor | None = None,
+    rounds: int = 10,
+) -> TunedAttention:
+    """Tries kinds of attention on a run's shapes and takes the quickest; arguments as of `tune_attention`.
+
+    Raises:
+        ConfigError: none of them can be taken.
+    """
+    problem, info = trial_problem(model, work, device, places_s)
+    reasons = {kind: why_not(kind, work) for kind in kinds}
+    ways = {kind.value: _way(model, work, kind, info) for kind, reason in reasons.items() if not reason}
+    tried = compare(ways, AttentionTrial(problem), rounds)
+    inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
+    outcomes = {kind.value: tried.get(kind.value, TuningResult(reasons[kind])) for kind in kinds}
+    outcomes = within_plan(outcomes, inputs)
+    best = fastest(outcomes)
+    if best is None:
+        found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
+        raise ConfigError(f"model.attention = auto finds nothing that computes attention here: {found}")
+    return TunedAttention(AttentionKind(best), "measured", outcomes=outcomes)
+
+
+def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, TuningResult]:
+    """Leaves out what keeps much more memory than sdpa, by which a run with model.attention=auto is planned.
+
+    Args:
+        outcomes: by kind.
+        inputs: bytes of queries, keys and values, which sdpa keeps, too.
+    """
+    planned = outcomes.get(AttentionKind.sdpa.value, TuningResult()).kept_bytes
+
+    def judged(found: TuningResult) -> TuningResult:
+        if planned is None or found.kept_bytes is None or found.kept_bytes <= MOST_KEPT * (planned + inputs):
+            return found
+        kept, of_sdpa = (f"{size / 2**20:,.0f} MiB" for size in (found.kept_bytes, planned))
+        return replace(found, reason=f"keeps {kept} a layer, sdpa {of_sdpa}, by which the run is planned", time_ms=None)
+
+    return {name: judged(found) for name, found in outcomes.items()}
+
+
+def _asked_for(
+    model: ModelConfig, work: AttentionWork, device: torch.device, places_s: Tensor | None
+) -> TunedAttention:
+    """What the user asked for, if it runs; a large error is told, not refused."""
+    kind = model.attention
+    problem, info = trial_problem(model, work, device, places_s)
+    found = examine(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
+    if found.error is None:
+        raise ConfigError(
+            f"model.attention = {kind} does not run on {device_name(device)} with this model's shapes "
+            f"({found.reason}): use model.attention=auto"
+        )
+    return TunedAttention(kind, "asked for", outcomes={kind.value: found})
+
+
+def trial_problem(
+    model: ModelConfig, work: AttentionWork, device: torch.device, places_s: Tensor | None
+) -> tuple[Problem, BatchInfo]:
+    """Random inputs of a run's shapes, in memory as the model has them: views of one projection."""
+    assert work.seq_len is not None and work.micro_batch_size is not None and work.bf16 is not None
+    batch, keys, queries = work.micro_batch_size, work.seq_len, work.seq_len // work.context
+    dtype, group = torch.bfloat16 if work.bf16 else torch.float32, work.heads // work.kv_heads
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(length: int, *shape: int) -> Tensor:
+        return torch.randn(batch, length, *shape, work.head_dim, generator=generator, device=device).to(dtype)
+
+    q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in drawn(keys, work.kv_heads, group + 2).split((group, 1, 1), 3))
+    starts_bs = _packed(batch, keys, device) if work.documents else None
+    if places_s is not None:
+        q_bsnd = drawn(queries, work.heads)  # a copy of the rank's own, beside gathered keys
+        starts_bs = None if starts_bs is None else starts_bs[:, places_s]
+    info = BatchInfo(torch.arange(batch, device=device), None, starts_bs, places_s, keys)
+    core = _core(model, work, AttentionKind.sdpa)
+    problem = Problem(
+        q_bsnd.transpose(1, 2),
+        k_bsmd.transpose(1, 2),
+        v_bsmd.transpose(1, 2),
+        drawn(queries, work.heads).transpose(1, 2),
+        core.slopes(device),
+        places_s,
+        core.starts(info, queries, device),
+        core.dropout.mask(info, device, core.heads.start) if core.dropout.active else None,
+    )
+    return problem, info
+
+
+def _packed(batch: int, length: int, device: torch.device) -> Tensor:
+    """Places at which the documents of packed samples start, int64 [b, s]; every sample has its own borders."""
+    share = -(-length // DOCUMENTS_OF_A_SAMPLE)
+    places_s = torch.arange(length, device=device)
+    shift_b = torch.arange(batch, device=device)[:, None] * (share // 3 + 1) % length
+    borders_bs = (places_s + shift_b) // share * share - shift_b
+    return borders_bs.clamp_(min=0)
+
+
+def _core(model: ModelConfig, work: AttentionWork, kind: AttentionKind) -> AttentionCore:
+    """The attention of a rank: the first share of the heads."""
+    core = AttentionCore(replace(model, attention=kind), 0, "trial")
+    core.narrow(0, model.num_heads // work.heads)
+    core.kernels = FUSED if work.impl is Implementation.fused else TORCH
+    return core
+
+
+def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: BatchInfo) -> Attend:
+    """Attention of one kind, which raises RuntimeError where the model would take another in its place."""
+    core = _core(model, work, kind)
+
+    def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
+        if core.taken(q_bnsd) is not kind:
+            raise RuntimeError(f"there is no kernel for {q_bnsd.dtype} on {device_name(q_bnsd.device)}")
+        out_bnsd: Tensor = core(q_bnsd, k_bmtd, v_bmtd, info)
+        return out_bnsd
+
+    return attend
+
+
+def attention_key(work: AttentionWork, device: torch.device) -> str:
+    """Of all that a choice depends on: device, software, and the work."""
+    return cache_key(device, {FLASH_PACKAGE: _version(FLASH_PACKAGE), **asdict(work)})
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read(key: str) -> TunedAttention | None:
+    """None where nothing whole is kept under this key: it is measured anew and written over."""
+    try:
+        choice = TunedAttention.from_dict(read_cached(cache_file(FOLDER, key)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return choice if choice.key == key else None

@@ -1,0 +1,553 @@
+"""All that megads takes from DeepSpeed; no other file imports it.
+
+What DeepSpeed still does:
+
+- a pipeline: it builds the layers that a rank holds, one after the other (PipelineModule), casts their weights to the
+  run's dtype and executes a rank's instructions in order (PipelineEngine);
+- ZeRO-2 and ZeRO-3, whole: it cuts gradients and weights over ranks, gathers and reduces them, clips, and steps
+  (DeepSpeedEngine).
+
+Everything else is megads': the partition into stages, schedules, p2p messages, tied embeddings, the optimizer of ZeRO-0
+and ZeRO-1 with its fp32 gradients and their reduction, and the mean over tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from megads.engine.deepspeed_options import with_options
+from megads.engine.interface import EngineSpec
+from megads.engine.optimizer import BucketAdamW
+from megads.errors import ConfigError
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import ParallelGrid, axis_lines, place_of
+from megads.parallel.pipeline_actions import Action, Schedule
+
+OLDEST = Version("0.19.3")
+
+
+def require_deepspeed(version: str = deepspeed.__version__) -> None:
+    """Refuses releases that train wrong.
+
+    0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by the number of
+    micro-batches at every stage (DeepSpeed #8152).
+
+    Raises:
+        ConfigError: the version is older than 0.19.3.
+    """
+    if Version(version) < OLDEST:
+        raise ConfigError(f"DeepSpeed {version} scales pipeline gradients wrongly: install deepspeed>={OLDEST}")
+
+
+def prepare_deepspeed() -> None:
+    """Joins DeepSpeed to the running default process group; call before anything of DeepSpeed's is built.
+
+    Raises:
+        ConfigError: see `require_deepspeed`.
+    """
+    require_deepspeed()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # On a CPU DeepSpeed would JIT-compile a shared-memory collective: 93 s, and a crash without a C++ compiler. Reading
+    # the table would probe every op, and run the compiler for some: an empty one says that none is to be had.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, auto_mpi_discovery=False)
+
+
+def freeze_garbage() -> None:
+    """Keeps what has been imported by now, which lives as long as the process anyway, out of garbage collections.
+
+    DeepSpeed may force one while it builds an engine: half a second each.
+    """
+    gc.freeze()
+
+
+class GridTopology(ProcessTopology):  # type: ignore[misc]
+    """Our grid in the three axes that DeepSpeed knows: its data axis is context and data parallelism together.
+
+    An axis of their own for context ranks would count the gradient norm sqrt(cp) times.
+    """
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        super().__init__(axes=["data", "pipe", "model"], dims=[parallel.dp * parallel.cp, parallel.pp, parallel.tp])
+        self.mapping = {}
+        for line in axis_lines("data", parallel):
+            for data, rank in enumerate(line):
+                place = place_of(rank, parallel)
+                self.mapping[self.ProcessCoord(data=data, pipe=place.pp, model=place.tp)] = rank
+
+
+class _DeferredLayer(LayerSpec):  # type: ignore[misc]
+    """A layer that DeepSpeed builds on the ranks that hold it."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(nn.Module)
+        self._make = make
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._make()
+
+
+class PipelineStages(PipelineModule):  # type: ignore[misc]
+    """The layers that a pipeline rank holds, built by DeepSpeed; partition and ties are ours.
+
+    Attributes:
+        bounds: virtual stage s holds layers bounds[s] to bounds[s + 1].
+        placement: which pipeline rank holds which virtual stage.
+        chunks: layers of each virtual stage of this rank, by its number, in the order of the forward pass.
+    """
+
+    def __init__(self, layers: Sequence[Callable[[], nn.Module]], bounds: list[int], parallel: ParallelConfig) -> None:
+        """Builds this rank's layers.
+
+        Args:
+            layers: makes each layer of the model, in order.
+            bounds: the partition.
+            parallel: the layout.
+        """
+        # Before super().__init__(): PipelineModule's constructor calls the overrides below.
+        self.bounds, self.placement = bounds, parallel.placement
+        self.chunks: dict[int, tuple[nn.Module, ...]] = {}
+        super().__init__([_DeferredLayer(make) for make in layers], topology=GridTopology(parallel))
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self.bounds
+        self._set_bounds(start=0, stop=0)
+
+    def _build(self) -> None:
+        for number in self.placement.stages_of(self.stage_id):
+            self._set_bounds(start=self.bounds[number], stop=self.bounds[number + 1])
+            self.forward_funcs: list[nn.Module] = []
+            super()._build()
+            self.chunks[number] = tuple(self.forward_funcs)
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def _synchronize_tied_weights(self) -> None:
+        """Nothing to send: both copies of a tied weight are drawn from the same random stream."""
+
+
+class ActionRunner(Protocol):
+    """Does what a rank's instructions say."""
+
+    def run(self, action: Action) -> None:
+        """Runs one action of a schedule."""
+
+    def reduce_gradients(self) -> None:
+        """After the last backward pass of a step."""
+
+    def step_optimizer(self) -> None:
+        """After the reduction."""
+
+
+class RunAction(PipeInstruction):  # type: ignore[misc]
+    """Runs one action of a schedule, its only argument."""
+
+
+class RankInstructions(PipeSchedule):  # type: ignore[misc]
+    """What DeepSpeed executes on one pipeline rank in a step.
+
+    Args:
+        schedule: of all ranks.
+        rank: the pipeline rank.
+        trains: gradients are reduced and the optimizer steps in the end.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, *, trains: bool) -> None:
+        super().__init__(schedule.micro_batches, schedule.placement.num_ranks, rank)
+        self._actions, self._trains = schedule.actions[rank], trains
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """One list an action."""
+        for action in self._actions:
+            yield [RunAction(action=action)]
+        if self._trains:
+            yield [ReduceGrads(), OptimizerStep()]
+
+    def num_pipe_buffers(self) -> int:
+        """None of DeepSpeed's: what a micro-batch leaves on a stage is kept under their numbers."""
+        return 0
+
+
+class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
+    """Casts the weights of a rank's stages and executes its instructions.
+
+    DeepSpeed knows neither ZeRO nor gradient accumulation: the optimizer is ours, for both precisions.
+    """
+
+    optimizer: BucketAdamW
+
+    def __init__(
+        self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: int
+    ) -> None:
+        """Casts.
+
+        Args:
+            stages: this rank's.
+            make_optimizer: called once their weights are in their final dtype.
+            precision: that dtype.
+            replicas: ranks with the same weights.
+        """
+        # Of the batch DeepSpeed only checks that the product is right.
+        settings = {
+            "train_batch_size": replicas,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": 0},
+            "bf16": {"enabled": precision is torch.bfloat16},
+            "steps_per_print": None,
+        }
+        freeze_garbage()
+        mpu = stages.mpu()
+        super().__init__(
+            args=None,
+            model=stages,
+            optimizer=make_optimizer,
+            mpu=mpu,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, mpu),
+        )
+
+    def _configure_optimizer(self, make_optimizer: Callable[[], BucketAdamW], _parameters: Any) -> None:
+        # DeepSpeed's own choice of a wrapper goes by dtype and ZeRO stage, and refuses what it does not know.
+        self.optimizer = make_optimizer()
+        self.basic_optimizer = self.optimizer.adamw
+
+    def execute(self, schedule: Schedule, runner: ActionRunner, *, trains: bool) -> None:
+        """Has this rank's part of a schedule done.
+
+        Args:
+            schedule: of all ranks.
+            runner: does it.
+            trains: gradients are reduced and the optimizer steps in the end.
+        """
+        self._runner = runner
+        self._exec_schedule(RankInstructions(schedule, self.stage_id, trains=trains))
+
+    def _run_action(self, action: Action) -> None:
+        self._runner.run(action)
+
+    def _reduce_gradients(self) -> None:
+        self._runner.reduce_gradients()
+
+    def _step_optimizer(self) -> None:
+        self._runner.step_optimizer()
+
+    # The stock map holds function objects, so overriding methods alone would change nothing.
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
+        RunAction: _run_action,
+        ReduceGrads: _reduce_gradients,
+        OptimizerStep: _step_optimizer,
+    }
+
+
+def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
+    """The DeepSpeed settings of ZeRO-2 and ZeRO-3; everything else is decided by our own config.
+
+    Args:
+        spec: what the engine is built from.
+        bucket_elements: gradients that are reduced in one collective.
+    """
+    stage = spec.parallel.zero_stage
+    zero = {
+        "stage": stage,
+        # A buffer of one bucket is allocated whatever the model's size.
+        "reduce_bucket_size": bucket_elements,
+        "overlap_comm": False,
+    }
+    if stage == 3:
+        zero |= {
+            # Gradients wait for their reduction where autograd put them, not in a buffer that is there all the time.
+            "contiguous_gradients": False,
+            # Each layer's weights are gathered for its forward pass and again for its backward pass, one bucket ahead;
+            # those that the look-ahead meets again at the turn are kept.
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": bucket_elements,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+        }
+    settings = {
+        "train_micro_batch_size_per_gpu": spec.micro_batch_size,
+        # The token mean divides by the micro-batches, whose number changes from step to step.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": spec.optim.clip_grad,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": spec.precision is torch.bfloat16},
+        # Without these DeepSpeed would reduce, and add micro-batches up, in bf16.
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": None,
+        # It makes the host wait for the device at the start and end of every micro-batch.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    return with_options(settings, spec.deepspeed)
+
+
+class GridGroups:
+    """Our grid as the model-parallel unit that DeepSpeed asks for its groups: its data axis is our shard axis.
+
+    Subgroups of a hierarchical layout do not know of each other; `megads.engine.zero_engine` sums over them.
+    """
+
+    def __init__(self, grid: ParallelGrid) -> None:
+        self._grid = grid
+
+    def get_data_parallel_group(self) -> Any:
+        return self._grid.shard.group
+
+    def get_data_parallel_rank(self) -> int:
+        return self._grid.shard.rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._grid.shard.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self._grid.tp.group
+
+    def get_model_parallel_rank(self) -> int:
+        return self._grid.tp.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._grid.tp.size
+
+
+def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, settings: dict[str, Any]) -> None:
+    """Cuts the weights of a stage over the shard axis (ZeRO-3), in place; those cut before are left alone.
+
+    Args:
+        stage: of this rank.
+        grid: the ranks.
+        precision: dtype of the weights.
+        settings: DeepSpeed's.
+    """
+    groups = GridGroups(grid)
+    deepspeed.zero.Init(
+        module=stage,
+        data_parallel_group=groups.get_data_parallel_group(),
+        config_dict_or_path=settings,
+        dtype=precision,
+        mpu=groups,
+    )
+
+
+def local_shape(parameter: Parameter) -> tuple[int, ...]:
+    """Shape of a parameter before ZeRO-3 cut it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class ZeroPiece(NamedTuple):
+    """A run of elements of one flattened local parameter that this rank updates under ZeRO-2 or ZeRO-3.
+
+    Attributes:
+        parameter: the parameter.
+        first: index of the run's first element in the flattened parameter.
+        master: index of the optimizer's flat fp32 tensor in which the run lies.
+        start: where it starts there.
+        length: elements.
+    """
+
+    parameter: Parameter
+    first: int
+    master: int
+    start: int
+    length: int
+
+
+class ZeroState(Protocol):
+    """State of a sharding optimizer, whatever its stage."""
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """Flat fp32 weights that AdamW updates."""
+        ...
+
+    def pieces(self) -> Iterator[ZeroPiece]:
+        """All this rank updates, padding excluded."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """The reduced fp32 gradient of every piece, flat, in the order of `pieces`; between the last backward pass and
+        the step."""
+        ...
+
+    def refresh_weights(self) -> None:
+        """Derives the working weights from the masters; collective."""
+        ...
+
+
+class FlatPartitions:
+    """ZeRO-2: the parameters of a group end to end, cut into equal partitions.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """See ZeroState.masters."""
+        return list(self._optimizer.single_partition_of_fp32_groups)
+
+    def pieces(self) -> Iterator[ZeroPiece]:
+        """See ZeroState.pieces."""
+        for group, parameters in enumerate(self._optimizer.bit16_groups):
+            size = int(self._optimizer.partition_size[group])
+            begin = dist.get_rank(self._optimizer.real_dp_process_group[group]) * size
+            offset = 0
+            for parameter in parameters:
+                start, stop = max(begin, offset), min(begin + size, offset + parameter.numel())
+                if start < stop:
+                    yield ZeroPiece(parameter, start - offset, group, start - begin, stop - start)
+                offset += parameter.numel()
+
+    def gradients(self) -> list[Tensor]:
+        """See ZeroState.gradients."""
+        partitions = [self._optimizer.averaged_gradients[group] for group in range(len(self.masters))]
+        # Padding is marked; what is left are the pieces, in their order.
+        return [g.flatten() for partition in partitions for g in partition if not getattr(g, "_zero_padding", False)]
+
+    def refresh_weights(self) -> None:
+        """See ZeroState.refresh_weights."""
+        self._optimizer.update_lp_params()
+
+
+class ParameterPartitions:
+    """ZeRO-3: every parameter cut into equal parts, the last one padded.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer_Stage3.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """See ZeroState.masters."""
+        return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    def pieces(self) -> Iterator[ZeroPiece]:
+        """See ZeroState.pieces."""
+        rank = dist.get_rank(self._optimizer.dp_process_group)
+        for group, parameters in enumerate(self._optimizer.fp16_groups):
+            offset = 0
+            for parameter in parameters:
+                size = parameter.partition_numel()
+                first = rank * size
+                length = min(size, prod(local_shape(parameter)) - first)
+                if length > 0:
+                    yield ZeroPiece(parameter, first, group, offset, length)
+                offset += size
+
+    def gradients(self) -> list[Tensor]:
+        """See ZeroState.gradients."""
+        flat = self._optimizer.grad_partitions_flat_buffer
+        begins = [0]
+        for master in self.masters:
+            begins.append(begins[-1] + master.numel())
+        return [flat.narrow(0, begins[piece.master] + piece.start, piece.length) for piece in self.pieces()]
+
+    def refresh_weights(self) -> None:
+        """See ZeroState.refresh_weights."""
+        optimizer = self._optimizer
+        with torch.no_grad():
+            optimizer._partition_all_parameters()
+            for group in range(len(self.masters)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
+    """ZeRO-2 or ZeRO-3: runs the module, reduces gradients as they come, clips and steps.
+
+    Gradients are sums: what DeepSpeed averages by is undone in the loss, so that ZeRO-2 divides nothing in bf16.
+
+    Attributes:
+        state: of the optimizer.
+        averaged_over: by what DeepSpeed divides gradients.
+    """
+
+    state: ZeroState
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, settings: dict[str, Any], grid: ParallelGrid) -> None:
+        """Wraps the optimizer.
+
+        Args:
+            module: returns the loss of a micro-batch; its weights are cut already under ZeRO-3.
+            optimizer: that is to be sharded.
+            settings: see `zero_settings`.
+            grid: the ranks.
+        """
+        groups = GridGroups(grid)
+        freeze_garbage()
+        super().__init__(
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            mpu=groups,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, groups),
+        )
+        if self.zero_optimization_stage() == 3:
+            self.state = ParameterPartitions(self.optimizer)
+            # Its reduce-scatter divides what it has already cast to fp32.
+            self.averaged_over = grid.shard.size
+        else:
+            self.state = FlatPartitions(self.optimizer)
+            # It would divide the bf16 gradients before it casts them.
+            self.optimizer.gradient_average = False
+            self.averaged_over = 1
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Before a forward pass.
+
+        Args:
+            last: gradients are whole after its backward pass. The number of micro-batches may differ between steps.
+        """
+        self.set_gradient_accumulation_boundary(last)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    @property
+    def reduced_gradients(self) -> Tensor:
+        """All that this rank holds of ZeRO-3's reduced gradients, flat fp32; to be changed in place before a step."""
+        gradients: Tensor = self.optimizer.grad_partitions_flat_buffer
+        return gradients
+
+    @property
+    def skipped(self) -> bool:
+        """The last step was skipped, because a gradient was not finite."""
+        return bool(self.optimizer.overflow)
+
+    @property
+    def norm(self) -> Tensor:
+        """Global 2-norm of the last step before clipping, fp64 scalar on the device."""
+        norm = self.get_global_grad_norm()
+        if isinstance(norm, Tensor):
+            return norm.detach().to(self.device, torch.float64)
+        return torch.full((), norm, dtype=torch.float64, device=self.device)

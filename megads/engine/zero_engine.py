@@ -1,0 +1,282 @@
+"""The engine of ZeRO-2, ZeRO-3 and hierarchical sharding: no pipeline; all stages on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import compress
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megads.batch import MicroBatch
+from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, local_shape, shard_weights, zero_settings
+from megads.engine.interface import Culprit, EngineSpec
+from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
+from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
+from megads.model.sharding import sharding_of
+from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.optim.buckets import BUCKET_ELEMENTS, bucket_elements
+from megads.optim.groups import parameter_groups
+from megads.parallel.grid import Axis, ParallelGrid
+from megads.parallel.weight_gradients import SplitLayer, TiedGradient
+from megads.runtime.spans import Span, SpanRecorder
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:
+    """Gives the output projection the embedding's weight, whose two gradients are added in fp32.
+
+    Args:
+        embedding: its weight may be cut by ZeRO-3 already.
+        head: of the same vocabulary.
+        shape: of the weight before it was cut.
+    """
+    head.weight = embedding.weight
+    head.weight_gradients = embedding.weight_gradients = TiedGradient(shape)
+
+
+class WholeModel(nn.Module):
+    """This rank's tensor-parallel share of every stage, and the loss.
+
+    Args:
+        spec: what the engine is built from.
+        loss: of a micro-batch.
+        shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
+            is drawn: no rank ever holds the whole model.
+    """
+
+    def __init__(self, spec: EngineSpec, loss: TokenMeanLoss, shard: Callable[[nn.Module], None] | None = None) -> None:
+        super().__init__()
+        self.loss = loss
+        tied = spec.model.tie_embeddings
+        self.tied_key = TIED_PARAMETER if tied else None
+        stages: dict[str, nn.Module] = {}
+        rows: tuple[int, ...] = ()
+        for stage_spec in stage_specs(spec.model, spec.seed):
+            stage = build_stage(stage_spec, spec).to(spec.precision)
+            if tied and stage_spec.name == HEAD:
+                tie_weights(stages[EMBEDDING].word, stage, rows)  # type: ignore[arg-type]
+            if stage_spec.name == EMBEDDING:
+                rows = tuple(stage.word.weight.shape)  # type: ignore[union-attr, arg-type]
+            if shard is not None:
+                shard(stage)
+            stages[stage_spec.name] = stage
+        self.stages = nn.ModuleList(stages.values())
+        wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""
+        assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+        *stages, head = self.stages
+        hidden = run_stages(stages, batch.tokens_bs, batch.info)
+        return self.loss.of_head(head, hidden, batch.info, (batch.labels_bs, batch.loss_mask_bs))
+
+
+def summed_over(axis: Axis, grad: Tensor) -> Tensor:
+    """The sum of a gradient over an axis, added up in fp32."""
+    total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
+    dist.all_reduce(total, group=axis.group)
+    return total.to(grad.dtype)
+
+
+class ZeroEngine:
+    """Runs micro-batches through DeepSpeed's ZeRO.
+
+    The number of micro-batches may differ from step to step; subgroups of a hierarchical layout sum their gradients
+    once a step, in fp32; gradients of parameters that sequence parallelism replicates are summed over tensor
+    parallelism; and each rank notes what it did to make a step non-finite.
+
+    Attributes:
+        module: the model.
+        deepspeed: what computes.
+        watch_gradients: see StepEngine.
+        watch_spans: see StepEngine.
+        gradient_norms: 2-norms of this rank's own gradients, before any reduction.
+        forward_finite: whether all losses of the step were finite, on the device.
+    """
+
+    def __init__(self, spec: EngineSpec, module: WholeModel) -> None:
+        """Wraps the model.
+
+        Args:
+            spec: what the engine is built from.
+            module: its weights are cut already under ZeRO-3.
+        """
+        groups = parameter_groups(
+            ((placement_of(p).key, p) for p in module.parameters()),
+            tied_name=module.tied_key,
+            weight_decay=spec.optim.weight_decay,
+        )
+        beta1, beta2 = spec.optim.betas
+        adamw = torch.optim.AdamW(groups, lr=spec.optim.lr, betas=(beta1, beta2), eps=spec.optim.eps, fused=True)
+        bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])
+        self.module, self.device, self._replica = module, spec.device, spec.grid.replica
+        self.deepspeed = ZeroExecutor(module, adamw, zero_settings(spec, bucket), spec.grid)
+        self.adam = AdamState(adamw, self.deepspeed.state.masters)
+        self.averaged_over: int = self.deepspeed.averaged_over
+        self.watch_gradients: Callable[[], None] | None = None
+        self.watch_spans: Callable[[list[Span]], None] | None = None
+        self._spans = SpanRecorder(spec.device)
+        self.gradient_norms: dict[Parameter, Tensor] = {}
+        self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
+        for parameter in module.parameters():
+            if getattr(parameter, "sequence_partial", False):
+                parameter.register_hook(partial(summed_over, spec.grid.tp))
+            parameter.register_hook(partial(self._note_gradient, parameter))
+
+    def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
+        # This rank's own gradient, before the reduction spreads a non-finite one; stays on the device.
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        known = self.gradient_norms.get(parameter)
+        self.gradient_norms[parameter] = norm if known is None else known + norm
+
+    @property
+    def norm(self) -> Tensor:
+        """See StepEngine."""
+        norm: Tensor = self.deepspeed.norm
+        return norm
+
+    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
+        """See StepEngine."""
+        if self.watch_spans is not None:
+            self._spans.begin()
+        total = self.accumulate(micro_batches)
+        if self.watch_gradients is not None:
+            self.watch_gradients()
+        self.deepspeed.set_learning_rate(learning_rate)
+        with self._spans.span("optimizer_step"):
+            self.deepspeed.step()
+        if self.watch_spans is not None:
+            self.watch_spans(self._spans.end())
+            self.watch_spans = None
+        return total
+
+    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward, backward and reduction of every micro-batch; returns the sum of the losses."""
+        self.module.train()
+        self.gradient_norms = {}
+        self.forward_finite.fill_(True)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
+            with self._spans.span("forward", index, 0):
+                loss = self.deepspeed(batch.to(self.device))
+            self.forward_finite &= torch.isfinite(loss.detach())
+            with self._spans.span("backward", index, 0):
+                self.deepspeed.backward(loss)
+            total += loss.detach()
+        if self._replica.size > 1:
+            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
+        return total
+
+    @torch.no_grad()
+    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """See StepEngine."""
+        self.module.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in micro_batches:
+            total += self.module(batch.to(self.device))
+        return total
+
+
+class AdamState:
+    """AdamW's moments and step counter beside the masters.
+
+    Args:
+        adamw: the optimizer that ZeRO drives.
+        masters: its flat tensors.
+    """
+
+    def __init__(self, adamw: torch.optim.Optimizer, masters: list[Tensor]) -> None:
+        self._adamw, self._masters = adamw, masters
+        # Before the first step, so that a checkpoint of step 0 has the shape of any other.
+        for master in masters:
+            adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                **{moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS},
+            }
+
+    def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
+        """Views of the master weight and the moments of one piece, flat, by kind."""
+        master = self._masters[piece.master]
+        state = self._adamw.state[master]
+        tensors = {"weight": master.data, **{moment: state[moment] for moment in MOMENTS}}
+        return {kind: tensor.narrow(0, piece.start, piece.length) for kind, tensor in tensors.items()}
+
+    @property
+    def steps(self) -> int:
+        """Steps AdamW has taken, skipped ones not counted."""
+        return int(self._adamw.state[self._masters[0]]["step"].item())
+
+    def set_steps(self, steps: int) -> None:
+        """Sets AdamW's bias-correction counter."""
+        for master in self._masters:
+            self._adamw.state[master]["step"].fill_(float(steps))
+
+
+class ZeroTrainEngine(BaseTrainEngine):
+    """ZeRO-2 or ZeRO-3 x tensor parallel training of one model."""
+
+    _engine: ZeroEngine
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        settings = zero_settings(spec, BUCKET_ELEMENTS)
+        shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
+        module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
+        self._engine = ZeroEngine(spec, module)
+
+    @property
+    def bounds(self) -> list[int]:
+        """One stage holds all layers."""
+        return [0, len(self._engine.module.stages)]
+
+    @property
+    def optimizer_steps(self) -> int:
+        """See TrainEngine.optimizer_steps."""
+        return self._engine.adam.steps
+
+    @property
+    def _loss_rank(self) -> int:
+        return 0
+
+    def _settle(self, norm: float) -> tuple[float, bool]:
+        return norm, self._engine.deepspeed.skipped
+
+    def _culprit(self) -> Culprit:
+        engine = self._engine
+        pieces = list(engine.deepspeed.state.pieces())
+        cut = not_finite([torch.isfinite(engine.adam.of(piece)["weight"]).all() for piece in pieces])
+        # Of a parameter there may be several pieces.
+        weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
+        broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
+        forward_stage = None if engine.forward_finite.item() else 0
+        gradients = [(0, placement_of(p).key) for p in compress(engine.gradient_norms, broken)]
+        return agree_on_culprit(self.grid.control, list(weights), forward_stage, gradients)
+
+    def _state(self) -> Iterator[HeldTensors]:
+        for piece in self._engine.deepspeed.state.pieces():
+            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self._engine.adam.of(piece))
+
+    def _gradients(self) -> Iterator[HeldTensors]:
+        state = self._engine.deepspeed.state
+        for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
+            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), {"gradient": gradient})
+
+    def _set_optimizer_steps(self, steps: int) -> None:
+        self._engine.adam.set_steps(steps)
+
+    def _refresh_weights(self) -> None:
+        self._engine.deepspeed.state.refresh_weights()
+
+
+def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:
+    """Whether no other rank speaks for a piece: the first subgroup does, and of what is replicated the first rank."""
+    replicated = placement_of(piece.parameter).dim is None
+    return grid.replica.is_first and (grid.tp.is_first or not replicated)

@@ -1,0 +1,239 @@
+"""Forks the ranks of a machine without GPUs from one process that has imported torch and DeepSpeed.
+
+The imports are most of a rank's start. Made once, before the fork, they cost the time and the memory of one rank, and a
+restart in place does without them. Ranks with a GPU are new processes: a CUDA driver does not survive a fork, and
+DeepSpeed asks it when it is imported.
+
+The launcher starts `python -m megads.launch.rank_server` and sends one line of JSON a rank to its standard input. The
+server answers on its standard output with the rank's pid, and again with its exit code. It has one thread, as a process
+that forks must, and ends when its input does; its ranks die with it (`rank_process.start_rank`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from megads.errors import EXIT_BUG, UnhealthyNode
+from megads.runtime import environment
+
+_PRELOADED = ("megads.train", "deepspeed.runtime.pipe.engine", "megads.engine.build")
+_PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class RankServer:
+    """The launcher's end: starts the server, which imports while the launcher goes on.
+
+    Args:
+        variables: what must be in the ranks' environment before torch and the C library are loaded.
+
+    Attributes:
+        pids: of the ranks that were forked, by rank.
+        exit_codes: of those that have ended; negative is the number of the signal that killed it.
+    """
+
+    def __init__(self, variables: Mapping[str, str]):
+        self.variables = dict(variables)
+        self.pids: dict[int, int] = {}
+        self.exit_codes: dict[int, int] = {}
+        self._ordered: set[int] = set()
+        self._killed = False
+        self._unread = b""
+        with environment.exported(self.variables):
+            # A session of its own: signals of the terminal are the launcher's.
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+
+    def serves(self, variables: Mapping[str, str]) -> bool:
+        """Whether ranks that need these variables can be forked from it."""
+        return (
+            not self._killed
+            and self._process.poll() is None
+            and all(variables.get(name) == self.variables.get(name) for name in environment.FIXED_AT_START)
+        )
+
+    def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Forks a rank as soon as the imports are done.
+
+        Args:
+            rank: its number.
+            command: `-m`, a module whose `main` the rank calls, and its arguments.
+            variables: added to its environment.
+        """
+        flag, module, *arguments = command
+        assert flag == "-m", command
+        self._ordered.add(rank)
+        self.pids.pop(rank, None)
+        self.exit_codes.pop(rank, None)
+        order = {"rank": rank, "module": module, "arguments": arguments, "variables": dict(variables)}
+        # A server that died is found by `poll`.
+        with suppress(BrokenPipeError):
+            os.write(_fileno(self._process.stdin), json.dumps(order).encode() + b"\n")
+
+    def poll(self, timeout_s: float) -> None:
+        """Waits so long, at most, for ranks to start or to end.
+
+        Raises:
+            UnhealthyNode: the server has died, and its ranks with it.
+        """
+        replies = _fileno(self._process.stdout)
+        if not select.select([replies], [], [], timeout_s)[0]:
+            return
+        received = os.read(replies, 1 << 16)
+        if not received:
+            code = self._process.wait()
+            if self._killed:
+                self.exit_codes = dict.fromkeys(self._ordered, -signal.SIGKILL) | self.exit_codes
+                return
+            raise UnhealthyNode(
+                f"the process that forks the ranks ended with {code}: its messages stand above; the kernel's log "
+                "(dmesg) says whether memory ran out"
+            )
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            reply = json.loads(line)
+            known = self.exit_codes if "exit_code" in reply else self.pids
+            known[reply["rank"]] = reply.get("exit_code", reply["pid"])
+
+    @property
+    def starting(self) -> bool:
+        """Whether a rank is still to be forked."""
+        return not self._ordered <= self.pids.keys()
+
+    def kill(self) -> None:
+        """Kills the server, and with it the ranks that it has forked; those that it has not count as killed."""
+        self._killed = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends the server, and ranks that still run."""
+        self._process.kill()
+        self._process.wait()
+        with suppress(BrokenPipeError):
+            _pipe(self._process.stdin).close()
+        _pipe(self._process.stdout).close()
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None
+    return stream
+
+
+def _fileno(stream: IO[bytes] | None) -> int:
+    return _pipe(stream).fileno()
+
+
+def main() -> NoReturn:
+    """The server: imports, then forks what is asked for until its standard input ends."""
+    launcher = int(sys.argv[1])
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The launcher may have died before the call above.
+        if os.getppid() != launcher:
+            os._exit(EXIT_BUG)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    orders, replies = _take_pipes()
+    for module in _PRELOADED:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            # Each rank will fail at the same import, with the message in its log and in the launcher's verdict.
+            traceback.print_exc()
+            break
+    # What was imported is no garbage, and a collection that visits it would copy its pages in every rank.
+    gc.freeze()
+    _serve(orders, replies)
+    os._exit(0)
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Moves the two pipes away from descriptors 0 and 1, where an import could read or print."""
+    orders, replies = os.dup(0), os.dup(1)
+    with Path(os.devnull).open("rb") as null:
+        os.dup2(null.fileno(), 0)
+    os.dup2(2, 1)
+    return orders, replies
+
+
+def _serve(orders: int, replies: int) -> None:
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    ranks: dict[int, int] = {}
+    unread = b""
+    while True:
+        ready, _, _ = select.select([orders, ended], [], [])
+        if ended in ready:
+            os.read(ended, 1 << 16)
+            for pid, status in _ended_children():
+                _reply(replies, {"rank": ranks.pop(pid), "pid": pid, "exit_code": os.waitstatus_to_exitcode(status)})
+        if orders in ready:
+            received = os.read(orders, 1 << 16)
+            if not received:
+                return
+            *lines, unread = (unread + received).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    _become_rank(order, [orders, replies, ended, wake])
+                ranks[pid] = order["rank"]
+                _reply(replies, {"rank": order["rank"], "pid": pid})
+
+
+def _ended_children() -> list[tuple[int, int]]:
+    found = []
+    with suppress(ChildProcessError):
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            found.append(child)
+    return found
+
+
+def _reply(replies: int, content: dict[str, Any]) -> None:
+    os.write(replies, json.dumps(content).encode() + b"\n")
+
+
+def _become_rank(order: dict[str, Any], pipes: Sequence[int]) -> NoReturn:
+    """What a forked process does: it never returns to the server's loop."""
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for descriptor in pipes:
+            os.close(descriptor)
+        # As a new process has them.
+        for number in (*_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        environment.become_child(order["variables"])
+        sys.argv = [order["module"], *order["arguments"]]
+        importlib.import_module(order["module"]).main()
+        os._exit(0)
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else EXIT_BUG)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(EXIT_BUG)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""The model one piece of a sequence at a time: keys and values of what it has read are kept.
+
+Shape suffixes: b = batch, s = position in the new piece, t = key position, n = heads, m = heads of keys and values,
+d = head dim, h = hidden size, v = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo
+from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
+from megads.model.config import Position
+from megads.model.gpt import GPT
+from megads.ops.sdpa import bias_dtype, masked_attention
+
+PIECE = 512
+"""Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""
+
+
+class DecodeStep:
+    """What all layers share in one forward pass.
+
+    Args:
+        places_bs: place of every new token in its sequence.
+        keys: places of all keys that any query of this pass or a later one may see.
+        starts_bs: place at which the document of every new token starts; None: every row is one document.
+    """
+
+    def __init__(self, places_bs: Tensor, keys: range, starts_bs: Tensor | None) -> None:
+        self.places_bs = places_bs
+        self.keys = keys
+        self.starts_bs = starts_bs
+        self._bias: Tensor | None = None
+
+    def bias(self, core: AttentionCore, dtype: torch.dtype) -> Tensor:
+        """Additive mask [b, n or 1, s, t] over `keys`, made once for all layers: they hold the same heads."""
+        if self._bias is None:
+            self._bias = causal_bias_at(
+                core.num_heads,
+                core.heads.start,
+                core.heads.stop,
+                self.places_bs,
+                torch.arange(self.keys.start, self.keys.stop, device=self.places_bs.device),
+                core.alibi,
+                dtype,
+                core.window,
+            )
+            if self.starts_bs is not None:
+                self._bias = hide_other_documents(self._bias, self.starts_bs - self.keys.start)
+        return self._bias
+
+
+class CachedAttentionCore(nn.Module):
+    """The same attention over all tokens of the sequences so far; takes the place of an AttentionCore.
+
+    Slot i of a row holds key and value of the token at place first + i. A row that is shorter than its neighbours has
+    padding in the slots beyond its length; causality hides them, because no query of the row is that far, until real
+    tokens take their place. So rows of different lengths need no mask of their own and compute what each would compute
+    alone. Slots that have left every row's window are given up when room is needed.
+    """
+
+    def __init__(self, core: AttentionCore) -> None:
+        super().__init__()
+        self.core = core
+        self.current: DecodeStep | None = None
+        self.first = 0
+        self.keys_btmd: Tensor | None = None
+        self.values_btmd: Tensor | None = None
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.first, self.keys_btmd, self.values_btmd = 0, None, None
+
+    def keep(self, rows: Tensor) -> None:
+        """Forgets all rows but these."""
+        if self.keys_btmd is not None and self.values_btmd is not None:
+            self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
+
+    def forward(self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, n, s, d]."""
+        current = self.current
+        assert current is not None
+        self._make_room(current.keys, k_bmsd)
+        assert self.keys_btmd is not None and self.values_btmd is not None
+        rows = torch.arange(len(k_bmsd), device=k_bmsd.device)[:, None]
+        slots_bs = current.places_bs - self.first
+        self.keys_btmd[rows, slots_bs] = k_bmsd.transpose(1, 2)
+        self.values_btmd[rows, slots_bs] = v_bmsd.transpose(1, 2)
+        seen = slice(current.keys.start - self.first, current.keys.stop - self.first)
+        return masked_attention(
+            q_bnsd,
+            self.keys_btmd[:, seen].transpose(1, 2),
+            self.values_btmd[:, seen].transpose(1, 2),
+            current.bias(self.core, bias_dtype(q_bnsd)),
+        )
+
+    def _make_room(self, keys: range, like_bmsd: Tensor) -> None:
+        """Makes slots for keys up to the last of `keys`; where that takes new room, it doubles what is still seen."""
+        batch, heads, _, dim = like_bmsd.shape
+        capacity = 0 if self.keys_btmd is None else self.keys_btmd.shape[1]
+        if keys.stop - self.first <= capacity:
+            return
+        seen = slice(keys.start - self.first, capacity)
+        held = max(0, capacity - seen.start)
+        # Zeros: a masked slot has probability zero, and zero times an uninitialised NaN would be NaN.
+        larger = like_bmsd.new_zeros(2, batch, max(len(keys), 2 * held), heads, dim)
+        if self.keys_btmd is not None and self.values_btmd is not None:
+            larger[0, :, :held] = self.keys_btmd[:, seen]
+            larger[1, :, :held] = self.values_btmd[:, seen]
+        self.keys_btmd, self.values_btmd = larger.unbind()
+        self.first = keys.start
+
+
+class CachedGPT:
+    """Reads sequences piece by piece and gives the logits of what comes next.
+
+    Logits are those of the whole model on the whole sequence, up to rounding. With ALiBi and rotary positions there is
+    no longest sequence; learned positions end at model.max_seq_len, which the caller must respect.
+
+    Args:
+        model: taken over: it is put in evaluation mode and its attention cores are replaced.
+        reset_positions: positions restart with every document, as with data.reset_positions in training.
+    """
+
+    def __init__(self, model: GPT, reset_positions: bool = False) -> None:
+        self.model = model.eval()
+        self.reset_positions = reset_positions
+        self.window = model.config.window
+        learned = model.config.position is Position.learned
+        self.max_length = model.config.max_seq_len if learned else None
+        self.device = next(model.parameters()).device
+        self.lengths: list[int] = []
+        self._cores: list[CachedAttentionCore] = []
+        for attention in [module for module in model.modules() if isinstance(module, Attention)]:
+            assert isinstance(attention.core, AttentionCore)
+            caching = CachedAttentionCore(attention.core)
+            attention.core = caching
+            self._cores.append(caching)
+
+    def start(self, num_rows: int) -> None:
+        """Forgets everything and begins `num_rows` empty sequences."""
+        self.lengths = [0] * num_rows
+        for core in self._cores:
+            core.clear()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order."""
+        self.lengths = [self.lengths[row] for row in rows]
+        index = torch.tensor(rows, device=self.device)
+        for core in self._cores:
+            core.keep(index)
+
+    @torch.inference_mode()
+    def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Reads the next tokens of every row.
+
+        Args:
+            pieces: for every row at least one token; their numbers may differ.
+            document_starts: for every token the place in its row at which its document starts, which sees nothing
+                before; None: every row is one document.
+
+        Returns:
+            Logits [b, v] of the token after each row's last one.
+        """
+        assert len(pieces) == len(self.lengths) and all(pieces)
+        lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces, strict=True)]
+        assert self.max_length is None or max(lengths) <= self.max_length
+        counts_b = torch.tensor([len(piece) for piece in pieces], device=self.device)
+        tokens_bs = _padded(pieces, self.device)
+        starts_bs = None if document_starts is None else _padded(document_starts, self.device)
+        longest = tokens_bs.shape[1]
+        rows = torch.arange(len(pieces), device=self.device)
+        last_bh: Tensor | None = None
+        for start in range(0, longest, PIECE):
+            now = slice(start, start + PIECE)
+            known_starts_bs = None if starts_bs is None else starts_bs[:, now]
+            hidden_bsh, info = self._hidden(tokens_bs[:, now], start, lengths, known_starts_bs)
+            # Of a row that ended before this piece the last hidden state is already known.
+            index_b = counts_b - 1 - start
+            here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
+            last_bh = here_bh if last_bh is None else torch.where(index_b[:, None] >= 0, here_bh, last_bh)
+        assert last_bh is not None
+        logits_bv: Tensor = self.model.stages[-1](last_bh, info)
+        self.lengths = lengths
+        return logits_bv
+
+    def _hidden(
+        self, tokens_bs: Tensor, offset: int, ends: Sequence[int], starts_bs: Tensor | None
+    ) -> tuple[Tensor, BatchInfo]:
+        """Hidden states [b, s, h] before the head of tokens that follow each row's length + offset.
+
+        Args:
+            tokens_bs: padded beyond the rows' ends.
+            offset: tokens since the rows' lengths.
+            ends: each row's length after all pieces of this call.
+            starts_bs: of the tokens' documents.
+        """
+        batch, count = tokens_bs.shape
+        first_b = torch.tensor(self.lengths, device=self.device) + offset
+        places_bs = first_b[:, None] + torch.arange(count, device=self.device)
+        # Of a row that has ended the next query is just behind its end.
+        next_query = min(min(length + offset, end) for length, end in zip(self.lengths, ends, strict=True))
+        first_key = 0 if self.window is None else max(0, next_query - self.window + 1)
+        current = DecodeStep(places_bs, range(first_key, max(self.lengths) + offset + count), starts_bs)
+        for core in self._cores:
+            core.current = current
+        positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs
+        # Padding beyond a row's end may lie beyond the table of learned positions.
+        known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
+        info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)
+        hidden = tokens_bs
+        for stage in list(self.model.stages)[:-1]:
+            hidden = stage(hidden, info)
+        return hidden, info
+
+
+class RecomputingGPT:
+    """What `CachedGPT` offers, for blocks that keep nothing: every call runs the whole sequences.
+
+    Args:
+        model: taken over: it is put in evaluation mode.
+        reset_positions: positions restart with every document, as with data.reset_positions in training.
+    """
+
+    def __init__(self, model: GPT, reset_positions: bool = False) -> None:
+        self.model, self.reset_positions = model.eval(), reset_positions
+        self.device = next(model.parameters()).device
+        self._rows: list[list[int]] = []
+        self._starts: list[list[int]] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that every row has read."""
+        return [len(row) for row in self._rows]
+
+    def start(self, num_rows: int) -> None:
+        """Forgets everything and begins `num_rows` empty sequences."""
+        self._rows, self._starts = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order."""
+        self._rows, self._starts = [self._rows[row] for row in rows], [self._starts[row] for row in rows]
+
+    @torch.inference_mode()
+    def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """See CachedGPT.append."""
+        for row, piece in zip(self._rows, pieces, strict=True):
+            row.extend(piece)
+        for starts, piece in zip(self._starts, document_starts or (), strict=False):
+            starts.extend(piece)
+        tokens_bs = _padded(self._rows, self.device)
+        places_s = torch.arange(tokens_bs.shape[1], device=self.device)
+        starts_bs = None if document_starts is None else _padded(self._starts, self.device)
+        positions_bs = places_s - starts_bs if self.reset_positions and starts_bs is not None else None
+        info = BatchInfo(torch.arange(len(pieces), device=self.device), positions_bs, starts_bs)
+        hidden = tokens_bs
+        for stage in list(self.model.stages)[:-1]:
+            hidden = stage(hidden, info)
+        # Causal: what stands behind a shorter row changes nothing before it.
+        ends_b = torch.tensor(self.lengths, device=self.device) - 1
+        logits_bv: Tensor = self.model.stages[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
+        return logits_bv
+
+
+def with_cache(model: GPT) -> CachedGPT | RecomputingGPT:
+    """Reads sequences piece by piece; only the built-in block keeps what it has read."""
+    return RecomputingGPT(model) if model.config.block.is_custom else CachedGPT(model)
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows of different lengths as int64 [b, s], zeros behind the shorter ones."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

@@ -1,0 +1,152 @@
+"""Decides what ops.impl and optim.impl stand for on this machine, before anything is computed.
+
+Imports no torch unless kernels are loaded: a launcher must not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+from megads.errors import ConfigError
+from megads.ops import build_cuda
+from megads.ops.apex import load_apex, require_apex
+from megads.ops.build import KernelsUnavailable, build, find_compiler, library_path
+from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.ops.kernels import Kernels
+
+Prepare = Callable[[], object]
+
+
+def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Kernels:
+    """What would run here; compiles and loads nothing.
+
+    Args:
+        config: what the user asked for.
+        cuda: the model is on GPUs.
+        optimizer: what the user asked for there; auto: what the model takes.
+
+    Raises:
+        ConfigError: fused or apex was asked for and cannot be had.
+    """
+    return _choose(config, optimizer, cuda, lambda: (library_path(), cuda and build_cuda.library_path()), _nothing)
+
+
+def prepare(
+    config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
+) -> Kernels:
+    """The same, and compiles the kernels where they are needed and missing.
+
+    Args:
+        config: what the user asked for.
+        say: told what is being waited for.
+        cuda: the model is on GPUs.
+        optimizer: see `choose`.
+
+    Raises:
+        ConfigError: fused or apex was asked for and cannot be had.
+    """
+    return _choose(config, optimizer, cuda, lambda: (build(say), cuda and build_cuda.build_library(say)), _nothing)
+
+
+def load(
+    config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
+) -> Kernels:
+    """The same, and loads the kernels into this process: a rank's.
+
+    Args:
+        config: what the user asked for.
+        say: told what is being waited for.
+        cuda: the model is on GPUs.
+        optimizer: see `choose`.
+
+    Raises:
+        ConfigError: fused or apex was asked for and cannot be had.
+    """
+    # It imports torch, for which a launcher must not wait.
+    from megads.ops.library import load_cuda_library, load_library
+
+    def get() -> None:
+        load_library(build(say))
+        if cuda:
+            load_cuda_library(build_cuda.build_library(say))
+
+    return _choose(config, optimizer, cuda, get, load_apex)
+
+
+def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
+    """Whether memory goes by megads' own kernels; under auto on GPUs it goes by torch's operators.
+
+    Autotuning leaves out kernels that keep more than torch's. Apex' norms keep what torch's keep, and need not be here
+    for a plan.
+
+    Args:
+        config: what the user asked for.
+        cuda: the model would be on GPUs.
+
+    Raises:
+        ConfigError: fused was asked for and cannot be had.
+    """
+    return config.impl is not Implementation.apex and choose(config, cuda=cuda).model is Implementation.fused
+
+
+def _nothing(_key: str) -> None:
+    """Apex is compiled by its own project."""
+
+
+def _choose(
+    config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
+) -> Kernels:
+    require_compiler(config.compile, cuda=cuda)
+    model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
+    own = model
+    if optimizer is not Implementation.auto:
+        own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
+    return Kernels(model, own, reason, config.compile, config.loss_chunk)
+
+
+def _take(
+    key: str, impl: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
+) -> tuple[Implementation, str]:
+    """What runs, and why not others."""
+    if impl is Implementation.torch:
+        return impl, ""
+    if impl is Implementation.apex:
+        require_apex(key, cuda=cuda)
+        get_apex(key)
+        return impl, ""
+    try:
+        get()
+    except KernelsUnavailable as error:
+        if impl is Implementation.fused:
+            raise ConfigError(f"{key} = fused cannot run: {error}; or use {key}=auto, which does without") from None
+        return Implementation.torch, str(error)
+    # Which of them are exact and faster than torch's on this GPU is measured before training.
+    return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""
+
+
+def require_compiler(compiled: Compile, *, cuda: bool) -> None:
+    """Refuses torch.compile where it cannot work.
+
+    Args:
+        compiled: what the user asked for.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: the compiler's own compiler is missing, or there are no GPUs for CUDA graphs.
+    """
+    if compiled is Compile.none:
+        return
+    if compiled is Compile.graphs and not cuda:
+        raise ConfigError(
+            "ops.compile = graphs captures CUDA graphs, but the model is on a CPU: use ops.compile=blocks or none"
+        )
+    try:
+        find_compiler()
+    except KernelsUnavailable as error:
+        raise ConfigError(f"ops.compile = {compiled} cannot run: {error}; or use ops.compile=none") from None
+    if cuda and importlib.util.find_spec("triton") is None:
+        raise ConfigError(
+            f"ops.compile = {compiled} cannot run: torch compiles for GPUs by triton, which is not installed; install "
+            "the triton that this torch names (pip show torch), or use ops.compile=none"
+        )

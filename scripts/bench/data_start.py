@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Benchmark 13: how long a rank takes to its first step's samples, and in how much memory of its own, by dataset size.
+
+    python -m scripts.bench.data_start --documents 100000000 --tokens 1000000000000 --folder <disk with 13 GB>
+
+The dataset is made up: documents of random lengths beside a .bin that is one hole. Processes of their own start after
+each other: the one that builds the index map, one on a node that has verified nothing yet, and two ranks at once on a
+node that has. Memory is what a process cannot share (anonymous, from smaps_rollup), without what imports take; the
+peak is sampled. Pages of mapped files are the system's, which has them once for all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megads.data.batches import PLAIN, assemble
+from megads.data.blend_config import DatasetConfig
+from megads.data.config import DataConfig
+from megads.data.datasets import open_datasets
+from megads.data.indexed import bin_path, idx_path
+from megads.data.indexed_header import HEADER, MAGIC
+from scripts.bench.node_reads import disk_bytes
+from scripts.bench.results import Verdict, add_results_option, against_time, record
+
+ROW = 13
+SEQ_LEN = 2048
+STEP_SAMPLES = 64
+ALLOWED_S, ALLOWED_MB = 5.0, 200.0
+"""Targets of a start that builds nothing, at 10^12 tokens."""
+CHUNK = 1 << 20
+SETTLE_S = 2.5
+
+
+def fabricate(prefix: Path, documents: int, tokens: int) -> None:
+    """Writes an index of documents of all lengths up to twice the mean, and a .bin without content."""
+    random, mean = np.random.default_rng(0), tokens // documents
+    sizes = np.memmap(f"{prefix}.sizes", "<i4", "w+", shape=(documents,))
+    for begin in range(0, documents, CHUNK):
+        count = min(CHUNK, documents - begin)
+        # In pairs that add up to twice the mean.
+        half = random.integers(1, 2 * mean, -(-count // 2))
+        sizes[begin : begin + count] = np.stack((half, 2 * mean - half), 1).reshape(-1)[:count]
+    sizes[-1] += tokens - int(sizes.sum(dtype=np.int64))
+    with idx_path(prefix).open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, documents, documents + 1))
+        file.write(sizes.data)
+        end = 0
+        for begin in range(0, documents, CHUNK):
+            ends = end + np.cumsum(sizes[begin : begin + CHUNK], dtype=np.int64)
+            file.write((np.concatenate(([end], ends[:-1])) * 2).astype("<i8").data)
+            end = int(ends[-1])
+        for begin in range(0, documents + 1, CHUNK):
+            file.write(np.arange(begin, min(begin + CHUNK, documents + 1), dtype="<i8").data)
+    Path(f"{prefix}.sizes").unlink()
+    with bin_path(prefix).open("wb") as file:
+        file.truncate(2 * tokens)
+
+
+def anonymous_mb() -> float:
+    """Memory that this process cannot share, in MB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("Anonymous"))) * 1024 / 1e6
+
+
+@contextmanager
+def peak_of_memory(found: list[float]) -> Iterator[None]:
+    """Appends the largest `anonymous_mb` of the block, sampled every 20 ms."""
+    ended, seen = threading.Event(), [anonymous_mb()]
+
+    def look() -> None:
+        while not ended.wait(0.02):
+            seen.append(anonymous_mb())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    yield
+    ended.set()
+    watcher.join()
+    found.append(max(seen))
+
+
+def start(prefix: str, temporary: str, ready: Any, results: Any) -> None:
+    """What a rank does before its first step: opens the data, and reads a step's samples."""
+    tempfile.tempdir = temporary
+    config = DataConfig(train=[DatasetConfig(prefix)], split=[1.0, 0.0])
+    ready.wait()
+    before, read, processor, begin = anonymous_mb(), disk_bytes(), time.process_time(), time.perf_counter()
+    peaks: list[float] = []
+    with peak_of_memory(peaks):
+        train, _ = open_datasets(config, SEQ_LEN, 0, 1 << 16)
+        opened = time.perf_counter()
+        ids = np.arange(STEP_SAMPLES).reshape(-1, 4)
+        train.dataset_samples(ids.reshape(-1))
+        assemble(train, ids, 1 << 16, True, PLAIN)
+    results.put(
+        {
+            "start_s": time.perf_counter() - begin,
+            "open_s": opened - begin,
+            "processor_s": time.process_time() - processor,
+            "own_mb": anonymous_mb() - before,
+            "peak_mb": peaks[0] - before,
+            "resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+            "read_mb": (disk_bytes() - read) / 1e6,
+        }
+    )
+
+
+def starts(prefix: Path, temporary: Path, ranks: int) -> list[dict[str, float]]:
+    """Figures of so many ranks that start at once."""
+    temporary.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    results, ready = context.Queue(), context.Barrier(ranks)
+    processes = [
+        context.Process(target=start, args=(str(prefix), str(temporary), ready, results)) for _ in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def verdicts_of(size: str, figures: dict[str, list[dict[str, float]]]) -> list[Verdict]:
+    """Of the slowest and the largest rank where nothing is built."""
+    ranks = figures["later starts"]
+    slowest, largest = (max(rank[name] for rank in ranks) for name in ("start_s", "peak_mb"))
+    work = f"start of a rank, {size}"
+    return [
+        against_time(ROW, work, 1e3 * slowest, "the target", 1e3 * ALLOWED_S, 1.0),
+        Verdict(
+            ROW, f"{work}, its own memory", f"{largest:.0f} MB", "the target", f"{ALLOWED_MB:.0f} MB",
+            ALLOWED_MB / max(largest, 0.1), 1.0,
+        ),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=10_000_000)
+    parser.add_argument("--tokens", type=int, default=100_000_000_000)
+    parser.add_argument("--folder", help="on the disk to measure; a temporary one without it")
+    add_results_option(parser)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        prefix = folder / "corpus"
+        fabricate(prefix, arguments.documents, arguments.tokens)
+        os.sync()
+        figures = {}
+        for who, node, ranks in (
+            ("builds the map", "one", 1), ("later starts", "one", 2), ("first on a node", "other", 1),
+        ):  # fmt: skip
+            time.sleep(SETTLE_S)  # younger files are verified by everybody
+            figures[who] = starts(prefix, folder / node, ranks)
+            print(who, *(json.dumps({key: round(value, 3) for key, value in rank.items()}) for rank in figures[who]))
+        maps = sum(path.stat().st_size for path in Path(f"{prefix}.cache").iterdir())
+        index = idx_path(prefix).stat().st_size
+    size = f"{arguments.tokens:.0e} tokens in {arguments.documents:.0e} documents".replace("e+", "e")
+    print(f"{size}: index {index / 1e9:.2f} GB, map {maps / 1e9:.2f} GB")
+    described = {"tokens": arguments.tokens, "documents": arguments.documents, "maps_bytes": maps, "starts": figures}
+    record(arguments.append, "data_start", described, verdicts_of(size, figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Benchmark 14: small batches of a blend of many small datasets, against megatron-core's BlendedDataset.
+
+Both read the same files, alternating, in one process: ours in either order of the blend, as the 16 micro-batches of 4
+that a rank reads for a step; theirs one sample at a time, and also collated into the same micro-batches. Judged by the
+processor time of one thread. Run from the repository: python -m scripts.bench.many_datasets
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from megads.data.batches import PLAIN, assemble
+from megads.data.blend import BlendedSamples, BlendPart
+from megads.data.blend_config import DatasetConfig, Order
+from megads.data.config import DataConfig
+from megads.data.datasets import open_datasets
+from megads.data.indexed import IndexedDatasetWriter
+from scripts.bench.results import Verdict, add_results_option, against_time, record
+from scripts.bench.turns import add_judge_option, take_turns
+
+ROW = 14
+VOCAB_SIZE, SEED = 1000, 1
+MICRO = 4
+STEPS = 100
+"""Steps after which the same samples are read again."""
+
+
+def write(folder: Path, datasets: int) -> list[str]:
+    """Datasets of 200 documents of 50 to 3,000 tokens."""
+    random, made = np.random.default_rng(0), []
+    for number in range(datasets):
+        with IndexedDatasetWriter(folder / f"set_{number}", np.uint16) as writer:
+            for size in random.integers(50, 3001, 200).tolist():
+                writer.append(random.integers(0, VOCAB_SIZE, size))
+        made.append(str(folder / f"set_{number}"))
+    return made
+
+
+def theirs(paths: list[str], weights: list[float], seq_len: int, samples: int, cache: Path) -> Any:
+    """megatron-core's training dataset; None where it is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+            from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+        except ImportError:
+            return None
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=seq_len,
+        blend=(paths, weights),
+        split="1,0,0",
+        path_to_cache=str(cache),
+        tokenizer=SimpleNamespace(vocab_size=VOCAB_SIZE, eod=0, pad=-1, unique_identifiers={"class": "none"}),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return BlendedMegatronDatasetBuilder(GPTDataset, [samples, 0, 0], lambda: True, config).build()[0]
+
+
+def ours(
+    paths: list[str], weights: list[float], seq_len: int, samples: int, cache: Path, order: Order
+) -> BlendPart | BlendedSamples:
+    """The same blend."""
+    train = [DatasetConfig(path, weight, max_epochs=1e9) for path, weight in zip(paths, weights, strict=True)]
+    config = DataConfig(train=train, split=[1.0, 0.0], order=order, cache_dir=str(cache))
+    return open_datasets(config, seq_len, SEED, VOCAB_SIZE, samples)[0]
+
+
+class Stepping:
+    """Calls a function with the numbers of one step after the other."""
+
+    def __init__(self, read: Any, batch: int) -> None:
+        self._read, self._batch, self._step = read, batch, 0
+
+    def __call__(self) -> object:
+        first = self._step % STEPS * self._batch
+        self._step += 1
+        return self._read(np.arange(first, first + self._batch))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--datasets", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--seq-len", type=int, nargs="+", default=[2048, 64])
+    parser.add_argument("--rounds", type=int, default=200)
+    add_judge_option(parser)
+    parser.set_defaults(by="processor_ms")
+    add_results_option(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    figures, verdicts = {}, []
+    samples = STEPS * arguments.batch
+    weights = (np.random.default_rng(1).random(arguments.datasets) + 0.1).tolist()
+    with tempfile.TemporaryDirectory() as name:
+        paths = write(Path(name), arguments.datasets)
+        for seq_len in arguments.seq_len:
+            sides: dict[str, Any] = {}
+            for order in Order:
+                source = ours(paths, weights, seq_len, samples, Path(name), order)
+                sides[f"megads, order={order.value}"] = Stepping(
+                    lambda ids, source=source: assemble(source, ids.reshape(-1, MICRO), VOCAB_SIZE, True, PLAIN),
+                    arguments.batch,
+                )
+            peer = theirs(paths, weights, seq_len, samples, Path(name))
+            if peer is not None:
+                dist.destroy_process_group()
+                sides["megatron-core, one by one"] = Stepping(
+                    lambda ids, peer=peer: [peer[number] for number in ids.tolist()], arguments.batch
+                )
+                sides["megatron-core, collated"] = Stepping(
+                    lambda ids, peer=peer: [
+                        default_collate([peer[number] for number in four]) for four in ids.reshape(-1, MICRO).tolist()
+                    ],
+                    arguments.batch,
+                )
+            times = take_turns(sides, arguments.rounds)
+            us = {side: 1e3 * found.summary[arguments.by] / arguments.batch for side, found in times.items()}
+            figures[str(seq_len)] = us
+            print(f"S = {seq_len}: " + ", ".join(f"{side} {value:.1f} us a sample" for side, value in us.items()))
+            verdicts += verdicts_of(f"{arguments.datasets} datasets, batch {arguments.batch}, S = {seq_len}", us)
+    record(arguments.append, "many_datasets", {"us_a_sample": figures}, verdicts)
+    return 0
+
+
+def verdicts_of(work: str, us: dict[str, float]) -> list[Verdict]:
+    """Of both orders against what a rank would have to do with Megatron's samples, and against them alone."""
+    return [
+        against_time(ROW, f"{work}, {side}", us[side] / 1e3, peer, us[peer] / 1e3, 1.0)
+        for side in us
+        for peer in us
+        if side.startswith("megads") and peer.startswith("megatron")
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

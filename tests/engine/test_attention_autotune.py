@@ -1,0 +1,156 @@
+"""How a run's attention is chosen: the whole of it, on a CPU with the kinds that run there.
+
+The work says GPU, so that kinds are tried at all; those whose kernels are not there say so when they are tried.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megads.engine.attention_trials import (
+    FOLDER,
+    TunedAttention,
+    attention_key,
+    measure,
+    plain_attention,
+    trial_problem,
+    tune_attention,
+    within_plan,
+)
+from megads.errors import ConfigError
+from megads.model.config import ModelConfig, Position
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
+from megads.ops.autotune import TuningResult, cache_file, fastest
+from megads.ops.config import Implementation
+from megads.parallel.context import held_places
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(hidden_size=128, num_heads=8, num_kv_heads=4)
+
+
+def work_of(model: ModelConfig, tp: int = 2, **changes: object) -> AttentionWork:
+    known = {"bf16": True, "cuda": True, "impl": Implementation.fused, "seq_len": 96, "micro_batch_size": 2}
+    return replace(model.attention_work(tp), **(known | changes))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_measured_once_then_remembered() -> None:
+    """Catches a choice measured at every start, one that another shape takes over, and a file cut short that ends a run
+    or is believed."""
+    work = work_of(MODEL)
+    first = tune_attention(MODEL, work, CPU, rounds=1)
+    assert first.source == "measured" and first.outcomes is not None
+    timed = {name for name, found in first.outcomes.items() if found.time_ms is not None}
+    assert timed == {"sdpa", "augmented", "fused_softmax"} and first.kind.value in timed
+    for kind in ("flex", "cudnn"):
+        assert "there is no kernel for torch.bfloat16 on cpu" in first.outcomes[kind].reason
+    assert "flash-attn" in first.outcomes["flash"].reason or "no kernel" in first.outcomes["flash"].reason
+    assert all(f"{name} " in first.text for name in timed) and "flex: " in first.text
+    again = tune_attention(MODEL, work, CPU, rounds=1)
+    assert again == replace(first, source="measured before")
+    longer = work_of(MODEL, seq_len=64)
+    assert attention_key(longer, CPU) != first.key
+    file = cache_file(FOLDER, first.key)
+    file.write_text(file.read_text()[:-40])
+    assert tune_attention(MODEL, work, CPU, rounds=1).source == "measured"
+    file.unlink()
+    assert tune_attention(MODEL, work, CPU, rounds=1).source == "measured"
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("context", [1, 2])
+def test_dropout_is_measured(context: int) -> None:
+    """Catches attention dropout that stays with plain torch unmeasured, and kinds that cannot drop that are tried."""
+    model = replace(MODEL, attention_dropout=0.1)
+    places = None if context == 1 else held_places(96, 1, 2, CPU)
+    choice = tune_attention(model, work_of(model, context=context), CPU, places_s=places, rounds=1)
+    assert choice.outcomes is not None and choice.source == "measured"
+    timed = {name for name, found in choice.outcomes.items() if found.time_ms is not None}
+    assert timed == {"sdpa", "fused_softmax"} and choice.kind.value in timed
+    assert "attention_dropout = 0.1" in choice.outcomes["flex"].reason
+
+
+def test_a_run_goes_on_with_its_own_choice() -> None:
+    """Catches a resume that takes another kernel than the run had, because the cache was removed or measured anew: its
+    losses would not be those of a run that never stopped."""
+    work = work_of(MODEL, impl=Implementation.torch)
+    key = attention_key(work, CPU)
+    before = TunedAttention(AttentionKind.flex, "measured", key)
+    asked: list[str] = []
+
+    def earlier(wanted: str) -> TunedAttention | None:
+        asked.append(wanted)
+        return before
+
+    found = tune_attention(MODEL, work, CPU, earlier=earlier)
+    assert asked == [key] and found == replace(before, source="as at the run's earlier start")
+    assert TunedAttention.from_dict(json.loads(json.dumps(before.to_dict()))) == replace(before, outcomes={})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MODEL, replace(MODEL, window=20, position=Position.rope), replace(MODEL, num_kv_heads=8)],
+    ids=["alibi", "window", "own keys"],
+)
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_trial_is_the_models_attention(model: ModelConfig, context: int, documents: bool) -> None:
+    """Catches a trial whose mask, slopes or places are not those that the model's attention applies: every kind would
+    be found wrong, or a wrong one right."""
+    work = work_of(model, context=context, documents=documents, bf16=False, impl=Implementation.torch)
+    places = None if context == 1 else held_places(96, 0, 2, CPU)
+    choice = measure(model, work, CPU, (AttentionKind.sdpa,), places_s=places, rounds=1)
+    assert choice.outcomes is not None and (choice.outcomes["sdpa"].error or 9.0) < 2.0
+    problem, info = trial_problem(model, work, CPU, places)
+    assert problem.q_bnsd.shape == (2, 4, 96 // context, 16) and problem.k_bmtd.shape[1] == model.kv_heads // 2
+    rest = (problem.slopes_n, problem.places_s, problem.starts_bs)
+    assert documents == (info.document_starts is not None)
+    if documents:
+        whole = plain_attention(problem.q_bnsd, problem.k_bmtd, problem.v_bmtd, rest[0], rest[1], None)
+        packed = plain_attention(problem.q_bnsd, problem.k_bmtd, problem.v_bmtd, *rest)
+        assert not torch.allclose(whole, packed, atol=1e-2)
+
+
+def test_what_was_asked_for_must_run() -> None:
+    """Catches a kind that the user insists on and that is silently replaced, and a CPU that measures."""
+    asked = replace(MODEL, attention=AttentionKind.cudnn)
+    work = work_of(MODEL, impl=Implementation.torch)
+    with pytest.raises(ConfigError, match=r"model\.attention = cudnn does not run on cpu.*model\.attention=auto"):
+        tune_attention(asked, work, CPU)
+    kept = tune_attention(replace(MODEL, attention=AttentionKind.augmented), work, CPU)
+    assert kept.kind is AttentionKind.augmented and kept.outcomes is not None
+    with pytest.raises(ConfigError, match=r"auto finds nothing.*flex: RuntimeError: there is no kernel"):
+        measure(MODEL, work, CPU, (AttentionKind.flex,))
+    for model in (MODEL, asked):
+        untried = tune_attention(model, replace(work, cuda=False), CPU)
+        assert (
+            untried == TunedAttention(model.attention, "nothing is measured")
+            and not cache_file(FOLDER, "").parent.exists()
+        )
+
+
+def test_memory_beyond_the_plan() -> None:
+    """Catches auto taking what is quickest and does not fit: the memory of a run with auto is planned by sdpa's."""
+    found = {
+        "sdpa": TuningResult(repeats=True, time_ms=3.0, kept_bytes=100),
+        "augmented": TuningResult(repeats=True, time_ms=2.0, kept_bytes=450),
+        "fused_softmax": TuningResult(repeats=True, time_ms=1.0, kept_bytes=2000),
+        "flex": TuningResult(reason="too old"),
+    }
+    judged = within_plan(found, inputs=300)
+    assert "by which the run is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
+    assert {name: judged[name] for name in ("sdpa", "augmented", "flex")} == {
+        name: found[name] for name in ("sdpa", "augmented", "flex")
+    }
+    unknown = {name: replace(one, kept_bytes=None) for name, one in found.items()}
+    assert within_plan(unknown, inputs=300) == unknown

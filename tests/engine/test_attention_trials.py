@@ -1,0 +1,120 @@
+"""The trial that decides which attention is taken, with real ways of computing it that run on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.engine import attention_trials
+from megads.engine.attention_trials import AttentionTrial, Problem, plain_attention, tried_queries
+from megads.ops.attention import attention
+from megads.ops.autotune import TuningResult, compare, examine, fastest
+from megads.ops.flex_attention import flex_attention, visible_blocks
+from megads.ops.philox import DropoutMask
+from tests.ops.test_attention import inputs
+
+SLOPES = torch.linspace(0.5, 0.01, 6)
+STARTS = torch.stack([torch.arange(150) // 37 * 37, torch.arange(150) // 90 * 90])
+
+
+def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = STARTS) -> Problem:
+    return Problem(*inputs(150, 150, 16, dtype, heads=6, key_heads=2), SLOPES, None, starts)
+
+
+def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Plain torch on this problem, or on one that is a little different."""
+    other = replace(problem, **changes)
+    return lambda q, k, v: plain_attention(q, k, v, other.slopes_n, other.places_s, other.starts_bs, other.mask)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
+    """Catches an exact way that is left out, a wrong one that is taken, and one that cannot run and ends the trial."""
+    problem = problem_of(dtype)
+    mask = visible_blocks(150, 150, torch.device("cpu"), starts_bs=STARTS)
+    outcomes = compare(
+        {
+            "kernel": lambda q, k, v: attention(q, k, v, SLOPES, None, STARTS),
+            "flex": lambda q, k, v: flex_attention(q, k, v, mask, SLOPES),
+            "of other heads": plainly(problem, slopes_n=SLOPES.flip(0)),
+            "across documents": plainly(problem, starts_bs=None),
+            "plain": plainly(problem),
+        },
+        AttentionTrial(problem),
+        rounds=1,
+    )
+    timed = {name for name, found in outcomes.items() if found.time_ms is not None}
+    assert timed == {"kernel", "plain"} and fastest(outcomes) in timed
+    assert outcomes["plain"].error == 1.0 and outcomes["plain"].repeats
+    assert outcomes["flex"].reason.startswith("NotImplementedError: FlexAttention does not support backward on CPU")
+    for name in ("of other heads", "across documents"):
+        assert "times that of plain torch" in outcomes[name].reason
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_every_gradient_counts(wrong: int) -> None:
+    """Catches a trial that looks at the output, or at one gradient, alone."""
+    problem = problem_of()
+
+    def attend(*tensors: Tensor) -> Tensor:
+        scaled = [
+            x * 1.01 - (0.01 * x).detach() if index == wrong else x for index, x in enumerate(tensors)
+        ]  # the same value, another gradient
+        return plainly(problem)(*scaled)
+
+    assert "times that of plain torch" in examine("tried", attend, AttentionTrial(problem)).reason
+
+
+@pytest.mark.usefixtures("kernels")
+def test_with_dropout() -> None:
+    """Catches a trial that drops others than those of the sample, head and place in hand, or nothing at all."""
+    mask = DropoutMask(key=7, threshold=2**13, samples_b=torch.tensor([4, 9]), first_head=2)
+    problem = replace(problem_of(), mask=mask)
+
+    def of(mask: DropoutMask | None) -> TuningResult:
+        return examine("tried", lambda q, k, v: attention(q, k, v, SLOPES, None, STARTS, mask), AttentionTrial(problem))
+
+    assert not of(mask).reason
+    wrong = [None, replace(mask, first_head=3), replace(mask, samples_b=torch.tensor([4, 8])), replace(mask, key=8)]
+    assert all("times that of plain torch" in of(other).reason for other in wrong)
+
+
+def test_gradients_that_differ_from_run_to_run() -> None:
+    """Catches a way with which a resume could not continue bit for bit, taken before one that repeats itself."""
+    problem = problem_of()
+    generator = torch.Generator().manual_seed(0)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = plainly(problem)(q, k, v)
+        return out + torch.randn(out.shape, generator=generator) * 6e-8 * out.detach().abs()
+
+    found = examine("tried", attend, AttentionTrial(problem))
+    assert not found.reason and not found.repeats
+    steady = TuningResult(error=1.0, repeats=True, time_ms=2.0)
+    assert fastest({"a": replace(found, time_ms=1.0), "b": steady}) == "b"
+    assert fastest({"a": replace(found, time_ms=1.0)}) == "a"
+    assert fastest({"a": TuningResult(reason="too old")}) is None
+
+
+@pytest.mark.parametrize("name", ["early", "late"])
+def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a trial of the first queries alone: keys that only some of the others see wrongly; and an exact result
+    that needs all of them."""
+    monkeypatch.setattr(attention_trials, "MOST_TRIED", 20)
+    problem = problem_of(starts=torch.zeros(2, 150, dtype=torch.int64))
+    assert tried_queries(problem).tolist()[::19] == [0, 149]
+    changed = torch.zeros(2, 150, dtype=torch.int64)
+    changed[1, 20 : 40 if name == "early" else None] = 10
+    assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason
+    assert examine("tried", plainly(problem, starts_bs=changed), AttentionTrial(problem)).reason
+
+
+def test_one_token() -> None:
+    """Catches a division by the error of gradients that are nothing but rounding."""
+    problem = Problem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
+    assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason

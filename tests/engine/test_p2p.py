@@ -1,0 +1,45 @@
+"""Messages between stages: what is kept of them, and that nothing is allocated once a step has run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megads.parallel.config import ParallelConfig
+from megads.parallel.schedule import ScheduleName
+from tests.distributed import run_ranks
+from tests.parity import build_engine, scenario_with, step_batches
+
+pytestmark = pytest.mark.distributed
+
+SCENARIO = scenario_with(global_batch_size=16, micro_batch_size=1)
+
+
+def _kept(name: str) -> tuple[int, list[int], int]:
+    """Most sent tensors kept at once, buffers made by the end of each of three steps, receives left over."""
+    engine = build_engine(SCENARIO, ParallelConfig(pp=2, schedule=ScheduleName(name)))
+    messages, most = engine._engine._p2p, 0
+    inner = messages.send
+
+    def send(*message: Any) -> None:
+        nonlocal most
+        inner(*message)
+        most = max(most, len(messages._leaving))
+
+    messages.send = send
+    made = []
+    for step in range(3):
+        engine.step(step_batches(SCENARIO, step), SCENARIO.lr)
+        made.append(messages._pool.made)
+    return most, made, len(messages._arriving) + len(messages._leaving)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
+def test_few_tensors_are_kept_and_buffers_are_used_again(name: str) -> None:
+    """Catches sent tensors that live to the end of the step, a buffer for every message, and buffers that are lost: 16
+    micro-batches go both ways between two ranks, once or three times."""
+    for most, made, left in run_ranks(_kept, 2, name):
+        assert 1 <= most <= 6
+        assert made[0] == made[1] == made[2] <= 10
+        assert left == 0

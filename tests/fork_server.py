@@ -1,0 +1,279 @@
+"""Runs many `megads` command lines, each in a process forked from one that has imported everything.
+
+The start of a process costs seconds, a fork milliseconds. Each command has its own folder, HOME, limits of processor
+time, memory and file size, and an audit hook that sees what it writes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+# Of processor time: on a machine that others use too, seconds of the clock say little.
+CPU_LIMIT_S = 10
+# For what waits without computing; above the other, so that a busy machine is no hang.
+CLOCK_LIMIT_S = 40
+MEMORY_LIMIT_BYTES = 4 << 30
+FILE_LIMIT_BYTES = 64 << 20
+_STDOUT, _STDERR, _OUTSIDE = ".stdout", ".stderr", ".outside"
+_NAMES = (_STDOUT, _STDERR, _OUTSIDE)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+# Devices, not their folders: /dev/shm is memory that outlives its writer.
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/fd", "/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command line ended.
+
+    Attributes:
+        code: exit code, negative for a signal.
+        out: what it printed.
+        err: its messages.
+        outside: paths beyond its folder that it wrote to.
+        limit: the limit that it ran into, empty for none.
+    """
+
+    code: int
+    out: str
+    err: str
+    outside: list[str]
+    limit: str
+
+    def defect(self, allowed: Sequence[int] = (0, 2, 3, 4)) -> str:
+        """What no command line may do; empty where it did none of it."""
+        if self.limit:
+            return f"did not end: {self.limit}"
+        if "Traceback (most recent call last)" in self.err:
+            return "printed a traceback"
+        if self.code not in allowed:
+            return f"exited with {self.code}"
+        if self.code and not (self.err + self.out).strip():
+            return f"exited with {self.code} and said nothing"
+        if self.outside:
+            return f"wrote to {', '.join(self.outside)}"
+        return ""
+
+
+class ForkServer:
+    """The process that forks; its folders lie in `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server"],
+            cwd=root,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(root), "PATH": os.environ["PATH"]},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._read() == "ready"
+
+    def __call__(self, folder: Path, arguments: Sequence[str], stub: bool = False) -> Outcome:
+        """Runs one command line in a folder.
+
+        Args:
+            folder: where it runs, and all that it may write to.
+            arguments: verb and what follows it.
+            stub: do without the work that a valid config of some verbs would start, see `_WORK`.
+        """
+        order = {"folder": str(folder), "arguments": list(arguments), "stub": stub}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        code, limit = json.loads(self._read())
+        texts = [(folder / name).read_text(errors="surrogateescape") for name in (_STDOUT, _STDERR)]
+        outside = sorted(set((folder / _OUTSIDE).read_text(errors="surrogateescape").splitlines()))
+        return Outcome(code, *texts, outside, limit)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the fork server ended: {self._process.wait(timeout=30)}"
+        return line.strip()
+
+
+def left_by_commands(folder: Path) -> list[str]:
+    """Names in the folder of a command, without those of the server."""
+    return sorted({path.name for path in folder.iterdir()} - {*_NAMES, "tmp"})
+
+
+@contextmanager
+def run_fork_server(root: Path) -> Iterator[ForkServer]:
+    """Yields a server; ends it."""
+    server = ForkServer(root)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+# What takes minutes or starts processes where the config is sound, and what stands for it. Tests of their own run it.
+_WORK: dict[str, Callable[..., Any]] = {
+    "megads.tools.doctor.examine:examine": lambda *_: [],
+    "megads.tools.verify.output:verify": lambda *_: (0, 0),
+}
+
+
+def _stub_work() -> None:
+    import importlib
+
+    for name, stand_in in _WORK.items():
+        module, _, function = name.partition(":")
+        setattr(importlib.import_module(module), function, stand_in)
+    import megads.cli.check_nodes as verb
+    from megads.launch.node_check.check import Checked
+
+    verb.check_nodes = lambda _, place: Checked({}, {node: [] for node in place.nodes}, {})
+
+
+def _child(order: dict[str, Any]) -> int:
+    """The body of a forked process; returns the exit code."""
+    folder = Path(order["folder"])
+    os.setsid()
+    os.chdir(folder)
+    (folder / "tmp").mkdir(exist_ok=True)
+    os.environ |= {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": str(folder / ".cache")}
+    tempfile.tempdir = None  # the parent's answer
+    for descriptor, name in enumerate((os.devnull, *_NAMES)):
+        flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        opened = os.open(name, flags, 0o600)
+        if opened != descriptor:
+            os.dup2(opened, descriptor)
+            os.close(opened)
+    # As Python's own start makes them.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="strict", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    faulthandler.register(signal.SIGXCPU, sys.stderr)
+    faulthandler.dump_traceback_later(CLOCK_LIMIT_S, file=sys.stderr)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = {
+        resource.RLIMIT_CPU: (CPU_LIMIT_S, CPU_LIMIT_S + 1),
+        resource.RLIMIT_AS: (pages * resource.getpagesize() + MEMORY_LIMIT_BYTES,) * 2,
+        resource.RLIMIT_FSIZE: (FILE_LIMIT_BYTES,) * 2,
+        resource.RLIMIT_CORE: (0, 0),
+    }
+    for limit, values in limits.items():
+        resource.setrlimit(limit, values)
+    sys.addaudithook(_watch(folder.resolve()))
+    if order["stub"]:
+        _stub_work()
+    from megads.cli.main import run
+
+    code = run(order["arguments"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code
+
+
+def _watch(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
+    """Returns an audit hook that notes what is written outside of a folder."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            paths = [path] if isinstance(flags, int) and flags & _WRITING else []
+        elif event in _CHANGING:
+            paths = [path for path in arguments[:2] if isinstance(path, str | bytes | os.PathLike)]
+        else:
+            return
+        for path in paths:
+            if isinstance(path, int):
+                continue
+            with suppress(OSError, ValueError):
+                found = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+                places = (Path(found), Path(os.path.realpath(found)))
+                inside = any(place.is_relative_to(folder) for place in places)
+                if not inside and not found.startswith(_DEVICES):
+                    os.write(3, os.fsencode(f"{found}\n"))
+
+    return hook
+
+
+def _serve() -> None:
+    """Forks for each line of the standard input."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    # Nobody but this loop reads or writes them; what the imports print goes to stderr.
+    os.dup2(2, 1)
+    sys.dont_write_bytecode = True
+    _import_everything()
+    gc.collect()
+    gc.freeze()
+    print("ready", file=answers, flush=True)
+    # readline of a buffered file would take the next request away from nobody: there is one at a time.
+    while line := requests.readline():
+        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+
+
+def _answer(order: dict[str, Any]) -> tuple[int, str]:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = _child(order)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code & 0xFF)
+    watch = os.pidfd_open(child)
+    ended = select.select([watch], [], [], CLOCK_LIMIT_S + 1)[0]
+    os.close(watch)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    _, status, usage = os.wait4(child, 0)
+    # Whatever it started.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    limit = "" if ended else f"{CLOCK_LIMIT_S} s by the clock"
+    if usage.ru_utime + usage.ru_stime >= CPU_LIMIT_S:
+        limit = f"{CPU_LIMIT_S} s of processor time"
+    return os.waitstatus_to_exitcode(status), limit
+
+
+def _import_everything() -> None:
+    import importlib
+    import pkgutil
+
+    import megads
+    import megads.cli
+
+    for module in pkgutil.walk_packages(megads.__path__, "megads."):
+        with suppress(ImportError):
+            importlib.import_module(module.name)
+    # Hydra reads its plugins once.
+    from megads.cli.main import VERBS, run
+
+    for verb in VERBS:
+        run([verb, "no.such.key=1"])
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,146 @@
+"""Keys and values that are kept give the logits of the whole model on the whole sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.batch import BatchInfo
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.gpt import GPT
+from megads.model.kv_cache import PIECE, CachedGPT
+from tests.model.test_gpt import hot_value
+
+VOCAB_SIZE = 50
+
+
+def config(position: Position = Position.alibi, max_seq_len: int = 24, **changes: object) -> ModelConfig:
+    return ModelConfig(
+        num_layers=2, hidden_size=24, num_heads=6, vocab_size=VOCAB_SIZE, max_seq_len=max_seq_len, position=position,
+        **changes,
+    )  # fmt: skip
+
+
+FEATURES = {
+    "num_kv_heads": 2, "window": 4, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+}  # fmt: skip
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def full_logits(model_config: ModelConfig, sequence: list[int]) -> Tensor:
+    """[s, v] of the ordinary forward pass."""
+    model = GPT(model_config, 0, hot_value).eval()
+    with torch.no_grad():
+        return model(torch.tensor([sequence]), BatchInfo(sample_ids=torch.tensor([0])))[0]
+
+
+def incremental(model_config: ModelConfig) -> CachedGPT:
+    return CachedGPT(GPT(model_config, 0, hot_value))
+
+
+def largest_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
+@pytest.mark.parametrize("position", Position)
+@pytest.mark.parametrize("prompt", [1, 2, 11])
+def test_every_position_has_the_logits_of_the_full_forward(position: Position, prompt: int, changes: dict) -> None:
+    """Catches a distance, mask, window, learned position or slot that is off by one, and a cache that grows wrongly."""
+    sequence = tokens(24)
+    expected = full_logits(config(position, **changes), sequence)
+    model = incremental(config(position, **changes))
+    model.start(1)
+    found = [model.append([sequence[:prompt]])]
+    found += [model.append([[token]]) for token in sequence[prompt:]]
+    assert largest_error(torch.cat(found), expected[prompt - 1 :]) <= 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
+@pytest.mark.parametrize("position", Position)
+def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Position, changes: dict) -> None:
+    """Catches padding that is attended to, shifts positions, or is still there when real tokens come; rows that stop
+    and leave the batch; and padding beyond the last learned position."""
+    sequences = [tokens(24, seed=1), tokens(9, seed=2), tokens(17, seed=3)]
+    expected = [full_logits(config(position, **changes), sequence) for sequence in sequences]
+    model = incremental(config(position, **changes))
+    model.start(3)
+    # The second piece begins at other positions in every row and pads the first far beyond its 24 positions.
+    for pieces in ([12, 1, 5], [1, 7, 12], [11, 1, None]):
+        rows = [row for row, count in enumerate(pieces) if count is not None]
+        if len(rows) < len(model.lengths):
+            model.keep(rows)
+        before = dict(zip(rows, model.lengths, strict=True))
+        found = model.append([sequences[row][before[row] : before[row] + pieces[row]] for row in rows])
+        for logits, row in zip(found, rows, strict=True):
+            assert largest_error(logits, expected[row][before[row] + pieces[row] - 1]) <= 1e-5
+    assert model.lengths == [24, 9]
+
+
+def test_alibi_goes_on_beyond_the_training_length() -> None:
+    """Catches a mask or cache of the size of max_seq_len, and prompts of more than one piece that forget the first."""
+    sequence = tokens(PIECE + 90)
+    short = tokens(40, seed=4)
+    expected = full_logits(config(), sequence)
+    model = incremental(config())
+    model.start(2)
+    prompt = PIECE + 60
+    found = model.append([sequence[:prompt], short])
+    assert largest_error(found[1], full_logits(config(), short)[-1]) <= 1e-5
+    rows = [found[0]] + [model.append([[token], [0]])[0] for token in sequence[prompt:]]
+    assert largest_error(torch.stack(rows), expected[prompt - 1 :]) <= 1e-5
+
+
+def test_a_window_bounds_the_cache() -> None:
+    """Catches keys that are kept though no later token sees them, and those of a short row given up with its
+    neighbours': in the second piece of a long prompt, and when it goes on alone."""
+    windowed = config(window=6, num_kv_heads=2)
+    long, short = tokens(PIECE + 30), tokens(20, seed=1)
+    model = incremental(windowed)
+    model.start(2)
+    expected = [full_logits(windowed, sequence) for sequence in (long, short)]
+    found = model.append([long[: PIECE + 20], short[:9]])
+    assert largest_error(found, torch.stack([expected[0][PIECE + 19], expected[1][8]])) <= 1e-5
+    found = model.append([long[PIECE + 20 :], short[9:15]])
+    assert largest_error(found, torch.stack([expected[0][-1], expected[1][14]])) <= 1e-5
+    model.keep([1])
+    for token in short[15:]:
+        found = model.append([[token]])
+    assert largest_error(found[0], expected[1][-1]) <= 1e-5
+    model.start(1)
+    expected = full_logits(windowed, tokens(200, seed=2))
+    found = torch.cat([model.append([[token]]) for token in tokens(200, seed=2)])
+    assert largest_error(found, expected) <= 1e-5
+    for core in model._cores:
+        _, slots, kv_heads, _ = core.keys_btmd.shape
+        assert slots <= 2 * 6 and kv_heads == 2
+
+
+def test_a_new_start_forgets() -> None:
+    """Catches keys of the last prompt in the next one."""
+    model = incremental(config())
+    model.start(2)
+    model.append([tokens(20), tokens(15)])
+    model.start(1)
+    sequence = tokens(6, seed=5)
+    assert largest_error(model.append([sequence])[0], full_logits(config(), sequence)[-1]) <= 1e-5
+
+
+def test_bf16_error_is_that_of_bf16() -> None:
+    """Catches a cache or mask that loses more than bf16 arithmetic does in the full forward."""
+    sequence = tokens(24)
+    exact = full_logits(config(), sequence)[-1]
+    model = GPT(config(), 0, hot_value).bfloat16().eval()
+    with torch.no_grad():
+        whole = model(torch.tensor([sequence]), BatchInfo(sample_ids=torch.tensor([0])))[0, -1].float()
+    cached = CachedGPT(model)
+    cached.start(1)
+    cached.append([sequence[:12]])
+    for token in sequence[12:-1]:
+        cached.append([[token]])
+    found = cached.append([sequence[-1:]])[0].float()
+    assert (found - exact).norm() <= 2 * (whole - exact).norm()
