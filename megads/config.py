@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.data.batch_size import BatchSizeSchedule
 from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, Engine, TextTokenizerConfig
+from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig, Position
+from megads.model.sharding import has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
+from megads.optim import schedule as _builtin_schedules  # noqa: F401 (registers them)
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
+from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 
 if TYPE_CHECKING:
     from megads.data.recorded import DataRecord
@@ -132,6 +136,30 @@ class RootConfig:
     """Console."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The machine."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own to import, which register hooks, model blocks, optimizers, schedules, readers or trackers
+    (docs/extending.md)."""
+    hooks: dict[str, Any] = field(default_factory=dict)
+    """Hooks of your plugins to run, each with its settings: hooks.<name>.<setting>=<value>, or hooks.<name>={}."""
+
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    """Extra DeepSpeed settings for parallel.zero_stage=2 and 3, where DeepSpeed's own ZeRO engine trains, for example
+    deepspeed.zero_optimization.overlap_comm=true; those that would change what is computed are refused."""
+
+    def settle_plugins(self) -> None:
+        """Imports the plugins, and checks and completes the settings of every part that the config names.
+
+        Raises:
+            ConfigError: a plugin cannot be imported, there is no such part, or a setting does not fit it.
+        """
+        import_plugins(self.plugins)
+        optim, schedule, block = self.optim, self.schedule, self.model.block
+        block.options = BLOCKS.complete(block.name, block.options, "model.block.name", "model.block.options")
+        optim.options = OPTIMIZERS.complete(optim.name, optim.options, "optim.name", "optim.options")
+        schedule.options = SCHEDULES.complete(schedule.name, schedule.options, "schedule.name", "schedule.options")
+        self.data.reader.settle("data.reader")
+        HOOKS.complete_all(self.hooks, "hooks")
+        TRACKERS.complete_all(self.logging.trackers, "logging.trackers")
 
 
 def check_config(config: RootConfig) -> None:
@@ -158,6 +186,7 @@ def check_config(config: RootConfig) -> None:
         part.check()
     check_attention(config)
     _check_optimizer(config)
+    check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_compile(config)
     _check_layout(config)
     _check_batches(config)
@@ -218,6 +247,11 @@ def _check_optimizer(config: RootConfig) -> None:
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
             "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
+        )
+    if stage in GRADIENT_STAGES and not config.optim.is_adamw:
+        raise ConfigError(
+            f"optim.name = {config.optim.name} needs parallel.zero_stage = 0 or 1, but parallel.zero_stage = {stage}: "
+            "there DeepSpeed's optimizer is around torch's AdamW; use one of them, or optim.name=adamw"
         )
 
 
@@ -309,7 +343,13 @@ def _check_sequence_parallel(config: RootConfig) -> None:
 
 
 def _check_context_parallel(config: RootConfig) -> None:
-    """Every context parallel rank takes two equal chunks of a sample."""
+    """Every context parallel rank takes two equal chunks of a sample; keys and values meet in attention cores."""
+    if config.parallel.cp > 1 and not has_attention_core(config.model):
+        raise ConfigError(
+            f"parallel.cp = {config.parallel.cp} needs a block that names its attention core, where keys and values of "
+            f"all ranks meet, but the sharding table of model.block.name = {config.model.block.name} names none; set "
+            "parallel.cp=1"
+        )
     chunks = 2 * config.parallel.cp
     if config.parallel.cp > 1 and config.train.seq_len % chunks:
         raise ConfigError(

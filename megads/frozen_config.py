@@ -33,8 +33,8 @@ def config_digest(config: RootConfig) -> str:
 def derive_run_id(config: RootConfig, name: str) -> str:
     """Names a run after what it computes, so that the same command again continues the run.
 
-    How long it trains, where and how it writes and which kernels compute it are left out: a longer training continues
-    the shorter one.
+    How long it trains, where and how it writes, what watches it and which kernels compute it are left out: a longer
+    training continues the shorter one.
 
     Args:
         config: the run's config.
@@ -44,7 +44,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         `<name>-<8 hex digits>`.
     """
     content = config_dict(config)
-    for room in ("run", "logging", "cluster", "checkpoint", "ops"):
+    for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed"):
         del content[room]
     for length in LENGTHS:
         del content["train"][length]

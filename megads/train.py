@@ -36,6 +36,7 @@ from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
+from megads.monitor.hook_plugins import HookContext, plugin_hooks
 from megads.monitor.metrics_hook import MetricsHook
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.kernels import Kernels
@@ -76,10 +77,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         MegadsError: a failure for the user; the rank's process turns it into an exit code.
     """
     environment = rank_environment()
-    device = rank_device(environment)
-    sum_in_fp32()
-    if config.train.deterministic:
-        make_deterministic(device)
+    device = rank_device(environment, deterministic=config.train.deterministic)
     fence = Fence(run_dir, environment.lease)
     with (
         heartbeat(environment.heartbeats, environment.rank) as beats,
@@ -113,6 +111,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         ]
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
         hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
+        hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
         record_start(config, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
         stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
@@ -180,12 +179,15 @@ def run_loop(
     return reason if state.step < total_steps else ""
 
 
-def rank_device(environment: RankEnvironment) -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
+def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.device:
+    """This rank's GPU, or the CPU where there is none, set to compute as every run does."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", environment.local_rank)
+        torch.cuda.set_device(device)
+    sum_in_fp32()
+    if deterministic:
+        make_deterministic(device)
     return device
 
 
@@ -234,6 +236,7 @@ def build_engine(
         seed=config.train.seed,
         device=device,
         kernels=kernels,
+        deepspeed=config.deepspeed,
     )
     return build_train_engine(spec)
 

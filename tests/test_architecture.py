@@ -45,6 +45,7 @@ TOOLS = {
     "doctor": set(),
     "generate": set(),
     "inspect": {"report"},
+    "notebook": {"generate"},
     "plan": {"report"},
     "rehearse": {"doctor"},
     "report": set(),

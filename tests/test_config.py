@@ -153,10 +153,12 @@ def test_run_id_ignores_how_and_where_but_not_what() -> None:
         config = good_config()
         change(path, value)(config)
         assert derive_run_id(config, "x") == base, path
-    for path, value in [("parallel.pp", 2), ("train.seed", 1), ("optim.lr", 1e-3)]:
+    for path, value in [("parallel.pp", 2), ("train.seed", 1), ("optim.lr", 1e-3), ("optim.options", {"beta": 1})]:
         config = good_config()
         change(path, value)(config)
         assert derive_run_id(config, "x") != base, path
+    watched = dataclasses.replace(good_config(), plugins=["own"], hooks={"echo": {}})
+    assert derive_run_id(watched, "x") == base
     assert base.startswith("x-") and len(base) == 10
 
 
@@ -197,6 +199,10 @@ def test_every_field_is_in_the_digest() -> None:
         part = getattr(config, section.name)
         if isinstance(part, OpsConfig):  # no number in it
             part.impl = Implementation.torch
+        elif isinstance(part, list):
+            part.append("x")
+        elif isinstance(part, dict):
+            part["x"] = 1
         else:
             names = (f.name for f in dataclasses.fields(part) if isinstance(getattr(part, f.name), int | float | None))
             setattr(part, next(names), 987)

@@ -300,7 +300,7 @@ def _opened(path: Path) -> Any:
 def _parts(handle: CheckpointHandle, stored: Mapping[str, list[StoredTensor]], shard: Shard) -> list[StoredTensor]:
     parts = stored.get(shard.key)
     if parts is None:
-        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model")
+        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model or optimizer (optim.name)")
     if parts[0].global_shape != tuple(shard.global_shape):
         raise CheckpointError(
             f"{handle.folder}: {shard.key} has shape {list(parts[0].global_shape)} there and "

@@ -11,6 +11,9 @@ import torch
 
 import megads
 from megads.ops.library import loaded_kernels
+from megads.runtime.registry import plugin_versions
+
+_PLUGIN = "plugin "
 
 
 def software() -> dict[str, str]:
@@ -30,7 +33,7 @@ def software() -> dict[str, str]:
             versions.setdefault(name, version(name))
         except PackageNotFoundError:
             continue
-    return versions
+    return versions | {f"{_PLUGIN}{name}": found for name, found in plugin_versions().items()}
 
 
 def _required_distributions() -> list[str]:
@@ -44,6 +47,12 @@ def _required_distributions() -> list[str]:
 
 
 def software_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One readable line for each entry that both know and that differs."""
+    """One readable line for each entry that both know and that differs, and for each plugin that one of them lacks."""
     shared = [name for name in before if name in now]
-    return [f"{name}: {before[name]} then, {now[name]} now" for name in shared if before[name] != now[name]]
+    differing = [f"{name}: {before[name]} then, {now[name]} now" for name in shared if before[name] != now[name]]
+    differing += [f"{name}: {before[name]} then, not imported now" for name in before if _only(name, now)]
+    return differing + [f"{name}: not imported then, {now[name]} now" for name in now if _only(name, before)]
+
+
+def _only(name: str, others: Mapping[str, str]) -> bool:
+    return name.startswith(_PLUGIN) and name not in others

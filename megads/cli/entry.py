@@ -6,8 +6,8 @@ import errno
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, cast, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -24,6 +24,7 @@ from megads.cli.text_override import as_text
 from megads.cli.verb import Invocation, Verb
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
+from megads.runtime.registry import UsesPlugins
 
 EXIT_INTERRUPTED = 130
 _ENVIRONMENT = (
@@ -108,7 +109,24 @@ def typed(config: DictConfig, schema: type) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, schema)) from error
     require_values(result)
+    if isinstance(result, UsesPlugins):
+        result.settle_plugins()
     return result
+
+
+def schema_node(schema: type) -> DictConfig:
+    """Returns the schema as Hydra composes it: the settings of plugins take keys without a `+`, nothing else does."""
+    root = OmegaConf.structured(schema)
+    _open(root, schema)
+    return cast(DictConfig, root)
+
+
+def _open(node: DictConfig, schema: type) -> None:
+    for name, hint in get_type_hints(schema).items():
+        if hint == dict[str, Any]:
+            OmegaConf.set_struct(node[name], False)
+        elif isinstance(hint, type) and is_dataclass(hint):
+            _open(node[name], hint)
 
 
 def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
@@ -157,7 +175,7 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    ConfigStore.instance().store(name=f"{verb.name}_schema", node=verb.schema)
+    ConfigStore.instance().store(name=f"{verb.name}_schema", node=schema_node(verb.schema))
     _register_help(verb, arguments)
     texts = (as_text(argument, verb.text_keys) for argument in arguments)
     given = [verb.flags.get(text, text) for text in texts]

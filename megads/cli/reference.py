@@ -137,7 +137,9 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
         name, hint = f"{prefix}{item.name}", hints[item.name]
         is_section = isinstance(hint, type) and is_dataclass(hint)
         default = "" if is_section else _default(item)
-        yield Key(name, _kind(hint), default, _choices(hint), docs.get(item.name, ""), is_section)
+        # Names that plugins add to are no enum.
+        choices = tuple(item.metadata.get("choices", ())) or _choices(hint)
+        yield Key(name, _kind(hint), default, choices, docs.get(item.name, ""), is_section)
         if is_section:
             yield from _walk(hint, f"{name}.")
         elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]):
@@ -193,7 +195,7 @@ def _kind(hint: Any) -> str:
     if origin is list:
         return f"list of {_plural(_kind(arguments[0]))}"
     if origin is dict:
-        return f"{_plural(_kind(arguments[1]))} by name"
+        return "values by name" if arguments[1] is Any else f"{_plural(_kind(arguments[1]))} by name"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return ", ".join(str(option.value) for option in hint)
     if isinstance(hint, type) and is_dataclass(hint):

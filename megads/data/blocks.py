@@ -167,7 +167,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
     fed_bytes = min(block_bytes, LARGEST_FED_BYTES)
     pending_bytes = reported_bytes = 0
     for path in reader.files:
-        if kind(path) in JSONL_ENDINGS:
+        if reader.custom is None and kind(path) in JSONL_ENDINGS:
             if pending:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
                 pending, pending_bytes = [], 0

@@ -12,6 +12,7 @@ from omegaconf import MISSING
 
 from megads.data.blend_config import DatasetConfig, MixConfig, Order, PhaseConfig, SkipConfig, Weighting
 from megads.errors import ConfigError
+from megads.runtime.registry import READERS, import_plugins
 
 SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
@@ -43,6 +44,28 @@ class PackingMode(StrEnum):
 
 
 @dataclass
+class ReaderConfig:
+    """What reads the files of raw text."""
+
+    name: str = field(default="auto", metadata={"choices": ("auto",)})
+    """auto goes by the kind of each file; else the name of a reader that a plugin registers, for all files
+    (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a plugin's reader, by their names."""
+
+    def settle(self, key: str) -> None:
+        """Checks and completes the settings of the reader.
+
+        Args:
+            key: the section of the config that this is.
+
+        Raises:
+            ConfigError: there is no such reader, or a setting does not fit it.
+        """
+        self.options = READERS.complete(self.name, self.options, f"{key}.name", f"{key}.options")
+
+
+@dataclass
 class DataConfig:
     """Training and validation data: indexed datasets, or raw text that the launcher makes one of."""
 
@@ -51,6 +74,8 @@ class DataConfig:
     launcher tokenizes it once and fills data.train and tokenizer.path."""
     text_field: str = "text"
     """JSON field or parquet column of data.raw that holds the document."""
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    """What reads the files of data.raw."""
     train: list[DatasetConfig] = field(default_factory=list)
     """Datasets to train on: one, or several that are blended."""
     weights: Weighting = Weighting.explicit
@@ -335,6 +360,15 @@ class PreprocessConfig:
     and on one in a thousand of them; auto takes fast where it is installed and gives the same ids."""
     workers: int | None = None
     """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    """What reads the input."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own to import, which register data readers (docs/extending.md)."""
+
+    def settle_plugins(self) -> None:
+        """Imports the plugins, and checks and completes the settings of the reader; see `UsesPlugins`."""
+        import_plugins(self.plugins)
+        self.reader.settle("reader")
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -29,14 +29,14 @@ def texts_of_places(source: DocumentReader, fields: Fields) -> list[str]:
     """Returns up to 200 texts from all over the files.
 
     Of uncompressed JSON lines they come from evenly spaced places; of other files, which cannot be entered in their
-    middle, from the beginnings of those in which such places lie.
+    middle, from the beginnings of those in which such places lie; of files that a plugin reads, from the first block.
 
     Args:
         source: the files.
         fields: of a record that hold its text.
     """
     found: list[str] = []
-    for path, position in _places(source):
+    for path, position in _places(source) if source.custom is None else ():
         found += islice(_texts(_rows_at(path, position, fields)), DOCUMENTS_OF_PLACE)
     return found
 

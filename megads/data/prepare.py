@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,12 @@ from megads.data.few_documents import cut_few_documents
 from megads.data.indexed import IndexedDataset
 from megads.data.preprocess import Tokenizing, end_of_document_id
 from megads.data.sidecar import Sidecar, read_sidecar
-from megads.data.text import DocumentReader
+from megads.data.text import DocumentReader, custom_reader
 from megads.data.text_files import text_bytes_estimate
 from megads.data.tokenizer import embedding_rows, learn_tokenizer, load_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.runtime.files import atomic_writer, sync_directory
+from megads.runtime.registry import READERS
 
 # Part of the key: a change of what is made must not find what was made before.
 FORMAT_VERSION = 2
@@ -187,7 +188,7 @@ class Preparation:
 
     def _reader(self) -> DocumentReader:
         # The files that were hashed, not the patterns, which may match more by now.
-        return DocumentReader([str(path) for path in self.states], (self.data.text_field,), "data.raw")
+        return _reader(self.data, [str(path) for path in self.states])
 
 
 def plan_preparation(
@@ -211,7 +212,7 @@ def plan_preparation(
         ConfigError: the tokenizer's settings do not fit it.
         DataError: no such files, or one that cannot be read; a given tokenizer that is none.
     """
-    reader = DocumentReader(data.raw_patterns, (data.text_field,), "data.raw")
+    reader = _reader(data, data.raw_patterns)
     content: bytes | None = None
     if tokenizer.path is not None:
         given = load_tokenizer(tokenizer.path)
@@ -237,9 +238,15 @@ def plan_preparation(
         "text_special_tokens": tokenizer.text_special_tokens.value,
         "tokenizer": _sha256(content) if content is not None else [vocab_size, tokenizer.min_frequency],
     }
+    if data.reader.name != "auto":
+        identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
     key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]
     states = {path: state for path, (state, _) in zip(reader.files, hashed, strict=True)}
     return Preparation(cache_dir / key, data, tokenizer, states, vocab_size, content)
+
+
+def _reader(data: DataConfig, patterns: Sequence[str]) -> DocumentReader:
+    return DocumentReader(patterns, (data.text_field,), "data.raw", custom_reader(data.reader))
 
 
 def default_vocab_size(text_bytes: int) -> int:

@@ -30,7 +30,7 @@ from megads.data.progress import ByteProgress
 from megads.data.record_text import Fields, NotText
 from megads.data.shards import open_shard, shard_path
 from megads.data.sidecar import Sidecar, file_checksum, sidecar_path, write_sidecar
-from megads.data.text import DocumentReader, RejectedLine, Rejections, no_documents
+from megads.data.text import DocumentReader, RejectedLine, Rejections, custom_reader, no_documents
 from megads.data.text_cuts import TextCutter
 from megads.data.tokenizer import embedding_rows, load_tokenizer
 from megads.data.worker_pool import map_in_processes
@@ -94,7 +94,8 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """
     config.check()
     start_s = time.monotonic()
-    source = None if config.input == [STDIN] else DocumentReader(config.input, config.fields)
+    custom = custom_reader(config.reader)
+    source = None if config.input == [STDIN] else DocumentReader(config.input, config.fields, custom=custom)
     _refuse_to_overwrite(config, source.files if source else [])
     tokenizing = Tokenizing(
         config.tokenizer, config.output, config.end_of_document, "end_of_document", config.text_special_tokens

@@ -5,9 +5,10 @@ A line that is no document is counted and reported; only what spoils a whole fil
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +16,11 @@ from typing import NamedTuple
 
 from zstandard import ZstdError
 
+from megads.data.config import ReaderConfig
 from megads.data.long_text import Text
 from megads.data.parquet import parquet_rows
 from megads.data.plain_text import LastCut, cut_pieces, text_pieces, utf8_fault
-from megads.data.record_text import Fields, NotText, json_turns
+from megads.data.record_text import Fields, NotText, filled, json_turns
 from megads.data.text_files import (
     PARQUET_ENDINGS,
     TEXT_ENDINGS,
@@ -27,7 +29,8 @@ from megads.data.text_files import (
     first_names,
     kind,
 )
-from megads.errors import DataError
+from megads.errors import DataError, MegadsError
+from megads.runtime.registry import READERS
 
 KEPT_EXAMPLES = 100
 
@@ -110,6 +113,18 @@ class Rejections:
         return f"{self.count} lines rejected: {reasons}; first: {self.examples[0]}"
 
 
+TextReader = Callable[[Path], Iterable[str]]
+"""A plugin's: the texts of a file's documents."""
+
+
+def custom_reader(config: ReaderConfig) -> TextReader | None:
+    """Returns the reader of a plugin that the config names; None where files are read by their kinds."""
+    if config.name == "auto":
+        return None
+    part = READERS.find(config.name, "reader.name")
+    return functools.partial(part.make, READERS.options_of(part, config.options))
+
+
 class DocumentReader:
     """Iterates over the documents of files, once.
 
@@ -118,6 +133,7 @@ class DocumentReader:
             file), each also .gz or .zst; .parquet.
         fields: JSON fields, or columns, that hold the document.
         key: the config key that the patterns come from, for messages.
+        custom: reads all files, whatever kinds they are.
 
     Attributes:
         files: the files that match, each once: patterns in the order given, the matches of one in order of name.
@@ -130,11 +146,14 @@ class DocumentReader:
         DataError: a pattern matches nothing, or a file of an unknown kind or, for pairs, one without fields.
     """
 
-    def __init__(self, patterns: Sequence[str], fields: Fields, key: str = "input") -> None:
-        self.files = find_text_files(patterns, key)
-        plain = next((path for path in self.files if kind(path) in TEXT_ENDINGS), None)
+    def __init__(
+        self, patterns: Sequence[str], fields: Fields, key: str = "input", custom: TextReader | None = None
+    ) -> None:
+        self.files = find_text_files(patterns, key, any_kind=custom is not None)
+        plain = next((path for path in self.files if kind(path) in TEXT_ENDINGS or custom is not None), None)
         if len(fields) > 1 and plain is not None:
             raise DataError(f"{plain}: plain text has no fields {', '.join(fields)}: leave it out of {key}")
+        self.custom = custom
         self.total_bytes = sum(path.stat().st_size for path in self.files)
         self.bytes_read = 0
         self.rejected = Rejections()
@@ -170,7 +189,9 @@ class DocumentReader:
         """
         finished_bytes = self.bytes_read
         with readable(path, self.key, lambda: self.bytes_read - finished_bytes):
-            if kind(path) in PARQUET_ENDINGS:
+            if self.custom is not None:
+                yield from self._custom(self.custom, path)
+            elif kind(path) in PARQUET_ENDINGS:
                 yield from self._parquet(path, finished_bytes, last_cut)
             elif kind(path) in TEXT_ENDINGS:
                 yield from self._plain_text(path, finished_bytes, last_cut)
@@ -194,6 +215,18 @@ class DocumentReader:
             self.bytes_read = finished_bytes + int(share * size)
             yield from rows_of(texts, str(path), number, last_cut)
 
+    def _custom(self, read: TextReader, path: Path) -> Iterator[Document | RejectedLine]:
+        number = 0
+        try:
+            for number, text in enumerate(read(path), start=1):
+                yield from rows_of(_checked(text), str(path), number)
+        except (MegadsError, OSError):
+            raise
+        except Exception as error:
+            raise DataError(
+                f"{path}: the reader of a plugin failed after document {number}: {type(error).__name__}: {error}"
+            ) from error
+
     def _plain_text(
         self, path: Path, finished_bytes: int, last_cut: LastCut | None
     ) -> Iterator[Document | RejectedLine]:
@@ -211,6 +244,16 @@ class DocumentReader:
                 yield piece
         if empty:
             yield RejectedLine(str(path), 1, NotText("empty text"))
+
+
+def _checked(text: str) -> tuple[str, ...] | NotText:
+    if not isinstance(text, str):
+        return NotText("not text", type(text).__name__)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return NotText("not Unicode: half a surrogate pair")
+    return filled(("text",), (text,))
 
 
 @contextmanager

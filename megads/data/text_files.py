@@ -38,13 +38,14 @@ def is_text_file(path: Path) -> bool:
     return kind(path) in JSONL_ENDINGS + TEXT_ENDINGS
 
 
-def find_text_files(patterns: Sequence[str], key: str) -> list[Path]:
+def find_text_files(patterns: Sequence[str], key: str, *, any_kind: bool = False) -> list[Path]:
     """Lists the files that hold the text.
 
     Args:
         patterns: files, folders and globs. Folders are read to their depth; hidden names, other kinds of files and
             plain .json files, which are settings more often than text, are left out there.
         key: the config key that they come from, for messages.
+        any_kind: take every file that is not hidden, of folders too: a plugin reads them.
 
     Returns:
         Each file once: patterns in the order given, the files of one in order of name.
@@ -58,12 +59,12 @@ def find_text_files(patterns: Sequence[str], key: str) -> list[Path]:
     # A file that two patterns reach, or a link and its target, would be read twice.
     files: dict[str, Path] = {}
     for pattern in patterns:
-        for path in _matches(pattern, key):
+        for path in _matches(pattern, key, any_kind):
             files.setdefault(os.path.realpath(path), path)
     return list(files.values())
 
 
-def _matches(pattern: str, key: str) -> list[Path]:
+def _matches(pattern: str, key: str, any_kind: bool) -> list[Path]:
     name = str(Path(pattern).expanduser())
     # A name that exists is meant literally, even with brackets in it.
     names = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
@@ -71,9 +72,9 @@ def _matches(pattern: str, key: str) -> list[Path]:
     for path in map(Path, names):
         if path.is_dir():
             # `**` also matches the folders whose files it matches.
-            found += [] if "**" in name else _files_of_folder(path)
+            found += [] if "**" in name else _files_of_folder(path, any_kind)
         elif path.is_file():
-            if not is_text_file(path):
+            if not any_kind and not is_text_file(path):
                 raise DataError(f"{path}: unknown kind of file; {key} takes {KNOWN_KINDS}")
             found.append(path)
     if found:
@@ -87,13 +88,17 @@ def _matches(pattern: str, key: str) -> list[Path]:
     raise DataError(f"{key} {pattern}: matches no file in {Path.cwd()}; check the path and quote globs")
 
 
-def _files_of_folder(folder: Path) -> list[Path]:
+def _files_of_folder(folder: Path, any_kind: bool) -> list[Path]:
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths = (Path(parent, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.is_file() and is_text_file(path) and path.suffix.lower() != ".json"]
+        found += [path for path in paths if path.is_file() and (any_kind or _is_text_of_folder(path))]
     return sorted(found)
+
+
+def _is_text_of_folder(path: Path) -> bool:
+    return is_text_file(path) and path.suffix.lower() != ".json"
 
 
 def text_bytes_estimate(files: Sequence[Path]) -> int:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW
 from megads.errors import ConfigError
@@ -283,7 +284,7 @@ def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
             "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,
         }
-    return {
+    settings = {
         "train_micro_batch_size_per_gpu": spec.micro_batch_size,
         # The token mean divides by the micro-batches, whose number changes from step to step.
         "gradient_accumulation_steps": 1,
@@ -298,6 +299,7 @@ def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
         # It makes the host wait for the device at the start and end of every micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
+    return with_options(settings, spec.deepspeed)
 
 
 class GridGroups:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class EngineSpec:
         device: where this rank computes.
         value: initial weights; None is `megads.model.initialise.initial_value`.
         kernels: which implementation computes each operator, as `megads.ops.resolve.load` has made them ready.
+        deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
     """
 
     model: ModelConfig
@@ -46,6 +47,7 @@ class EngineSpec:
     device: torch.device
     value: InitialValue | None = None
     kernels: Kernels = TORCH
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def initial_value(self) -> InitialValue:
@@ -110,8 +112,8 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq", and "gradient" for
-            those that are watched.
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq" or what a plugin's
+            optimizer keeps, and "gradient" for those that are watched.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.

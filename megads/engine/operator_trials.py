@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.rotary import rotary_tables
-from megads.model.sharding import SHARDING
 from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
 from megads.ops.adamw import AdamWStep, adamw_reference
 from megads.ops.autotune import Step, error_ratio
@@ -203,7 +202,9 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
         for spec in specs[bounds[number] : bounds[number + 1]]:
             with torch.device("meta"):
                 stage = spec.build()
-            stage, places = shard_stage(stage, spec.name, SHARDING, axis, sequence_parallel=parallel.sequence_parallel)
+            stage, places = shard_stage(
+                stage, spec.name, spec.table, axis, sequence_parallel=parallel.sequence_parallel
+            )
             for path, parameter in stage.named_parameters():
                 place = places[path]
                 of_pair = tied and place.key in (TIED_PARAMETER, TIED_COPY)

@@ -25,6 +25,7 @@ from megads.ops.square_sums import Pieces, square_sums
 from megads.optim.adamw import FusedAdamW
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.config import OptimConfig
+from megads.optim.elementwise import ElementwiseOptimizer
 from megads.optim.groups import Role, parameter_role
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
@@ -116,7 +117,11 @@ class BucketAdamW:
             }
             for bucket in self.buckets
         ]
-        self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, kernels)
+        self.adamw: FusedAdamW | ElementwiseOptimizer
+        if optim.is_adamw:
+            self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, kernels)
+        else:
+            self.adamw = ElementwiseOptimizer(groups, optim)
         self.watch: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
@@ -266,11 +271,11 @@ class BucketAdamW:
                     yield StateRange(same[0], start - slot.start, bucket, start - mine.start, stop - start, owned)
 
     def state_of(self, part: StateRange) -> dict[str, Tensor]:
-        """Views of the fp32 master weight and the moments of one part, flat, by kind."""
+        """Views of the fp32 master weight and the optimizer's state of one part, flat, by kind."""
         master = part.bucket.master
-        state = self.adamw.state[master]
-        tensors = {"weight": master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return {kind: part.of(tensor) for kind, tensor in tensors.items()}
+        # AdamW counts its steps on the device.
+        state = {kind: tensor for kind, tensor in self.adamw.state[master].items() if kind != "step"}
+        return {kind: part.of(tensor) for kind, tensor in {"weight": master, **state}.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

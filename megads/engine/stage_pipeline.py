@@ -17,7 +17,7 @@ from megads.engine.deepspeed_adapter import PipelineStages
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.engine.token_mean import TokenMeanLoss
-from megads.model.sharding import SHARDING
+from megads.model.sharding import sharding_of
 from megads.model.stages import (
     EMBEDDING,
     HEAD,
@@ -35,6 +35,7 @@ from megads.parallel.grid import axis_lines
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
 from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
+from megads.parallel.table import ShardingTable
 from megads.parallel.weight_gradients import SplitLayer
 
 
@@ -52,13 +53,13 @@ def build_stage(stage_spec: StageSpec, spec: EngineSpec) -> nn.Module:
     stage, placements = shard_stage(
         stage,
         name,
-        SHARDING,
+        stage_spec.table,
         grid.tp,
         sequence_parallel=parallel.sequence_parallel,
         chunks=parallel.tp_chunks,
         kernels=spec.kernels,
     )
-    gather_in_cores(stage, name, SHARDING, grid.cp)
+    gather_in_cores(stage, name, stage_spec.table, grid.cp)
     if spec.model.tie_embeddings and name == HEAD:
         placements = {path: _tied(place) for path, place in placements.items()}
     stage = materialise(stage, placements, spec.initial_value, spec.device)
@@ -93,6 +94,7 @@ def wrap_blocks(
     parallel: ParallelConfig,
     pipeline_rank: int,
     compiled: Compile,
+    table: ShardingTable,
     *,
     gradients_in_place: bool = False,
 ) -> None:
@@ -103,11 +105,12 @@ def wrap_blocks(
         parallel: the layout.
         pipeline_rank: the one that holds them.
         compiled: what is compiled.
+        table: of the model.
         gradients_in_place: layers add gradients of weights to main_grad themselves.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
-    recompute_cores(blocks, modes, SHARDING)
+    recompute_cores(blocks, modes, table)
     compile_blocks(list(blocks.values()), compiled, splits=gradients_in_place or parallel.schedule in SPLIT_SCHEDULES)
     recompute_whole(blocks.values(), modes)
 
@@ -148,7 +151,12 @@ class StagePipeline(PipelineStages):
         if spec.model.tie_embeddings and EMBEDDING in held and HEAD in held:
             held[HEAD].weight = alias_of(held[EMBEDDING].word.weight)
         wrap_blocks(
-            held, spec.parallel, self.stage_id, spec.kernels.compiled, gradients_in_place=self.gradients_in_place
+            held,
+            spec.parallel,
+            self.stage_id,
+            spec.kernels.compiled,
+            sharding_of(spec.model),
+            gradients_in_place=self.gradients_in_place,
         )
         self._tied_pair = self._join_tied_pair()
 

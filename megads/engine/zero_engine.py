@@ -18,6 +18,7 @@ from megads.engine.interface import Culprit, EngineSpec
 from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
 from megads.engine.token_mean import TokenMeanLoss
 from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
+from megads.model.sharding import sharding_of
 from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
 from megads.optim.buckets import BUCKET_ELEMENTS, bucket_elements
 from megads.optim.groups import parameter_groups
@@ -67,7 +68,7 @@ class WholeModel(nn.Module):
                 shard(stage)
             stages[stage_spec.name] = stage
         self.stages = nn.ModuleList(stages.values())
-        wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled)
+        wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""

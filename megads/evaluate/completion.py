@@ -15,7 +15,7 @@ from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Limits, Stop, check_length, generate
 from megads.evaluate.sampling import Sampling
 from megads.model.gpt import GPT
-from megads.model.kv_cache import CachedGPT
+from megads.model.kv_cache import with_cache
 
 DEFAULT_END = "<|endoftext|>"
 _BROKEN = "\ufffd"
@@ -136,7 +136,7 @@ class TextGenerator:
                 "tokenizer of another model; give tokenizer=<file> with the right one"
             )
         self._config = model.config
-        self._model = CachedGPT(model)
+        self._model = with_cache(model)
         self._found = found
         self._tokenizer = found.tokenizer
         self._sampling = sampling

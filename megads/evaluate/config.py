@@ -9,6 +9,7 @@ from enum import StrEnum
 from omegaconf import MISSING
 
 from megads.errors import ConfigError
+from megads.runtime.registry import import_plugins
 
 
 @dataclass
@@ -79,6 +80,12 @@ class GenerateConfig:
     """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
     device: str = "auto"
     """auto (a GPU where there is one), cpu, cuda or cuda:<number>."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own to import, for a model with a block of yours; a checkpoint imports nothing."""
+
+    def settle_plugins(self) -> None:
+        """Imports the plugins; see `UsesPlugins`."""
+        import_plugins(self.plugins)
 
     def check(self) -> None:
         """Raises ConfigError on a value out of range and on prompts from several places."""

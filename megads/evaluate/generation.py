@@ -11,7 +11,7 @@ import torch
 from megads.errors import ConfigError, NumericalError
 from megads.evaluate.sampling import Sampling, draws, next_tokens
 from megads.model.config import ModelConfig, Position
-from megads.model.kv_cache import CachedGPT
+from megads.model.kv_cache import CachedGPT, RecomputingGPT
 
 
 class Stop(StrEnum):
@@ -70,7 +70,11 @@ def check_length(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -
 
 
 def generate(
-    model: CachedGPT, prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: Sampling, limits: Limits
+    model: CachedGPT | RecomputingGPT,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    sampling: Sampling,
+    limits: Limits,
 ) -> Iterator[NewToken]:
     """Continues a batch of prompts.
 

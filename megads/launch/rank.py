@@ -35,6 +35,8 @@ def _train(run_dir: Path, digest: str, entry: str) -> int:
             f"{run_dir / CONFIG_FILE} has digest {found[:8]}, the launcher froze {digest[:8]}: "
             "the file changed during the start, or the ranks see another file system; start again"
         )
+    # Only now: this is the config that the user's own command line froze.
+    config.settle_plugins()
     module, function = entry.split(":")
     return int(getattr(importlib.import_module(module), function)(config, run_dir))
 

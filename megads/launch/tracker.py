@@ -10,11 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from megads.errors import EXIT_OK, MegadsError
+from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, load_frozen
 from megads.launch.rank_process import leave_signals_to_the_launcher
 from megads.monitor.tracker_process import track
 from megads.monitor.trackers import RunDescription, wanted_trackers
+from megads.runtime.registry import TRACKERS, import_plugins
 from megads.runtime.run_dir import CONFIG_FILE
 
 
@@ -23,6 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m megads.launch.tracker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--follow", action="store_true", help="the run goes on until standard input ends")
+    parser.add_argument("--plugin", action="append", default=[], help="a module of yours to import for its tracker")
     arguments = parser.parse_args()
     if arguments.follow:
         leave_signals_to_the_launcher()
@@ -30,6 +32,13 @@ def main() -> int:
     over = os.dup(0) if arguments.follow else None
     try:
         config = load_frozen(arguments.run_dir / CONFIG_FILE)
+        # Only beside a run of the user's own command line: by hand, the frozen config of anybody's run is only data.
+        if arguments.follow:
+            config.settle_plugins()
+        import_plugins(arguments.plugin)
+        missing = sorted(config.logging.trackers.keys() - TRACKERS.parts.keys())
+        if missing:
+            raise ConfigError(f"the tracker {missing[0]} is of a plugin: give --plugin <module>, which registers it")
         wanted = wanted_trackers(config.logging)
         if not wanted:
             print(f"{arguments.run_dir}: neither wandb nor TensorBoard is switched on (logging.wandb.mode)")
@@ -42,4 +51,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Without the interpreter's shutdown: what a plugin has imported may take its time there.
+    os._exit(code)

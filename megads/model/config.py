@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from megads.errors import ConfigError
 from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
@@ -33,6 +34,21 @@ class MLPKind(StrEnum):
 
     gelu = "gelu"
     swiglu = "swiglu"
+
+
+@dataclass
+class BlockConfig:
+    """Which block the model repeats."""
+
+    name: str = field(default="transformer", metadata={"choices": ("transformer",)})
+    """transformer, or the name of a block that a plugin registers (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a plugin's block, by their names."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether a plugin's block is asked for."""
+        return self.name != "transformer"
 
 
 @dataclass
@@ -74,6 +90,8 @@ class ModelConfig:
     parallel_block: bool = False
     """Attention and MLP of a block read the same norm and are added, x + dropout(attention(norm(x)) + mlp(norm(x))), as
     in GPT-J and PaLM: half the messages of tensor parallelism. Else the MLP follows attention, with its own norm."""
+    block: BlockConfig = field(default_factory=BlockConfig)
+    """The block, where it is not the built-in one; the keys above count as far as it reads them."""
     embedding_norm: bool = True
     """A norm after the word embedding, as in BLOOM."""
     tie_embeddings: bool = True

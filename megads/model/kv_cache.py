@@ -170,8 +170,8 @@ class CachedGPT:
         lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces, strict=True)]
         assert self.max_length is None or max(lengths) <= self.max_length
         counts_b = torch.tensor([len(piece) for piece in pieces], device=self.device)
-        tokens_bs = self._padded(pieces)
-        starts_bs = None if document_starts is None else self._padded(document_starts)
+        tokens_bs = _padded(pieces, self.device)
+        starts_bs = None if document_starts is None else _padded(document_starts, self.device)
         longest = tokens_bs.shape[1]
         rows = torch.arange(len(pieces), device=self.device)
         last_bh: Tensor | None = None
@@ -187,11 +187,6 @@ class CachedGPT:
         logits_bv: Tensor = self.model.stages[-1](last_bh, info)
         self.lengths = lengths
         return logits_bv
-
-    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Rows of different lengths as int64 [b, s], zeros behind the shorter ones."""
-        longest = max(len(row) for row in rows)
-        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=self.device)
 
     def _hidden(
         self, tokens_bs: Tensor, offset: int, ends: Sequence[int], starts_bs: Tensor | None
@@ -221,3 +216,62 @@ class CachedGPT:
         for stage in list(self.model.stages)[:-1]:
             hidden = stage(hidden, info)
         return hidden, info
+
+
+class RecomputingGPT:
+    """What `CachedGPT` offers, for blocks that keep nothing: every call runs the whole sequences.
+
+    Args:
+        model: taken over: it is put in evaluation mode.
+        reset_positions: positions restart with every document, as with data.reset_positions in training.
+    """
+
+    def __init__(self, model: GPT, reset_positions: bool = False) -> None:
+        self.model, self.reset_positions = model.eval(), reset_positions
+        self.device = next(model.parameters()).device
+        self._rows: list[list[int]] = []
+        self._starts: list[list[int]] = []
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that every row has read."""
+        return [len(row) for row in self._rows]
+
+    def start(self, num_rows: int) -> None:
+        """Forgets everything and begins `num_rows` empty sequences."""
+        self._rows, self._starts = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only, in this order."""
+        self._rows, self._starts = [self._rows[row] for row in rows], [self._starts[row] for row in rows]
+
+    @torch.inference_mode()
+    def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """See CachedGPT.append."""
+        for row, piece in zip(self._rows, pieces, strict=True):
+            row.extend(piece)
+        for starts, piece in zip(self._starts, document_starts or (), strict=False):
+            starts.extend(piece)
+        tokens_bs = _padded(self._rows, self.device)
+        places_s = torch.arange(tokens_bs.shape[1], device=self.device)
+        starts_bs = None if document_starts is None else _padded(self._starts, self.device)
+        positions_bs = places_s - starts_bs if self.reset_positions and starts_bs is not None else None
+        info = BatchInfo(torch.arange(len(pieces), device=self.device), positions_bs, starts_bs)
+        hidden = tokens_bs
+        for stage in list(self.model.stages)[:-1]:
+            hidden = stage(hidden, info)
+        # Causal: what stands behind a shorter row changes nothing before it.
+        ends_b = torch.tensor(self.lengths, device=self.device) - 1
+        logits_bv: Tensor = self.model.stages[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
+        return logits_bv
+
+
+def with_cache(model: GPT) -> CachedGPT | RecomputingGPT:
+    """Reads sequences piece by piece; only the built-in block keeps what it has read."""
+    return RecomputingGPT(model) if model.config.block.is_custom else CachedGPT(model)
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Rows of different lengths as int64 [b, s], zeros behind the shorter ones."""
+    longest = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

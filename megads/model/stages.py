@@ -17,10 +17,13 @@ from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
+from megads.model.sharding import CUSTOM, SHARDING, sharding_of
 from megads.ops.gelu import gelu
 from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.swiglu import swiglu
+from megads.parallel.table import ShardingTable
+from megads.runtime.registry import BLOCKS
 
 
 class Norm(nn.Module):
@@ -218,14 +221,33 @@ class ParallelBlock(nn.Module):
         return self.attention.context(*heads, info), self.mlp.activate(up_bsf)
 
 
-def make_block(config: ModelConfig, seed: int, index: int) -> Block | ParallelBlock:
-    """A transformer block of the model's kind.
+class CustomBlock(nn.Module):
+    """A plugin's block in the place of a built-in one."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}.{CUSTOM}"
+        self.custom: nn.Module = BLOCKS.make(config.block.name, config.block.options, config, seed, site)
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.custom(hidden_bsh, info)
+        return out_bsh
+
+
+def make_block(config: ModelConfig, seed: int, index: int) -> Block | ParallelBlock | CustomBlock:
+    """A block of the model's kind.
 
     Args:
         config: the model's shape.
         seed: the run's seed, for dropout.
         index: number of the block in the whole model.
+
+    Raises:
+        ConfigError: no plugin registered the block that is asked for.
     """
+    if config.block.is_custom:
+        return CustomBlock(config, seed, index)
     return (ParallelBlock if config.parallel_block else Block)(config, seed, index)
 
 
@@ -262,11 +284,13 @@ class StageSpec:
         name: prefix of its parameters' names in the whole model, for example "blocks.3".
         weight: its share of a pipeline stage's work; embedding and head count as much as a block.
         build: makes the module on torch's current default device.
+        table: how the model's stages may be cut.
     """
 
     name: str
     weight: float
     build: Callable[[], nn.Module]
+    table: ShardingTable = SHARDING
 
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -298,8 +322,10 @@ def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
         seed: the run's seed, for dropout.
     """
 
+    table = sharding_of(config)
+
     def block(index: int) -> StageSpec:
-        return StageSpec(f"blocks.{index}", 1.0, lambda: make_block(config, seed, index))
+        return StageSpec(f"blocks.{index}", 1.0, lambda: make_block(config, seed, index), table)
 
     return [
         StageSpec(EMBEDDING, 1.0, lambda: Embedding(config, seed)),

@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megads.monitor.trackers import WANDB, RunDescription, Tracker, state_path
+from megads.monitor.trackers import TENSORBOARD, WANDB, RunDescription, Tracker, state_path
 from megads.runtime import environment
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.files import Tail, read_json
 from megads.runtime.metrics import read_json_lines
+from megads.runtime.registry import TRACKERS
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 
@@ -234,9 +235,12 @@ def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode
         from megads.monitor.tracker_backends import WandbTracker
 
         return WandbTracker(run, config.wandb, mode)
-    from megads.monitor.tracker_backends import TensorBoardTracker
+    if name == TENSORBOARD:
+        from megads.monitor.tracker_backends import TensorBoardTracker
 
-    return TensorBoardTracker(run, position.step)
+        return TensorBoardTracker(run, position.step)
+    tracker: Tracker = TRACKERS.make(name, config.trackers[name], run, position.step)
+    return tracker
 
 
 def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: FeedPosition, over: int | None) -> None:

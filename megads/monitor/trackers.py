@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 def wanted_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
-    """Returns the trackers that a run shall have, each with where it records; TensorBoard's is always offline.
+    """Returns the trackers that a run shall have, each with where it records; offline, but for wandb.
 
     Raises:
         ConfigError: one is asked for whose package is not installed.
@@ -70,7 +70,7 @@ def wanted_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
     if config.tensorboard.enabled:
         _require("tensorboard", "logging.tensorboard.enabled = true", "logging.tensorboard.enabled=false")
         wanted[TENSORBOARD] = WandbMode.offline
-    return wanted
+    return wanted | dict.fromkeys(config.trackers, WandbMode.offline)
 
 
 def wandb_mode(config: LoggingConfig) -> WandbMode:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from megads.errors import ConfigError
 from megads.ops.config import Implementation
 
 
 class ScheduleName(StrEnum):
-    """Shape of the learning rate after the warmup."""
+    """The built-in shapes of the learning rate after the warmup; plugins register others."""
 
     cosine = "cosine"
     linear = "linear"
@@ -19,16 +20,20 @@ class ScheduleName(StrEnum):
 
 @dataclass
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter 2019) with decoupled weight decay on matrices only."""
+    """AdamW (Loshchilov and Hutter 2019) with decoupled weight decay on matrices only, or a plugin's optimizer."""
 
+    name: str = field(default="adamw", metadata={"choices": ("adamw",)})
+    """adamw, or the name of an optimizer that a plugin registers (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a plugin's optimizer, by their names."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of the first and second moment."""
+    """Decay of AdamW's first and second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.1
     """Decoupled decay; biases and every norm are exempt, by name."""
     clip_grad: float = 1.0
@@ -46,14 +51,33 @@ class OptimConfig:
             raise ConfigError(f"optim.betas = {self.betas}: want two values in [0, 1)")
         if self.clip_grad < 0:
             raise ConfigError(f"optim.clip_grad = {self.clip_grad}: must be 0 (off) or positive")
+        if not self.is_adamw:
+            self._check_plugin()
+
+    @property
+    def is_adamw(self) -> bool:
+        """Whether the optimizer is the built-in one."""
+        return self.name == "adamw"
+
+    def _check_plugin(self) -> None:
+        """Raises ConfigError on settings of AdamW that no plugin's optimizer reads."""
+        adamw = OptimConfig()
+        for key in ("betas", "eps", "impl"):
+            if getattr(self, key) != getattr(adamw, key):
+                raise ConfigError(
+                    f"optim.{key} = {getattr(self, key)} only applies to optim.name=adamw, but optim.name = "
+                    f"{self.name}: remove it; optim.options holds the settings of a plugin's optimizer"
+                )
 
 
 @dataclass
 class ScheduleConfig:
     """Learning rate as a function of samples consumed, so that it does not depend on the batch size."""
 
-    name: ScheduleName = ScheduleName.cosine
-    """cosine, linear or constant."""
+    name: str = field(default=ScheduleName.cosine.value, metadata={"choices": tuple(map(str, ScheduleName))})
+    """cosine, linear, constant, or the name of a schedule that a plugin registers (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a plugin's schedule, by their names."""
     warmup_samples: int = 0
     """Samples over which the rate rises linearly from 0 to optim.lr."""
     decay_samples: int | None = None

@@ -20,6 +20,9 @@ _VECTOR = re.compile(
 )
 
 
+_CUSTOM = re.compile(r"blocks\.\d+\.custom\.(?P<module>.*?)\.?(?P<leaf>\w+)")
+
+
 class Role(StrEnum):
     """How the optimizer treats a parameter."""
 
@@ -40,6 +43,9 @@ class Role(StrEnum):
 def parameter_role(name: str, tied: bool = False) -> Role:
     """Role of a parameter.
 
+    Of a plugin's block, what is called `weight` decays unless the name of its module says that it is a norm; nothing
+    else does.
+
     Args:
         name: full name, such as `blocks.3.mlp.up.weight`.
         tied: whether embedding and head share this parameter.
@@ -51,6 +57,10 @@ def parameter_role(name: str, tied: bool = False) -> Role:
         return Role.tied if tied else Role.decay
     if _VECTOR.fullmatch(name) and not tied:
         return Role.no_decay
+    custom = _CUSTOM.fullmatch(name)
+    if custom:
+        norm = "norm" in custom["module"].rpartition(".")[2].lower()
+        return Role.decay if custom["leaf"] == "weight" and custom["module"] and not norm else Role.no_decay
     raise AssertionError(f"no role for parameter {name!r} (tied: {tied}): enter it in {__name__}")
 
 

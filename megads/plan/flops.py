@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 from megads.model.config import ModelConfig
+from megads.model.sharding import has_attention_core
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
+from megads.plan.parameters import custom_shapes
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,15 @@ class LayerFlops:
 
 
 def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
-    """Of one block: its matrices and attention's two products, as PaLM counts them."""
-    matrices = sum(_matrices(config))
-    attention = 2 * _product(config, seq_len)
+    """Of one block: its matrices and attention's two products, as PaLM counts them.
+
+    Of a plugin's block: two per element of each matrix, and attention's products where it names an attention core.
+    """
+    if config.block.is_custom:
+        matrices = 2 * sum(prod(shape) for shape in custom_shapes(config).values() if len(shape) == 2)
+        attention = 2 * _product(config, seq_len) if has_attention_core(config) else 0
+    else:
+        matrices, attention = sum(_matrices(config)), 2 * _product(config, seq_len)
     return LayerFlops(matrices + attention, matrices + 2 * attention, matrices)
 
 

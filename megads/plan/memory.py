@@ -4,6 +4,7 @@ Weights, gradients and optimizer state are exact: they follow from shapes, layou
 Activations and temporaries follow from `megads.plan.activations`; tests compare the sum with what torch's allocator
 counts over real steps. docs/memory.md has the table.
 
+Activations of a plugin's block are not modelled: they count as those of the built-in block of the same sizes.
 Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), scratch space inside
 kernels, fragmentation of the heap. What CUDA, cuBLAS and NCCL take of a GPU is apart (`megads.plan.communicators`).
 """
@@ -17,7 +18,7 @@ from itertools import chain, pairwise
 from math import prod
 
 from megads.model.config import ModelConfig
-from megads.model.sharding import SHARDING
+from megads.model.sharding import sharding_of
 from megads.model.stages import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
 from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.groups import Role, parameter_role
@@ -198,7 +199,8 @@ def _stage_memory(
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
     if model.tie_embeddings and EMBEDDING in layers:
         held.pop(TIED_COPY, None)
-    local = {name: prod(local_shape(name, shape, SHARDING, parallel.tp)) for name, shape in held.items()}
+    table = sharding_of(model)
+    local = {name: prod(local_shape(name, shape, table, parallel.tp)) for name, shape in held.items()}
     buckets = _buckets(local, model.tie_embeddings, parallel)
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     share = _share(flat, parallel)

@@ -1,10 +1,13 @@
-"""Names, shapes and number of a model's parameters, without building it."""
+"""Names, shapes and number of a model's parameters; nothing is allocated."""
 
 from __future__ import annotations
 
 from math import prod
 
+import torch
+
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.stages import make_block
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -25,6 +28,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.embedding_norm:
         shapes |= norm("embedding.norm")
     for block in range(config.num_layers):
+        if config.block.is_custom:
+            shapes |= {f"blocks.{block}.{path}": shape for path, shape in custom_shapes(config).items()}
+            continue
         shapes |= norm(f"blocks.{block}.input_norm")
         shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
         shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
@@ -37,6 +43,13 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes["head.weight"] = (config.vocabulary, hidden)
     return shapes
+
+
+def custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
+    with torch.device("meta"):
+        block = make_block(config, seed=0, index=0)
+    return {path: tuple(parameter.shape) for path, parameter in block.named_parameters()}
 
 
 def parameter_count(config: ModelConfig) -> int:

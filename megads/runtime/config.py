@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from megads.errors import ConfigError
 from megads.runtime.duration import LONGEST_WAIT_S, parse_duration
@@ -119,6 +120,9 @@ class LoggingConfig:
     """Weights & Biases."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
+    trackers: dict[str, Any] = field(default_factory=dict)
+    """Trackers of your plugins, each with its settings: logging.trackers.<name>.<setting>=<value>, or
+    logging.trackers.<name>={} (docs/extending.md)."""
     timeline_every_steps: int | None = None
     """Time every n-th step on every rank, action by action, in <run.dir>/timeline; null times none."""
     flush_s: float = 10.0
@@ -134,6 +138,9 @@ class LoggingConfig:
             raise ConfigError(
                 f"logging.timeline_every_steps = {self.timeline_every_steps}: must be at least 1, or null for none"
             )
+        for name in ("wandb", "tensorboard"):
+            if name in self.trackers:
+                raise ConfigError(f"logging.trackers.{name}: this tracker is built in, with settings in logging.{name}")
         if not 0 <= self.flush_s <= LONGEST_WAIT_S:
             raise ConfigError(f"logging.flush_s = {self.flush_s}: must be from 0 to {LONGEST_WAIT_S:.0f}")
         if not self.wandb.project or "/" in self.wandb.project:

@@ -65,7 +65,10 @@ class StepInfo:
 
 
 class Hook(Protocol):
-    """Called on every rank, in the order of registration; a hook may use collectives if it does so on all ranks."""
+    """Called on every rank, in the order of registration; a hook may use collectives if it does so on all ranks.
+
+    A subclass inherits the methods that it leaves out; they do nothing.
+    """
 
     def on_start(self, state: TrainState) -> None: ...
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from omegaconf import MISSING
 
 from megads.errors import ConfigError
+from megads.runtime.registry import import_plugins
 
 
 class LossChoice(StrEnum):
@@ -42,8 +43,14 @@ class WhyConfig:
     """Tokenizer file to decode with; null is the one beside the dataset."""
     device: str = "auto"
     """Where losses are computed: auto, cpu, cuda or cuda:<number>."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules of your own to import, for a model with a block of yours; a checkpoint imports nothing."""
     json: bool = False
     """Print JSON."""
+
+    def settle_plugins(self) -> None:
+        """Imports the plugins; see `UsesPlugins`."""
+        import_plugins(self.plugins)
 
     @property
     def shown(self) -> int | None:

@@ -49,6 +49,12 @@ def show(asked: PlanConfig) -> None:
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
     config, choices = settle_auto(config, machine)
+    if config.model.block.is_custom:
+        name = config.model.block.name
+        choices = [
+            *choices,
+            f"activations of model.block.name={name} are not modelled: counted as the built-in block's",
+        ]
     plan = plan_of(config, cuda=machine is None or machine.per_gpu)
     room = machine.room(plan) if machine else None
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)

@@ -54,7 +54,10 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(f"{layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
-    for note in scaled.notes:
+    notes = list(scaled.notes)
+    if not config.optim.is_adamw:
+        notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
+    for note in notes:
         console.print(f"  {note}", style="dim")
     with claimed(folder):
         code, found, cause = _compare(config, scaled, folder, defect, console)
@@ -75,7 +78,7 @@ def wanted(config: RootConfig) -> Wanted:
     return Wanted(
         config.model,
         config.parallel,
-        config.optim,
+        config.optim if config.optim.is_adamw else dataclasses.replace(config.optim, name="adamw", options={}),
         train.global_batch_size,
         train.micro_batch_size,
         train.seq_len,
@@ -104,7 +107,7 @@ def _compare(
     references = _timed(
         console, f"reference: {trained}", lambda: [run_reference(scenario, corpus) for scenario in scenarios]
     )
-    job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect)
+    job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect, tuple(config.plugins))
     # Only warnings: the training's own lines have no meaning here.
     with RunConsole(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
         code, runs = _timed(

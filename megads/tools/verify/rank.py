@@ -25,12 +25,14 @@ def _work(folder: Path, rank: int) -> int:
     import torch
 
     from megads.runtime.distributed import world
+    from megads.runtime.registry import import_plugins
     from megads.tools.verify.layout import build_engine, train_rank
     from megads.tools.verify.run import write_runs
     from megads.tools.verify.scenario import Job, result_path
     from megads.tools.verify.stream import read_stream
 
     job = Job.read(folder)
+    import_plugins(job.plugins)
     if job.defect:
         module, function = job.defect.split(":")
         getattr(importlib.import_module(module), function)()

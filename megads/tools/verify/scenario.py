@@ -169,6 +169,7 @@ class Job:
         corpus: prefix of the dataset that the data path is checked on.
         timeout_s: longest wait for a peer.
         defect: module:function, called first; tests break something with it.
+        plugins: modules that the user's command line names, imported before.
     """
 
     parallel: ParallelConfig
@@ -176,6 +177,7 @@ class Job:
     corpus: Path
     timeout_s: float
     defect: str = ""
+    plugins: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Leaves it for the ranks."""

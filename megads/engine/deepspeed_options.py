@@ -1,0 +1,123 @@
+"""Extra DeepSpeed settings of a run: which are passed on, and why others are refused. Imports no DeepSpeed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from megads.errors import ConfigError
+from megads.parallel.config import GRADIENT_STAGES
+
+_ZERO = "zero_optimization"
+_PASSED = (
+    "comms_logger",
+    "dump_state",
+    "flops_profiler",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    _ZERO,
+)
+_STAGE_3 = "stage3_"
+_PASSED_ZERO = (
+    "allgather_bucket_size",
+    "enable_sanity_checks",
+    "log_trace_cache_warnings",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+)
+_PRECISION = "train.precision decides it: weights in bf16 or fp32, masters and sums in fp32"
+_BATCHES = "train.global_batch_size and train.micro_batch_size decide it; the loss is a mean over tokens"
+_REDUCTION = "gradients accumulate and reduce in fp32, as sums over tokens"
+_OPTIMIZER = "optim and schedule decide it"
+_STATE = "checkpoints of any layout read the optimizer's state where this run keeps it: whole, in fp32, on the device"
+_REFUSED = {
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "amp": _PRECISION,
+    "torch_autocast": _PRECISION,
+    "data_types": _REDUCTION,
+    "communication_data_type": _REDUCTION,
+    "seq_parallel_communication_data_type": _REDUCTION,
+    "prescale_gradients": _REDUCTION,
+    "gradient_predivide_factor": _REDUCTION,
+    "gradient_allreduce_op": _REDUCTION,
+    "sparse_gradients": _REDUCTION,
+    "gradient_clipping": "optim.clip_grad decides it",
+    "train_batch_size": _BATCHES,
+    "train_micro_batch_size_per_gpu": _BATCHES,
+    "gradient_accumulation_steps": _BATCHES,
+    "optimizer": _OPTIMIZER,
+    "scheduler": _OPTIMIZER,
+    "zero_allow_untested_optimizer": _OPTIMIZER,
+    "tensor_parallel": "parallel decides the layout",
+    "pipeline": "parallel decides the layout",
+    "activation_checkpointing": "parallel.recompute decides it",
+    "compression_training": "the weights that train are those that are saved",
+    "weight_quantization": "the weights that train are those that are saved",
+    "checkpoint": "megads writes its own checkpoints (checkpoint.every_steps)",
+    "tensorboard": "logging.tensorboard decides it",
+    "wandb": "logging.wandb decides it",
+    f"{_ZERO}.stage": "parallel.zero_stage decides it",
+    f"{_ZERO}.offload_optimizer": _STATE,
+    f"{_ZERO}.offload_param": _STATE,
+    f"{_ZERO}.round_robin_gradients": _STATE,
+    f"{_ZERO}.sub_group_size": _STATE,
+    f"{_ZERO}.elastic_checkpoint": _STATE,
+    f"{_ZERO}.contiguous_gradients": _STATE,
+    f"{_ZERO}.reduce_scatter": _REDUCTION,
+    f"{_ZERO}.zero_quantized_weights": "what is computed would no longer be the weights that train",
+    f"{_ZERO}.zero_quantized_gradients": _REDUCTION,
+    f"{_ZERO}.zero_hpz_partition_size": "parallel.zero_shard_size decides over how many ranks the weights are cut",
+}
+
+
+def check_deepspeed_options(options: Mapping[str, Any], zero_stage: int) -> None:
+    """Refuses settings that DeepSpeed would not read, or that would break what megads guarantees.
+
+    Args:
+        options: the config's `deepspeed`.
+        zero_stage: parallel.zero_stage.
+
+    Raises:
+        ConfigError: names the setting and the reason.
+    """
+    if not options:
+        return
+    if zero_stage not in GRADIENT_STAGES:
+        raise ConfigError(
+            f"deepspeed.{next(iter(options))} only applies to parallel.zero_stage=2 and 3, where DeepSpeed's own ZeRO "
+            f"engine trains, but parallel.zero_stage = {zero_stage}: remove it"
+        )
+    _check_keys(options, "", _PASSED)
+    zero = options.get(_ZERO, {})
+    if not isinstance(zero, Mapping):
+        raise ConfigError(f"deepspeed.{_ZERO} = {zero}: want settings by name, deepspeed.{_ZERO}.<setting>=<value>")
+    _check_keys(zero, f"{_ZERO}.", _PASSED_ZERO)
+    for name in zero:
+        if name.startswith(_STAGE_3) and zero_stage != 3:
+            raise ConfigError(
+                f"deepspeed.{_ZERO}.{name} only applies to parallel.zero_stage=3, but parallel.zero_stage = "
+                f"{zero_stage}: remove it"
+            )
+
+
+def with_options(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns megads' own settings of DeepSpeed with those of the user in them, those of ZeRO one by one."""
+    return {**settings, **options, _ZERO: {**settings[_ZERO], **options.get(_ZERO, {})}}
+
+
+def _check_keys(given: Mapping[str, Any], prefix: str, passed: tuple[str, ...]) -> None:
+    for name in given:
+        reason = _REFUSED.get(f"{prefix}{name}")
+        if reason is not None:
+            raise ConfigError(f"deepspeed.{prefix}{name} cannot be set: {reason}")
+        if name not in passed:
+            close = difflib.get_close_matches(name, passed, n=1, cutoff=0.7)
+            hint = f": did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"deepspeed.{prefix}{name} is not passed on{hint} (megads passes on {', '.join(passed)})")
