@@ -145,7 +145,7 @@ class _NewProcesses:
                 [sys.executable, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                # What it says before its log is open is for the terminal.
                 start_new_session=True,
             )
         self._processes[rank] = process
