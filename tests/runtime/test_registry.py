@@ -69,7 +69,7 @@ def test_options_are_completed_as_plain_values_and_given_typed(parts: Registry) 
     [
         ("ecko", {}, "there is no part 'ecko': did you mean echo?"),
         ("echo", {"rat": 1}, "unknown key part.options.rat: did you mean rate?"),
-        ("echo", {"inner": {"widht": 1}}, "unknown key part.options.inner.widht: did you mean width?"),
+        ("echo", {"inner": {"widdth": 1}}, "unknown key part.options.inner.widdth: did you mean width?"),
         ("echo", {"rate": "fast"}, "part.options.rate: Value 'fast'"),
         ("echo", {"kind": "three"}, "part.options.kind: Invalid value 'three'"),
         ("echo", {"rate": -1}, "rate = -1.0: must not be negative"),
