@@ -29,6 +29,8 @@ SMALL = (
     "model.num_layers=2", "model.hidden_size=48", "model.num_heads=6", "train.seq_len=16", "train.global_batch_size=8",
     "train.micro_batch_size=2", "train.precision=fp32", "cluster.peak_tflops=1", "cluster.threads_per_rank=1",
     "tokenizer.vocab_size=300", "logging.wandb.mode=disabled",
+    # The tracker's process imports torch with the plugin, on a machine that other tests use too.
+    "logging.flush_s=100",
 )  # fmt: skip
 
 
