@@ -111,9 +111,9 @@ def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPat
     ranks of several machines that cannot reach each other."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    loopback = meeting_variables(tmp_path, one_machine=True)["GLOO_SOCKET_IFNAME"]
+    loopback = meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["GLOO_SOCKET_IFNAME"]
     assert "127.0.0.1" in [found.address for found in psutil.net_if_addrs()[loopback]]
-    assert meeting_variables(tmp_path, one_machine=True)["NCCL_SOCKET_IFNAME"] == f"={loopback}"
-    assert not [name for name in meeting_variables(tmp_path, one_machine=False) if "IFNAME" in name]
+    assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["NCCL_SOCKET_IFNAME"] == f"={loopback}"
+    assert not [name for name in meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=False) if "IFNAME" in name]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert meeting_variables(tmp_path, one_machine=True)["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["GLOO_SOCKET_IFNAME"] == "ib0"

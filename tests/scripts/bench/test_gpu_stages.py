@@ -16,6 +16,7 @@ from torch import Tensor
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.initialise import initial_value
 from megads.model.rotary import rotary_tables
+from megads.ops.kernels import TORCH
 from megads.ops.rotary import rotate
 from megads.plan.parameters import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
@@ -167,7 +168,7 @@ def test_torchtitan_gets_our_weights() -> None:
     hidden_sh = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
     qkv = (hidden_sh @ value("blocks.0.attention.qkv.weight", (40, 24)).T).view(1, 5, 2, 5, 4)
     cos, sin = rotary_tables(torch.arange(5), 4, model.rope_theta, torch.float32)
-    q, k = (rotate(x.flatten(2, 3), cos, sin, False)[0] for x in (qkv[:, :, :, :3], qkv[:, :, :, 3:4]))
+    q, k = (rotate(x.flatten(2, 3), cos, sin, TORCH)[0] for x in (qkv[:, :, :, :3], qkv[:, :, :, 3:4]))
     turns = torch.complex(cos, sin)
 
     def turned(name: str) -> Tensor:
