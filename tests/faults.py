@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 # A rank imports this module for its fault only, and torch through megads.train; the launcher needs neither.
 FAULTY_RANK = 1
 FAULTY_STEP = 3
@@ -68,7 +70,7 @@ def die_in_validation(config: Any, run_dir: Path) -> int:
     from megads.evaluate.validation import ValidationHook
 
     def die(_: ValidationHook) -> float:
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(_launcher(), signal.SIGKILL)
         signal.pause()
         raise AssertionError("outlived its launcher")
 
@@ -101,7 +103,7 @@ def die_in_a_save(config: Any, run_dir: Path) -> int:
             return
         changes_left -= 1
         if changes_left == 0:
-            os.kill(os.getppid() if target == "run" else os.getpid(), signal.SIGKILL)
+            os.kill(_launcher() if target == "run" else os.getpid(), signal.SIGKILL)
             signal.pause()
 
     if os.environ.get("RANK", "0") == "0":
@@ -120,13 +122,21 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
             nonlocal calls
             calls += 1
             if calls == 7:
-                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(_launcher(), signal.SIGKILL)
                 signal.pause()
             inner(*gradient)
 
         optimizer.add = add
 
     return _train(config, run_dir, prepare)
+
+
+def _launcher() -> int:
+    """Its process, with which the ranks die; a rank that was forked has the server of ranks in between."""
+    parent = psutil.Process().parent()
+    if "megads.launch.rank_server" in parent.cmdline():
+        parent = parent.parent()
+    return int(parent.pid)
 
 
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> int:

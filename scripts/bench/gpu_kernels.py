@@ -233,13 +233,13 @@ def apex_norms() -> dict[str, Function]:
 
 def sides_of(case: Case, compiled: bool) -> dict[str, Function]:
     """What is timed."""
-    eager = partial(case.function, False)
+    eager = partial(case.function, TORCH)
     if compiled:
         # One cache for all cases would be full after the eighth, and the rest would run eagerly.
         torch.compiler.reset()
         return {"compiled": torch.compile(eager, dynamic=False)}
     apex = apex_norms()
-    sides = {"ours": partial(case.function, True), "eager": eager}
+    sides = {"ours": partial(case.function, FUSED), "eager": eager}
     return sides | ({"apex": apex[case.name]} if case.name in apex else {})
 
 
