@@ -17,7 +17,7 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     """Writes the report and says where it is."""
     config.check()
     require_matplotlib()
-    from megads.tools.report.write import write_report
+    from megads.tools.report.page import write_report
     from megads.tools.sweep.record import SWEEP_FILE
 
     place = find_run(config.runs[0])

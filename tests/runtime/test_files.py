@@ -18,7 +18,7 @@ from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.stop_file import read_stop
 from megads.tools.generate import dataset_prefixes
-from megads.tools.report.step_timeline import read_steps
+from megads.tools.report.timeline import read_steps
 from megads.tools.sweep.record import read_record as read_sweep
 
 

@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from megads.monitor.console import render_duration
-from megads.tools.report.page import document, fact_list, footer, number_cards, table
+from megads.tools.report.page import document, fact_list, footer, number_cards, table, write_pages
 from megads.tools.report.style import Chart
-from megads.tools.report.summary import Figure
-from megads.tools.report.write import write_pages
+from megads.tools.report.summary import KeyNumber
 from megads.tools.sweep.charts import draw_curves, draw_history, draw_parallel, draw_parameter
 from megads.tools.sweep.points import UNFINISHED, Point, PointState, read_points
 from megads.tools.sweep.record import SweepRecord, read_record
@@ -73,10 +72,10 @@ def _page(record: SweepRecord, points: Sequence[Point], pictures: Sequence[str])
     return document(record.name, body)
 
 
-def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[Figure]:
+def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[KeyNumber]:
     """The best objective, what it was reached with, and how the points ended."""
     counts = [
-        Figure(str(state), str(number))
+        KeyNumber(str(state), str(number))
         for state in PointState
         if (number := sum(point.state is state for point in points))
     ]
@@ -84,7 +83,7 @@ def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Rank
         return counts
     best = ranked[0]
     note = "" if best.spread is None else f"mean of {len(best.objectives)} seeds, deviation {best.spread:.3g}"
-    return [Figure(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
+    return [KeyNumber(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
 
 
 def _points_table(record: SweepRecord, points: Sequence[Point]) -> str:

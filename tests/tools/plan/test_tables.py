@@ -19,7 +19,7 @@ from megads.model.stages import stage_specs
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, axis_lines
 from megads.parallel.sharding import shard_stage
-from megads.tools.plan.rank_table import axes_across_nodes, layer_names, rank_places, rank_text, replicas, spans
+from megads.tools.plan.tables import axes_across_nodes, layer_names, rank_places, rank_text, replicas, spans
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=7)
 

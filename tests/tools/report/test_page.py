@@ -15,8 +15,7 @@ from megads.errors import ConfigError
 from megads.runtime.run_dir import find_run
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import read_history
-from megads.tools.report.page import run_page
-from megads.tools.report.write import write_report
+from megads.tools.report.page import run_page, write_report
 from tests.tools.report.written_runs import (
     BEGIN,
     write_config,
