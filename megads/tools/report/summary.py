@@ -57,9 +57,7 @@ def key_numbers(history: RunHistory) -> list[KeyNumber]:
             for item in _validation_numbers(validation, len(history.validations) > 1)
         ),
         _train_loss(history),
-        KeyNumber(
-            "tokens", short(last(history.columns["tokens"])), f"{_count(last(history.columns['samples']))} samples"
-        ),
+        KeyNumber("tokens", short(last(columns["tokens"])), f"{_count(last(columns['samples']))} samples"),
         _speed(history),
         _time(history),
     ]

@@ -8,6 +8,9 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megads.errors import ConfigError
+from megads.tools.sweep.config import SearchName, SweepConfig
+
 Assignment = Mapping[str, str]
 """One point of a space: the value of every swept key, as it stands behind the = of an override."""
 
@@ -94,3 +97,38 @@ def size(space: Space) -> int | None:
         else:
             count *= math.floor(parameter.high) - math.ceil(parameter.low) + 1
     return count
+
+
+def check_space(config: SweepConfig, space: Space) -> None:
+    """Raises ConfigError on a space that the search cannot search."""
+    for key, parameter in space.items():
+        if not isinstance(parameter, Interval):
+            continue
+        if config.search is SearchName.grid:
+            raise ConfigError(
+                f"{key} is an interval, of which a grid has no end: give values ({key}=a,b or {key}=range(a,b,step)), "
+                "or choose hparams_search=random or bayes"
+            )
+        if parameter.low > parameter.high or (parameter.log and parameter.low <= 0):
+            raise ConfigError(
+                f"{key}: the interval from {parameter.low:g} to {parameter.high:g} is "
+                f"{'not positive, and log wants that' if parameter.low <= parameter.high else 'upside down'}"
+            )
+    if not space and config.search is not SearchName.grid:
+        raise ConfigError(
+            f"sweep.search = {config.search}, but no key has several values: give one an interval or values, for "
+            "example 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
+        )
+
+
+def describe(space: Space) -> dict[str, str]:
+    """The space as texts, for people and for sweep.yaml."""
+    found = {}
+    for key, parameter in space.items():
+        if isinstance(parameter, Choice):
+            found[key] = ", ".join(parameter.values)
+        else:
+            whole = "whole numbers " if parameter.integer else ""
+            even = "evenly in the logarithm " if parameter.log else ""
+            found[key] = f"{whole}{even}from {parameter.low:g} to {parameter.high:g}"
+    return found

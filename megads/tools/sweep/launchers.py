@@ -1,10 +1,4 @@
-"""Points as SLURM jobs, one each.
-
-Not one job array, and not hydra-submitit-launcher: the tasks of an array share one resource request, while points
-differ in their layout and so in nodes; an array is there from the start, while bayes proposes a point from those before
-it; and submitit pickles a Python function into a job of its own making, while a point is the site's own sbatch script
-with the same overrides as everywhere, requeued by itself.
-"""
+"""How the points of a sweep are started and watched: one interface, on this machine and on SLURM."""
 
 from __future__ import annotations
 
@@ -12,23 +6,189 @@ import getpass
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megads.errors import EXIT_BUG, ConfigError
+from megads.runtime.child_process import signal_child, start_child
+from megads.runtime.lease import in_use
 from megads.runtime.stop_file import INTERRUPTED, request_stop
-from megads.tools.sweep.launcher import PointEnd
-from megads.tools.sweep.objective import events_since, launched_at
-from megads.tools.sweep.points import Point
+from megads.tools.sweep.points import Point, events_since, launched_at
 
-_POLL_S = 5.0
+
+@dataclass(frozen=True)
+class PointEnd:
+    """How a start of a point ended.
+
+    Attributes:
+        number: of the point.
+        exit_code: of its command; negative is the number of the signal that ended it.
+        reason: what is known of a failure; may be empty.
+    """
+
+    number: int
+    exit_code: int
+    reason: str = ""
+
+
+class Launcher(Protocol):
+    """Starts points and says how they ended."""
+
+    poll_s: float
+    """Seconds between two looks."""
+
+    def has_room(self) -> bool:
+        """Whether one more point may start now."""
+        ...
+
+    def start(self, point: Point) -> None:
+        """Starts a point, and notes in it what finds it again.
+
+        Raises:
+            ConfigError: it cannot be started here at all.
+        """
+        ...
+
+    def find(self, point: Point) -> bool:
+        """Whether a point that an earlier, killed sweep started is still to be waited for; then it is."""
+        ...
+
+    def ended(self) -> list[PointEnd]:
+        """The points that ended since the last call."""
+        ...
+
+    def stop(self, point: Point) -> None:
+        """Asks a running point to save and end; once more, and it is killed."""
+        ...
+
+
+_LOCAL_POLL_S = 0.5
+_FREED_WITHIN_S = 120.0
+"""A point whose sweep was killed saves before it ends; so long its run directory may stay in use."""
+_REASON_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one point at a time has to itself.
+
+    Attributes:
+        cores: it may run on; empty for all.
+        variables: of its environment, such as the GPUs that it sees.
+    """
+
+    cores: tuple[int, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[Share]:
+    """Equal shares of a machine, one for each point that runs at the same time.
+
+    Args:
+        cores: that this process may use.
+        gpus: that it sees, as CUDA_VISIBLE_DEVICES names them.
+        parallel: points at once, at most as many as there are cores, and GPUs where there are any.
+    """
+    if parallel == 1:
+        return [Share()]
+    width, gpu_width = len(cores) // parallel, len(gpus) // parallel
+    return [
+        Share(
+            tuple(cores[place * width : (place + 1) * width]),
+            (("CUDA_VISIBLE_DEVICES", ",".join(gpus[place * gpu_width : (place + 1) * gpu_width])),) if gpus else (),
+        )
+        for place in range(parallel)
+    ]
+
+
+class LocalLauncher:
+    """Starts points as processes.
+
+    Args:
+        folder: the sweep's; what point 3 prints goes to points/0003.log.
+        command: arguments after the Python interpreter, before a point's overrides.
+        shares: of the machine; as many points run at once.
+        poll_s: seconds between two looks; None is half a second.
+    """
+
+    def __init__(self, folder: Path, command: Sequence[str], shares: Sequence[Share], poll_s: float | None):
+        self.poll_s = poll_s or _LOCAL_POLL_S
+        self._folder = folder
+        self._command = tuple(command)
+        self._free = list(shares)
+        self._running: dict[int, tuple[subprocess.Popen[bytes], Share]] = {}
+
+    def has_room(self) -> bool:
+        """Whether a share is free."""
+        return bool(self._free)
+
+    def start(self, point: Point) -> None:
+        """Starts a point on the first free share."""
+        share = self._free.pop(0)
+        try:
+            process = start_child(
+                [*self._command, *point.overrides], self.log(point.number), share.cores, dict(share.variables)
+            )
+        except OSError as error:
+            self._free.insert(0, share)
+            raise ConfigError(f"point {point.number} cannot be started: {error}") from error
+        self._running[point.number] = process, share
+
+    def find(self, point: Point) -> bool:
+        """Waits until a point whose sweep was killed has saved and ended; never finds it running."""
+        deadline = time.monotonic() + _FREED_WITHIN_S
+        while in_use(Path(point.run_dir)) and time.monotonic() < deadline:
+            time.sleep(self.poll_s)
+        return False
+
+    def ended(self) -> list[PointEnd]:
+        """The processes that ended since the last call."""
+        found = []
+        for number, (process, share) in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._running[number]
+            self._free.append(share)
+            found.append(PointEnd(number, code, _last_words(self.log(number)) if code else ""))
+        return found
+
+    def stop(self, point: Point) -> None:
+        """Sends SIGINT, of which the first saves and ends the run and the second kills it."""
+        if point.number in self._running:
+            signal_child(self._running[point.number][0], signal.SIGINT)
+
+    def log(self, number: int) -> Path:
+        """The file with what a point printed."""
+        return self._folder / "points" / f"{number:04d}.log"
+
+
+def _last_words(log: Path) -> str:
+    """The last line in which megads said what went wrong; nothing where there is none."""
+    with log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _REASON_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("megads")]
+    return said[-1].partition(": ")[2] if said else ""
+
+
+_SLURM_POLL_S = 5.0
 _TIMEOUT_S = 60.0
 _GONE = ("CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of a job that was ended from outside: its run goes on when it is submitted again."""
 
 
 class SlurmLauncher:
-    """Submits points and follows them in the queue.
+    """Submits every point as a job of its own and follows the jobs in the queue.
+
+    Not one job array, and not hydra-submitit-launcher: the tasks of an array share one resource request, while points
+    differ in their layout and so in nodes; an array is there from the start, while bayes proposes a point from those
+    before it; and submitit pickles a Python function into a job of its own making, while a point is the site's own
+    sbatch script with the same overrides as everywhere, requeued by itself.
 
     Args:
         folder: the sweep's; what point 3's job prints goes to points/0003.log.
@@ -39,7 +199,7 @@ class SlurmLauncher:
     """
 
     def __init__(self, folder: Path, script: Path, options: Sequence[str], parallel: int | None, poll_s: float | None):
-        self.poll_s = poll_s or _POLL_S
+        self.poll_s = poll_s or _SLURM_POLL_S
         self._folder = folder
         self._script = script
         self._options = tuple(options)

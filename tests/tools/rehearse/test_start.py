@@ -11,7 +11,7 @@ from megads.data.config import DataConfig
 from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.config import ClusterConfig, ClusterKind
-from megads.tools.rehearse.scale import scaled_parallel, scaled_run
+from megads.tools.rehearse.start import scaled_parallel, scaled_run
 
 
 def test_every_layout_is_scaled_to_one_that_runs_on_its_nodes() -> None:

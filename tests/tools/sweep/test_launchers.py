@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.tools.sweep.local import shares_of
+from megads.tools.sweep.launchers import shares_of
 
 
 @pytest.mark.parametrize(
