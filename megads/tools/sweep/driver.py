@@ -20,7 +20,7 @@ from megads.errors import (
     StopRequested,
     exit_code_of_signal,
 )
-from megads.tools.sweep.config import SearchName, SweepConfig
+from megads.tools.sweep.config import Assignment, SearchName, Space, SweepConfig, draw, grid, size
 from megads.tools.sweep.launchers import Launcher, PointEnd
 from megads.tools.sweep.points import (
     UNFINISHED,
@@ -33,7 +33,6 @@ from megads.tools.sweep.points import (
     validation_of,
 )
 from megads.tools.sweep.results import to_repeat
-from megads.tools.sweep.space import Assignment, Space, draw, grid, size
 
 if TYPE_CHECKING:
     from megads.tools.sweep.study import Study

@@ -27,9 +27,8 @@ from megads.monitor.console import render_duration
 from megads.runtime.files import atomic_writer, read_regular, require_bounded_yaml
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
 from megads.runtime.visible_console import VisibleConsole
-from megads.tools.sweep.config import Direction, SweepConfig
+from megads.tools.sweep.config import Direction, Space, SweepConfig, describe
 from megads.tools.sweep.points import Point, PointState
-from megads.tools.sweep.space import Space, describe
 
 SWEEP_FILE = "sweep.yaml"
 _MAY_CHANGE = (

@@ -8,11 +8,22 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError
-from megads.tools.sweep.config import PruningConfig, SamplerName, SearchName, SweepConfig
+from megads.tools.sweep.config import (
+    Choice,
+    Interval,
+    PruningConfig,
+    SamplerName,
+    SearchName,
+    Space,
+    SweepConfig,
+    check_space,
+    draw,
+    grid,
+    size,
+)
 from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study, propose, recall
 from megads.tools.sweep.launchers import PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
-from megads.tools.sweep.space import Choice, Interval, Space, check_space, draw, grid, size
 
 SPACE: Space = {"lr": Interval(1e-5, 1e-1, log=True), "heads": Interval(1, 8, integer=True), "norm": Choice(("a", "b"))}
 SMALL: Space = {"x": Choice(("1", "2")), "y": Choice(("a", "b"))}

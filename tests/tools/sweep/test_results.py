@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError
-from megads.tools.sweep.config import Direction, SweepConfig
+from megads.tools.sweep.config import Choice, Direction, Interval, Space, SweepConfig
 from megads.tools.sweep.points import Point, PointBook, PointState, read_points
 from megads.tools.sweep.results import (
     best_command,
@@ -23,7 +23,6 @@ from megads.tools.sweep.results import (
     write_record,
     write_results,
 )
-from megads.tools.sweep.space import Choice, Interval, Space
 from tests.command import run_megads as megads
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megads.parallel.config import ParallelConfig
+from megads.tools.verify.checks import BF16, FP32, Row, likely_cause, rows
+from megads.tools.verify.compare import train_reference
 from megads.tools.verify.run import Run
 from megads.tools.verify.scenario import Scenario
-from megads.tools.verify.start import train_reference
-from megads.tools.verify.verdict import BF16, FP32, Row, likely_cause, rows
 
 TP2 = ParallelConfig(tp=2)
 

@@ -11,7 +11,7 @@ from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ParallelConfig, Recompute
-from megads.tools.verify.scale import DEFAULT_RANKS, Scaled, Wanted, scale, scale_layout
+from megads.tools.verify.scenario import DEFAULT_RANKS, Scaled, Wanted, scale, scale_layout
 
 BLOOM = Wanted(
     ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250880, hidden_dropout=0.1),
