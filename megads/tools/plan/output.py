@@ -29,11 +29,9 @@ from megads.launch.preflight_memory import (
 from megads.launch.start import chosen_kernels
 from megads.model.config import ModelConfig
 from megads.parallel.config import Partition, Recompute
-from megads.plan.flops import hardware_flops_per_token, model_flops_per_token
 from megads.plan.memory import MemoryPlan, StageMemory
-from megads.plan.parameters import parameter_count
-from megads.plan.step_time import Outlook, Speed
-from megads.plan.step_trace import perfetto_trace, simulated_step
+from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count
+from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.environment import share_of_cores
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole

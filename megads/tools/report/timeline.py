@@ -21,7 +21,7 @@ from megads.errors import ConfigError
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import Schedule, build_schedule
 from megads.parallel.schedule_clock import run_clock
-from megads.plan.step_trace import (
+from megads.plan.step_time import (
     RankTrace,
     idle_share,
     mean_costs,

@@ -14,7 +14,7 @@ from megads.config import RootConfig
 from megads.frozen_config import freeze
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_clock import ScheduleCosts, run_clock
-from megads.plan.step_trace import RankTrace, simulated_step
+from megads.plan.step_time import RankTrace, simulated_step
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.spans import Span
 from megads.tools.report.config import ReportConfig

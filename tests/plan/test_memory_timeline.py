@@ -8,8 +8,15 @@ from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ActionKind, ScheduleName, build_schedule
 from megads.plan.memory import Workload, memory_plan
-from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
-from megads.plan.tape import Op, backward_moments, forward_moments, moments
+from megads.plan.memory_timeline import (
+    GradientSums,
+    Op,
+    backward_moments,
+    forward_moments,
+    moments,
+    most_waiting,
+    pipeline_phases,
+)
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
 SUMS = GradientSums(begun=lambda made: made, full=100, widening=1, cast=False, straight=False)

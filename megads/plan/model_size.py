@@ -1,8 +1,8 @@
-"""Floating-point operations of training.
+"""Size of a model: names, shapes and number of its parameters, and the floating-point operations of training it.
 
-Convention of megads: MODEL operations, those the algorithm needs. Two per multiply-add, forward once and backward
-twice, causal attention counted in full, no recomputation; norms, biases, activations and the embedding lookup are left
-out. HARDWARE operations are these and the ones that recomputation does again.
+Nothing is allocated. Convention of megads: MODEL operations, those the algorithm needs. Two per multiply-add, forward
+once and backward twice, causal attention counted in full, no recomputation; norms, biases, activations and the
+embedding lookup are left out. HARDWARE operations are these and the ones that recomputation does again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,60 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import ModelConfig
+import torch
+
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.sharding import has_attention_core
+from megads.model.stages import make_block
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
-from megads.plan.parameters import custom_shapes
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
+    hidden, ffn = config.hidden_size, config.ffn_width
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
+        return {f"{name}.{part}": (hidden,) for part in parts}
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        biases = {f"{name}.bias": (rows,)} if config.bias else {}
+        return {f"{name}.weight": (rows, columns), **biases}
+
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocabulary, hidden)}
+    if config.position is Position.learned:
+        shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
+    if config.embedding_norm:
+        shapes |= norm("embedding.norm")
+    for block in range(config.num_layers):
+        if config.block.is_custom:
+            shapes |= {f"blocks.{block}.{path}": shape for path, shape in custom_shapes(config).items()}
+            continue
+        shapes |= norm(f"blocks.{block}.input_norm")
+        shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
+        shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
+        if not config.parallel_block:
+            shapes |= norm(f"blocks.{block}.post_attention_norm")
+        into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
+        shapes |= linear(f"blocks.{block}.mlp.{into}", config.mlp_rows, hidden)
+        shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
+    shapes |= norm("final_norm")
+    if not config.tie_embeddings:
+        shapes["head.weight"] = (config.vocabulary, hidden)
+    return shapes
+
+
+def custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
+    with torch.device("meta"):
+        block = make_block(config, seed=0, index=0)
+    return {path: tuple(parameter.shape) for path, parameter in block.named_parameters()}
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters, vocabulary padding excluded and a tied embedding counted once."""
+    return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
 @dataclass(frozen=True)
@@ -104,32 +153,3 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     core = product if explicit else 2 * product
     full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}
-
-
-def hardware_tflops_bloom(
-    *,
-    samples: int,
-    seq_len: int,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    step_time_s: float,
-    world_size: int,
-) -> float:
-    """TFLOPs per GPU as BLOOM's logs report them; for comparison with published figures only.
-
-    24*4*B*S*L*h^2 * (1 + S/(6h) + V/(16Lh)) / (t * world), Narayanan et al. 2021. The factor 4 counts a full
-    recomputation of the forward pass, so this is a hardware, not a model, figure.
-
-    Args:
-        samples: samples a step, B.
-        seq_len: tokens a sample, S.
-        num_layers: L.
-        hidden_size: h; the MLP is taken to be 4h wide.
-        vocab_size: V, padding included.
-        step_time_s: t.
-        world_size: GPUs.
-    """
-    blocks = 24 * 4 * samples * seq_len * num_layers * hidden_size**2
-    attention_and_head = 1 + seq_len / (6 * hidden_size) + vocab_size / (16 * num_layers * hidden_size)
-    return blocks * attention_and_head / (step_time_s * world_size) / 1e12
