@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megads.launch.preflight_memory import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan
-from megads.plan.recompute_choice import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
 
 PEAKS = [[100, 70, 40, 42], [80, 65, 50], [60, 55]]
 
