@@ -39,7 +39,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= norm("embedding.norm")
     for block in range(config.num_layers):
         if config.block.is_custom:
-            shapes |= {f"blocks.{block}.{path}": shape for path, shape in custom_shapes(config).items()}
+            shapes |= {f"blocks.{block}.{path}": shape for path, shape in _custom_shapes(config).items()}
             continue
         shapes |= norm(f"blocks.{block}.input_norm")
         shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
@@ -55,7 +55,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
     with torch.device("meta"):
         block = make_block(config, seed=0, index=0)
@@ -92,7 +92,7 @@ def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
     Of a plugin's block: two per element of each matrix, and attention's products where it names an attention core.
     """
     if config.block.is_custom:
-        matrices = 2 * sum(prod(shape) for shape in custom_shapes(config).values() if len(shape) == 2)
+        matrices = 2 * sum(prod(shape) for shape in _custom_shapes(config).values() if len(shape) == 2)
         attention = 2 * _product(config, seq_len) if has_attention_core(config) else 0
     else:
         matrices, attention = sum(_matrices(config)), 2 * _product(config, seq_len)

@@ -115,7 +115,7 @@ def read_outcome(text: str, ending: str) -> ProbeResult:
 _USUAL_HEAD_DIM = 64
 
 
-def describe_attention(cuda: bool) -> Finding:
+def _describe_attention(cuda: bool) -> Finding:
     """Says what model.attention may be here for ALiBi in bf16, and why not the others.
 
     Whether the kernels are compiled is another finding; whether one suits a model, its run says.
@@ -215,7 +215,7 @@ def _judge_kernels(outcome: ProbeResult) -> list[Finding]:
 
 def _judge_attention(outcome: ProbeResult) -> list[Finding]:
     gpus = outcome.results.get("gpus")
-    return [] if gpus is None else [describe_attention(bool(gpus["gpus"]))]
+    return [] if gpus is None else [_describe_attention(bool(gpus["gpus"]))]
 
 
 def _judge_gpus(outcome: ProbeResult) -> list[Finding]:

@@ -71,7 +71,7 @@ KNOWN_BAD = (
 )
 
 
-def installed_packages() -> dict[str, list[str]]:
+def _installed_packages() -> dict[str, list[str]]:
     """Returns what is installed, the copy that Python imports first."""
     found: dict[str, dict[str, str]] = {}
     for distribution in importlib.metadata.distributions():
@@ -115,7 +115,7 @@ def check_python() -> list[Finding]:
 def check_packages() -> list[Finding]:
     """Checks every required package, and the releases that are known to do harm."""
     _, requirements = stated_requirements()
-    return judge_packages(requirements, installed_packages(), platform.python_version())
+    return judge_packages(requirements, _installed_packages(), platform.python_version())
 
 
 def judge_packages(requirements: Sequence[Requirement], installed: Installed, python: str) -> list[Finding]:
@@ -162,7 +162,7 @@ def check_apex() -> list[Finding]:
 
 def check_copies() -> list[Finding]:
     """Checks that there is one torch and one generation of CUDA libraries."""
-    return judge_copies(installed_packages())
+    return judge_copies(_installed_packages())
 
 
 def judge_copies(installed: Installed) -> list[Finding]:

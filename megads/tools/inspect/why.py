@@ -64,7 +64,7 @@ class TrainedStep:
         return np.arange(end - int(self.line["global_batch_size"]), end)
 
 
-def open_step(run_dir: Path, step: int) -> TrainedStep:
+def _open_step(run_dir: Path, step: int) -> TrainedStep:
     """Finds a step in a run directory and opens the data that it trained on.
 
     Args:
@@ -249,7 +249,7 @@ def explain(config: WhyConfig) -> Explanation:
         DataError: the data is not what was trained on.
     """
     run_dir = find_run(config.run)
-    trained = open_step(run_dir, config.step)
+    trained = _open_step(run_dir, config.step)
     share = None if config.rank is None else _share(config.rank, trained.config)
     ids_mb = _ids(trained, share)
     flat = ids_mb.reshape(-1)

@@ -86,7 +86,7 @@ class Addresses:
         return [f"{self.network}.{index + 1}" for index in range(len(self.node_ports))]
 
 
-def write_configuration(folder: Path, size: ClusterSize, timing: Timing, addresses: Addresses) -> Path:
+def _write_configuration(folder: Path, size: ClusterSize, timing: Timing, addresses: Addresses) -> Path:
     """Writes slurm.conf and gres.conf.
 
     Args:
@@ -354,7 +354,7 @@ class PrivateSlurm:
             ) from error
         addresses = _free_addresses(self.size.num_nodes)
         self.nodes = addresses.node_names()
-        write_configuration(self.folder, self.size, self.timing, addresses)
+        _write_configuration(self.folder, self.size, self.timing, addresses)
         self._start_munged()
         self._start_daemon("slurmctld", ["slurmctld", "-D"])
         for node in self.nodes:

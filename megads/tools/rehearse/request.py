@@ -198,7 +198,7 @@ def read_words(words: Sequence[str]) -> tuple[list[Option], list[str]]:
     return found, rest
 
 
-def read_script(text: str) -> list[Option]:
+def _read_script(text: str) -> list[Option]:
     """Returns the options of a script's #SBATCH lines, which end at its first command.
 
     Args:
@@ -444,7 +444,7 @@ def read_request(command: Sequence[str]) -> Request:
         raise ConfigError(f"{script}: the batch script cannot be read: {error}") from error
     if ":" in rest or "#SBATCH hetjob" in text:
         raise ConfigError("a heterogeneous job cannot be rehearsed: rehearse its parts one by one")
-    return Request((*read_script(text), *given), script, tuple(rest[1:]))
+    return Request((*_read_script(text), *given), script, tuple(rest[1:]))
 
 
 def _is_option(line: str) -> bool:

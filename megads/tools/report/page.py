@@ -186,16 +186,16 @@ _UNCOMPARED = ("run", "logging")
 """Sections of the config that say nothing of what a run computed."""
 
 
-def comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
+def _comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
     """The charts of a comparison in the order of its page."""
     return [
-        Chart("loss", "Loss of every run over tokens", partial(draw_losses, histories, "tokens"), wide=True),
-        Chart("loss_over_steps", "Loss of every run over steps", partial(draw_losses, histories, "steps")),
-        Chart("throughput", "Tokens per second of every run over steps", partial(draw_speeds, histories)),
+        Chart("loss", "Loss of every run over tokens", partial(_draw_losses, histories, "tokens"), wide=True),
+        Chart("loss_over_steps", "Loss of every run over steps", partial(_draw_losses, histories, "steps")),
+        Chart("throughput", "Tokens per second of every run over steps", partial(_draw_speeds, histories)),
     ]
 
 
-def draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figure:
+def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figure:
     """Smoothed training loss as lines, validations as points, over tokens or steps."""
     figure, axes = open_panel(f"Loss over {key}", wide)
     shown = []
@@ -215,7 +215,7 @@ def draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figure
     return figure
 
 
-def draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
+def _draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
     """Smoothed tokens a second."""
     figure, axes = open_panel("Throughput", wide)
     for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
@@ -231,7 +231,7 @@ def draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
     return figure
 
 
-def comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
+def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
     """The report of several runs.
 
     Args:
@@ -337,7 +337,7 @@ def write_report(config: ReportConfig) -> WrittenReport:
     if len(histories) == 1:
         trace = step_trace_json(histories[0].run_dir)
         return write_pages(folder, run_charts(histories[0]), partial(run_page, histories[0]), trace)
-    return write_pages(folder, comparison_charts(histories), partial(comparison_page, histories))
+    return write_pages(folder, _comparison_charts(histories), partial(_comparison_page, histories))
 
 
 def write_pages(

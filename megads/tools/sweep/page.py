@@ -28,7 +28,7 @@ _MOST_LABELS = 12
 """Choices that are still named on an axis."""
 
 
-def draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
     """The objective of every point in the order of the sweep, and the best up to each."""
     finished = _valued(points, PointState.finished)
     if not finished:
@@ -55,7 +55,7 @@ def draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> Fi
     return figure
 
 
-def draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide: bool) -> Figure | None:
+def _draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide: bool) -> Figure | None:
     """The objective over one key; on a logarithmic axis where the values span more than a decade."""
     found = [*_valued(points, PointState.finished), *_valued(points, PointState.pruned)]
     if not found:
@@ -81,7 +81,7 @@ def draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide:
     return figure
 
 
-def draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+def _draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
     """Every finished point as a line through the values of all keys, to its objective; the best third stands out."""
     found = [point for point in _valued(points, PointState.finished) if point.repeats is None]
     keys = [key for key in record.space if len({point.assignment[key] for point in found}) > 1]
@@ -116,7 +116,7 @@ def draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> F
     return figure
 
 
-def draw_curves(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+def _draw_curves(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
     """The validations of every point over its steps."""
     ranked = ranking(points, record.direction)
     best = ranked[0].point.number if ranked else None
@@ -198,20 +198,20 @@ def write_page(folder: Path) -> Path:
         ConfigError: the folder cannot be written to.
     """
     record, points = read_record(folder), read_points(folder)
-    return write_pages(folder, sweep_charts(record, points), partial(_page, record, points)).page
+    return write_pages(folder, _sweep_charts(record, points), partial(_page, record, points)).page
 
 
-def sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
+def _sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
     """The charts of a sweep in the order of its page."""
     keys = list(record.space)[:_MOST_PARAMETERS]
     return [
-        Chart("history", "Objective of every point, and the best so far", partial(draw_history, record, points), True),
+        Chart("history", "Objective of every point, and the best so far", partial(_draw_history, record, points), True),
         *(
-            Chart(f"parameter_{place}", f"Objective over {key}", partial(draw_parameter, record, points, key))
+            Chart(f"parameter_{place}", f"Objective over {key}", partial(_draw_parameter, record, points, key))
             for place, key in enumerate(keys)
         ),
-        Chart("parallel", "Every point as a line over all keys", partial(draw_parallel, record, points), True),
-        Chart("curves", "Validation curves of all points", partial(draw_curves, record, points), True),
+        Chart("parallel", "Every point as a line over all keys", partial(_draw_parallel, record, points), True),
+        Chart("curves", "Validation curves of all points", partial(_draw_curves, record, points), True),
     ]
 
 

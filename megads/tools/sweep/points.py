@@ -136,7 +136,7 @@ def read_objective(run_dir: Path, key: str | None) -> tuple[float | None, int]:
     """
     lines = list(read_json_lines(run_dir / METRICS_FILE))
     step = max((int(line.get("step", 0)) for line in lines), default=0)
-    return objective_of(lines, key), step
+    return _objective_of(lines, key), step
 
 
 def events_since(run_dir: Path, since: float | None) -> list[dict[str, Any]]:
@@ -151,9 +151,9 @@ def launched_at(run_dir: Path, since: float | None) -> float | None:
     return launches[-1] if launches else None
 
 
-def objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float | None:
+def _objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float | None:
     """The objective of the lines of a metrics.jsonl, see `read_objective`."""
-    key = key or validation_key(lines) or TRAINING_LOSS
+    key = key or _validation_key(lines) or TRAINING_LOSS
     if any(is_step(line) and key in line for line in lines):
         # A resume may have written a step twice; the last counts.
         steps = {int(line["step"]): float(line[key]) for line in lines if is_step(line) and key in line}
@@ -166,12 +166,12 @@ def objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float |
     return value if math.isfinite(value) else None
 
 
-def validation_key(lines: Sequence[Mapping[str, Any]]) -> str | None:
+def _validation_key(lines: Sequence[Mapping[str, Any]]) -> str | None:
     """The loss of the first validation set by name; None where nothing was validated."""
-    return next((key for line in lines for key in sorted(line) if is_validation_loss(key)), None)
+    return next((key for line in lines for key in sorted(line) if _is_validation_loss(key)), None)
 
 
-def is_validation_loss(key: str) -> bool:
+def _is_validation_loss(key: str) -> bool:
     """Tells valid/<name>/loss from the other keys."""
     return key.startswith("valid/") and key.endswith("/loss")
 
@@ -200,7 +200,7 @@ class Curve:
         new: dict[int, float] = {}
         while lines := self._tail.read():
             self.step = int(lines[-1].get("step", 0))
-            self._key = self._key or validation_key(lines)
+            self._key = self._key or _validation_key(lines)
             new |= {
                 int(line["step"]): float(line[self._key])
                 for line in lines

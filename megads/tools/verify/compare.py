@@ -109,7 +109,7 @@ def _validate(model: GPT, scenario: Scenario) -> tuple[float, int]:
     return loss_sum, tokens
 
 
-def run_reference(scenario: Scenario, corpus: Path) -> Run:
+def _run_reference(scenario: Scenario, corpus: Path) -> Run:
     """One process of plain torch, on one thread, as every rank has."""
     with _one_thread():
         run = train_reference(scenario)
@@ -117,7 +117,7 @@ def run_reference(scenario: Scenario, corpus: Path) -> Run:
     return run
 
 
-def run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]]:
+def _run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]]:
     """Starts the ranks and waits for them.
 
     Args:
@@ -185,7 +185,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     # JSON is for machines: what people read goes beside it.
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
-    console.print(f"{layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
+    console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
     notes = list(scaled.notes)
     if not config.optim.is_adamw:
         notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
@@ -221,7 +221,7 @@ def wanted(config: RootConfig) -> Wanted:
     )
 
 
-def layout_line(parallel: ParallelConfig) -> str:
+def _layout_line(parallel: ParallelConfig) -> str:
     """tp 2 x pp 2 on 4 processes."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
     return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
@@ -237,13 +237,13 @@ def _compare(
     corpus = folder / "corpus"
     write_corpus(corpus, scaled.exact)
     references = _timed(
-        console, f"reference: {trained}", lambda: [run_reference(scenario, corpus) for scenario in scenarios]
+        console, f"reference: {trained}", lambda: [_run_reference(scenario, corpus) for scenario in scenarios]
     )
     job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect, tuple(config.plugins))
     # Only warnings: the training's own lines have no meaning here.
     with RunConsole(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
         code, runs = _timed(
-            console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: run_layout(folder, job, said)
+            console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: _run_layout(folder, job, said)
         )
     if code != EXIT_OK:
         return code, [], ""

@@ -268,7 +268,7 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         ConfigError: the layout keeps its shape on more ranks only.
     """
     parallel = scale_layout(wanted.parallel, max_ranks)
-    model = scale_model(wanted.model, wanted.parallel.tp, parallel)
+    model = _scale_model(wanted.model, wanted.parallel.tp, parallel)
     exact = Scenario(
         model=model,
         steps=steps,
@@ -351,7 +351,7 @@ def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, recompute_blocks=[min(1, blocks) for blocks in parallel.recompute_blocks[: parallel.pp]])
 
 
-def scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:
+def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:
     """A small model with the features of a large one.
 
     Args:
