@@ -94,9 +94,9 @@ def megads_side(engine: TrainEngine, folder: Path) -> Side:
         engine, folder, CheckpointConfig(every_steps=1, keep=1), "digest", {}, {}, state, EventWriter(folder)
     )
 
-    def save(number: int) -> None:
-        state.step = number
-        hook.on_step(StepInfo(number, 0, 0, 0.0, 0.0, 0.0, 2, 16, 0.0, 0.0, skipped=False, culprit="", batch_hash=""))
+    def save(_: int) -> None:
+        state.step = step = engine.optimizer_steps
+        hook.on_step(StepInfo(step, 0, 0, 0.0, 0.0, 0.0, 2, 16, 0.0, 0.0, skipped=False, culprit="", batch_hash=""))
 
     return Side(save, lambda: hook.on_end(state))
 

@@ -197,8 +197,12 @@ def _judge_gloo(outcome: ProbeResult) -> list[Finding]:
 
 def _judge_kernels(outcome: ProbeResult) -> list[Finding]:
     remedy = "remove the folder ops in the folder of caches, and they are compiled anew; or train with ops.impl=torch"
-    wrong = outcome.errors.get("kernels") or (f"Python {outcome.ending}" if outcome.interrupted == "kernels" else None)
     result = outcome.results.get("kernels")
+    stopped = outcome.interrupted == "kernels"
+    if stopped and outcome.slow:
+        cost = "whether they compute what they should is not known; a busy machine is the usual cause"
+        return [note("kernels", outcome.ending, cost, "timeout_s=60 waits")]
+    wrong = outcome.errors.get("kernels") or (f"Python {outcome.ending}" if stopped else None)
     if result is None and wrong is None:
         return [_untried("kernels", outcome)]
     if result is not None:

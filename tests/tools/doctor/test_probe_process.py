@@ -52,6 +52,11 @@ def test_too_slow_is_a_note() -> None:
         "kernels": Status.note,
     }
     assert statuses(read_outcome("", "exited with 1"))["import torch"] == Status.problem
+    kernels_begun = (
+        '{"begin": "torch"}\n{"end": "torch", "result": {"seconds": 1, "cuda": null}}\n{"begin": "kernels"}\n'
+    )
+    assert statuses(read_outcome(kernels_begun, "took longer than 7 s"))["kernels"] == Status.note
+    assert statuses(read_outcome(kernels_begun, "was killed by SIGILL"))["kernels"] == Status.problem
 
 
 def test_a_broken_torch_is_one_problem() -> None:
