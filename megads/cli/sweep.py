@@ -16,9 +16,8 @@ from megads.cli.sweep_space import Composed, Composer, SweepLine, composing, ove
 from megads.cli.verb import Invocation, Verb
 from megads.config import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
-from megads.launch.preflight_data import describe_data, locate_data
+from megads.launch.preflight import locate_data, place
 from megads.launch.preflight_memory import Machine, choose_recompute, refuse_unfit, this_machine
-from megads.launch.start import place
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
 from megads.tools.sweep.config import LauncherName, PrunerName, SearchName, SweepConfig
@@ -157,11 +156,10 @@ class _Points:
             overrides.append(f"train.seed={seed}")
         check_config(config)
         self._check_share(config)
-        located, preparation = locate_data(config)
+        located, data = locate_data(config)
         placed = place(located, composed.choices)
         if self._machine is not None:
-            known, _ = describe_data(placed, preparation)
-            known, _ = choose_recompute(known, self._machine)
+            known, _ = choose_recompute(data.planned(placed), self._machine)
             refuse_unfit(known, self._machine)
         run_id = self._own_id(str(placed.run.id), number)
         if config.run.dir is not None and not seed_place:

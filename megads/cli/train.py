@@ -12,7 +12,7 @@ from megads.config import RootConfig
 from megads.runtime.environment import rehearsal_folder
 
 if TYPE_CHECKING:
-    from megads.launch.preflight_memory import Machine
+    from megads.launch.preflight import ResolvedRun
 
 
 from megads.cli.verb import Invocation, Verb
@@ -42,12 +42,12 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     return start_run(config, StartRequest(invocation.choices, invocation.claimed_dirs, _describe))
 
 
-def _describe(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:
+def _describe(resolved: ResolvedRun) -> str:
     """What a dry run shows."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.tools.plan.dry_run import describe_run
 
-    return describe_run(config, data, choices, machine)
+    return describe_run(resolved)
 
 
 def _sweep(arguments: Sequence[str]) -> int:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.frozen_config import config_digest
+from megads.launch.preflight import ResolvedRun, chosen_kernels
+from megads.launch.preflight_memory import memory_line
 from megads.model.config import ModelConfig
 from megads.parallel.config import Partition
 from megads.plan.parameters import parameter_count
 from megads.runtime.environment import share_of_cores
-
-if TYPE_CHECKING:
-    from megads.launch.preflight_memory import Machine
-
-
-from megads.launch.preflight_memory import memory_line
-from megads.launch.start import chosen_kernels
 from megads.tools.plan.rank_table import rank_text
 from megads.tools.plan.schedule_table import can_be_simulated, outlook_of, schedule_line, schedule_text
 
@@ -25,15 +17,9 @@ _TABLE_WIDTH = 120
 """Characters of the table of ranks."""
 
 
-def describe_run(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:
-    """Returns what a run would do, for run.dry_run.
-
-    Args:
-        config: with its place.
-        data: a line about the data.
-        choices: what was chosen of its layout and why.
-        machine: where the ranks would run.
-    """
+def describe_run(resolved: ResolvedRun) -> str:
+    """Returns what a run would do, for run.dry_run."""
+    config, machine = resolved.planned, resolved.machine
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
     batches = batch_size_schedule(config)
@@ -55,11 +41,11 @@ def describe_run(config: RootConfig, data: str, choices: Sequence[str], machine:
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "memory": memory,
         **_pipeline_rows(config),
-        **({"chosen": "; ".join(choices)} if choices else {}),
+        **({"chosen": "; ".join(resolved.choices)} if resolved.choices else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "kernels": chosen_kernels(config, machine).text,
-        "data": data,
+        "data": resolved.data.text,
         "config": f"sha256 {config_digest(config)[:8]}",
     }
     lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]

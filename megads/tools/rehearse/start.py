@@ -10,9 +10,8 @@ from pathlib import Path
 from megads.config import RootConfig, check_config
 from megads.errors import ConfigError, MegadsError
 from megads.launch.placement import place_ranks
-from megads.launch.preflight_data import describe_data, locate_data, require_data
+from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
-from megads.launch.start import place
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
@@ -65,11 +64,11 @@ def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootCon
     found = [_judge("sizes", lambda: _sizes(config)), _judge("layout", lambda: _layout(config, orders))]
     known = config
     try:
-        config, preparation = locate_data(config)
-        known, line = describe_data(config, preparation)
-        if preparation is None:
+        config, data = locate_data(config)
+        known = data.planned(config)
+        if data.preparation is None:
             require_data(config)
-        found.append(ok("data", line))
+        found.append(ok("data", data.text))
     except MegadsError as error:
         found.append(problem("data", str(error), _AT_START, "see the message; paths are those that the nodes see"))
     found.append(_memory(known, orders))
