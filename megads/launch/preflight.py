@@ -16,7 +16,7 @@ from megads.data.blend_config import DatasetConfig
 from megads.data.config import Engine
 from megads.errors import EXIT_OK, ConfigError, DataError, StopRequested
 from megads.frozen_config import config_dict, derive_run_id, load_frozen
-from megads.launch.placement import SlurmPlacement
+from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.kernels import Kernels

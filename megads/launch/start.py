@@ -18,7 +18,6 @@ from megads.frozen_config import config_digest, record_config
 from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.node_check.check import CheckTarget, check_nodes
 from megads.launch.node_check.config import CheckNodesConfig
-from megads.launch.placement import SlurmPlacement, find_placement
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
@@ -32,8 +31,8 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
-from megads.launch.scheduler import Deadline, Scheduler
-from megads.launch.slurm_scheduler import SlurmScheduler
+from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
+from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.monitor.console import Console
 from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers

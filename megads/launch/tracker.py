@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.frozen_config import config_dict, load_frozen
-from megads.launch.rank_process import leave_signals_to_the_launcher
+from megads.launch.rank import leave_signals_to_the_launcher
 from megads.monitor.tracker_process import track
 from megads.monitor.trackers import RunDescription, wanted_trackers
 from megads.runtime.registry import TRACKERS, import_plugins

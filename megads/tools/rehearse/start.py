@@ -9,9 +9,9 @@ from pathlib import Path
 
 from megads.config import RootConfig, check_config
 from megads.errors import ConfigError, MegadsError
-from megads.launch.placement import place_ranks
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
+from megads.launch.slurm_ranks import place_ranks
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
