@@ -15,9 +15,9 @@ from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted, UnhealthyNode
 from megads.frozen_config import config_digest, record_config
+from megads.launch.config import CheckNodesConfig
 from megads.launch.launcher import LaunchSpec, launch
-from megads.launch.node_check.check import CheckTarget, check_nodes
-from megads.launch.node_check.config import CheckNodesConfig
+from megads.launch.node_check import CheckTarget, check_nodes
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
@@ -34,7 +34,6 @@ from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.monitor.console import Console
-from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.kernels import Kernels
 from megads.ops.resolve import prepare
@@ -139,6 +138,9 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
 
 
 def _open_console(resolved: ResolvedRun) -> Console:
+    # It pulls in rich, for which the tab key must not wait.
+    from megads.monitor.live_console import open_console
+
     config = resolved.config
     return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config))
 

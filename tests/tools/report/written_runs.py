@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megads.config import RootConfig
 from megads.frozen_config import freeze
-from megads.monitor.metrics_hook import MetricsHook
+from megads.monitor.hooks import MetricsHook
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.runtime.hooks import StepInfo
 from megads.runtime.metrics import EventWriter, MetricsWriter
