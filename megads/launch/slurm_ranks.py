@@ -1,204 +1,65 @@
 """The ranks of a run on the nodes of a SLURM job: which node gets which, and one agent a node that starts them.
 
-srun starts the agents, and a store tells them what to do. srun ends the step when an agent fails or a node goes away;
-the launcher judges from what the agents said before that.
+srun starts the agent, `python -m megads.launch.slurm_ranks`, and the launcher talks with it through a store. srun ends
+the step when an agent fails or a node goes away; the launcher judges from what the agents said before that. An agent
+ends when its ranks have, when the launcher says so, and when the launcher is gone: no rank outlives it.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
 from megads.config import RootConfig
-from megads.errors import ConfigError
-from megads.launch.agent import FAILING, REPORT, SIGNALLED, SILENCE
+from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.launch.launcher import LaunchSpec
-from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, Ranks, require_devices
+from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, NodeRanks, Ranks, require_devices
+from megads.launch.rank import redirect_output
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import end_chain, send_back
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
+from megads.runtime.environment import node_name
 from megads.runtime.files import last_line
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.listener import LOOPBACK, launcher_address
-from megads.runtime.run_dir import srun_log_path
+from megads.runtime.run_dir import agent_log_path, srun_log_path
 from megads.runtime.run_secret import read_secret, secret_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
-AGENT_MODULE = "megads.launch.agent"
+# What an agent says to the launcher.
+_REPORT = "report"
+_FAILING = "failing"
+_SIGNALLED = "signalled"
+_SILENCE = "silence"
 _STEP_NAME = "megads"
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
 _SIGNAL_SETTLES_S = 1.0
 _GIVE_UP_AFTER_S = 30.0
-
-
-class SlurmRanks:
-    """Ranks on several nodes.
-
-    Args:
-        part: what each node starts; its number and address are filled in on the node.
-        allocation: the job.
-        nodes: those of its nodes that take part, in the order of their ranks.
-        srun_options: further options of srun.
-        wrapper: words before the agent's command, a container's for instance.
-    """
-
-    def __init__(
-        self,
-        part: NodePart,
-        allocation: Allocation,
-        nodes: Sequence[Node],
-        srun_options: Sequence[str] = (),
-        wrapper: Sequence[str] = (),
-    ):
-        self._part = part
-        self._allocation = allocation
-        self._nodes = nodes
-        self._srun_options = srun_options
-        self._wrapper = wrapper
-        self._reports: dict[int, NodeReport] = {}
-        self._silences: list[RankPosition] = []
-        self._failed_at: float | None = None
-        self._signalled_at: float | None = None
-        self._ended_at: float | None = None
-        self._cancelled = False
-        self._control: ControlStore | None = None
-        self._srun: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        # Imported here: it pulls in torch, for which a refused config should not wait.
-        from megads.runtime.control_store import ControlStore
-
-        secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
-        self._control = ControlStore(secret, self._store_address())
-        with srun_log_path(self._part.run_dir).open("wb") as log:
-            # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
-            self._srun = subprocess.Popen(
-                self.command(f"{self._control.host}:{self._control.port}"),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def poll(self) -> bool:
-        """Waits a moment and does what is due; False once srun has ended."""
-        assert self._srun is not None and self._control is not None
-        with suppress(subprocess.TimeoutExpired):
-            self._srun.wait(POLL_S)
-        for word in self._control.hear():
-            self._take(word)
-        if self._srun.poll() is not None:
-            return False
-        now = time.monotonic()
-        if self._signalled_at is not None and now - self._signalled_at > _SIGNAL_SETTLES_S:
-            self._signalled_at = None
-            # A failed step is ended by srun with the same signal, which then asks for nothing; the failure is heard of
-            # a little later where an agent died. The launcher answers a signal that it did not get as if it were its
-            # own; one that it got too is only its second.
-            if self._failed_at is None:
-                os.kill(os.getpid(), signal.SIGTERM)
-        if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
-            self.kill()
-        if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
-            self._cancel(now)
-        return True
-
-    def kill(self) -> None:
-        """Has every agent kill its ranks."""
-        if self._control is not None and self._ended_at is None:
-            self._ended_at = time.monotonic()
-            self._control.order_end()
-
-    def silences(self) -> list[RankPosition]:
-        """What the agents have said of heartbeats since the last call."""
-        found, self._silences = self._silences, []
-        return found
-
-    def reports(self) -> list[NodeReport]:
-        missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
-        reports = [report for _, report in sorted(self._reports.items())]
-        return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")
-
-    def description(self) -> dict[str, object]:
-        return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
-
-    def _store_address(self) -> str:
-        """Where the launcher listens for the agents."""
-        if [node.name for node in self._nodes] == [environment.node_name()]:
-            return LOOPBACK
-        nodes = self._allocation.nodes
-        return launcher_address(nodes[0].address, [node.address for node in nodes])
-
-    def command(self, store: str) -> tuple[str, ...]:
-        """The command that starts one agent on every node.
-
-        Args:
-            store: host and port at which the launcher listens.
-        """
-        part, job = self._part, self._allocation
-        count = str(len(self._nodes))
-        cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
-        every_node = [
-            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", store),
-            *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
-            *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
-            *(["--lease", str(part.lease)] if part.lease is not None else []),
-            *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
-            *(["--cpu"] if part.cpu else []),
-            *("--", *part.command),
-        ]
-        return (
-            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
-            # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
-            *("--overlap", "--nodelist", ",".join(node.name for node in self._nodes)),
-            *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
-            *self._srun_options,
-            *self._wrapper,
-            *every_node,
-        )
-
-    def _take(self, word: dict[str, object]) -> None:
-        """Notes what an agent says."""
-        if word["word"] == SIGNALLED:
-            self._signalled_at = self._signalled_at or time.monotonic()
-            return
-        if word["word"] == SILENCE:
-            self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
-            return
-        number = word["number"]
-        assert isinstance(number, int)
-        failed = word["word"] == FAILING
-        if word["word"] == REPORT:
-            report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
-            self._reports[number] = report
-            failed = report.failed
-        if failed and self._failed_at is None:
-            self._failed_at = time.monotonic()
-
-    def _cancel(self, now: float) -> None:
-        """Ends a step whose agents do not: first by the scheduler's hand, then without it."""
-        assert self._srun is not None and self._ended_at is not None
-        if not self._cancelled:
-            self._cancelled = True
-            # Without a controller that answers there is the second way.
-            with suppress(ConfigError):
-                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
-                    slurm.ask("scancel", "--signal=KILL", step)
-        if now - self._ended_at > _GIVE_UP_AFTER_S:
-            self._srun.kill()
+# Of the agent.
+_END_WITHIN_S = 5.0
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)
+_IGNORED = (signal.SIGINT, signal.SIGHUP)
+_ASK_SLURM_EVERY_S = 2.0
+_ORPHAN_GIVES_UP_S = 900.0
+# SLURM marks a node that does not answer with a star, before it takes it to be down.
+_GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
 
 
 @dataclass(frozen=True)
@@ -316,3 +177,320 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
             "(sbatch --gpus-per-node)"
         )
     return SlurmPlacement(allocation, allocation.nodes[:nodes], per_node)
+
+
+class SlurmRanks:
+    """Ranks on several nodes.
+
+    Args:
+        part: what each node starts; its number and address are filled in on the node.
+        allocation: the job.
+        nodes: those of its nodes that take part, in the order of their ranks.
+        srun_options: further options of srun.
+        wrapper: words before the agent's command, a container's for instance.
+    """
+
+    def __init__(
+        self,
+        part: NodePart,
+        allocation: Allocation,
+        nodes: Sequence[Node],
+        srun_options: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
+    ):
+        self._part = part
+        self._allocation = allocation
+        self._nodes = nodes
+        self._srun_options = srun_options
+        self._wrapper = wrapper
+        self._reports: dict[int, NodeReport] = {}
+        self._silences: list[RankPosition] = []
+        self._failed_at: float | None = None
+        self._signalled_at: float | None = None
+        self._ended_at: float | None = None
+        self._cancelled = False
+        self._control: ControlStore | None = None
+        self._srun: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        # Imported here: it pulls in torch, for which a refused config should not wait.
+        from megads.runtime.control_store import ControlStore
+
+        secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
+        self._control = ControlStore(secret, self._store_address())
+        with srun_log_path(self._part.run_dir).open("wb") as log:
+            # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
+            self._srun = subprocess.Popen(
+                self.command(f"{self._control.host}:{self._control.port}"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Waits a moment and does what is due; False once srun has ended."""
+        assert self._srun is not None and self._control is not None
+        with suppress(subprocess.TimeoutExpired):
+            self._srun.wait(POLL_S)
+        for word in self._control.hear():
+            self._take(word)
+        if self._srun.poll() is not None:
+            return False
+        now = time.monotonic()
+        if self._signalled_at is not None and now - self._signalled_at > _SIGNAL_SETTLES_S:
+            self._signalled_at = None
+            # A failed step is ended by srun with the same signal, which then asks for nothing; the failure is heard of
+            # a little later where an agent died. The launcher answers a signal that it did not get as if it were its
+            # own; one that it got too is only its second.
+            if self._failed_at is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
+            self.kill()
+        if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
+            self._cancel(now)
+        return True
+
+    def kill(self) -> None:
+        """Has every agent kill its ranks."""
+        if self._control is not None and self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self._control.order_end()
+
+    def silences(self) -> list[RankPosition]:
+        """What the agents have said of heartbeats since the last call."""
+        found, self._silences = self._silences, []
+        return found
+
+    def reports(self) -> list[NodeReport]:
+        missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
+        reports = [report for _, report in sorted(self._reports.items())]
+        return reports + lost_nodes(missing, last_line(srun_log_path(self._part.run_dir)) if missing else "")
+
+    def description(self) -> dict[str, object]:
+        return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
+
+    def _store_address(self) -> str:
+        """Where the launcher listens for the agents."""
+        if [node.name for node in self._nodes] == [environment.node_name()]:
+            return LOOPBACK
+        nodes = self._allocation.nodes
+        return launcher_address(nodes[0].address, [node.address for node in nodes])
+
+    def command(self, store: str) -> tuple[str, ...]:
+        """The command that starts one agent on every node.
+
+        Args:
+            store: host and port at which the launcher listens.
+        """
+        part, job = self._part, self._allocation
+        count = str(len(self._nodes))
+        cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
+        every_node = [
+            *(sys.executable, "-m", "megads.launch.slurm_ranks", str(part.run_dir), "--store", store),
+            *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
+            *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
+            *(["--lease", str(part.lease)] if part.lease is not None else []),
+            *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
+            *(["--cpu"] if part.cpu else []),
+            *("--", *part.command),
+        ]
+        return (
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
+            # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
+            *("--overlap", "--nodelist", ",".join(node.name for node in self._nodes)),
+            *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
+            *self._srun_options,
+            *self._wrapper,
+            *every_node,
+        )
+
+    def _take(self, word: dict[str, object]) -> None:
+        """Notes what an agent says."""
+        if word["word"] == _SIGNALLED:
+            self._signalled_at = self._signalled_at or time.monotonic()
+            return
+        if word["word"] == _SILENCE:
+            self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
+            return
+        number = word["number"]
+        assert isinstance(number, int)
+        failed = word["word"] == _FAILING
+        if word["word"] == _REPORT:
+            report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
+            self._reports[number] = report
+            failed = report.failed
+        if failed and self._failed_at is None:
+            self._failed_at = time.monotonic()
+
+    def _cancel(self, now: float) -> None:
+        """Ends a step whose agents do not: first by the scheduler's hand, then without it."""
+        assert self._srun is not None and self._ended_at is not None
+        if not self._cancelled:
+            self._cancelled = True
+            # Without a controller that answers there is the second way.
+            with suppress(ConfigError):
+                for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
+                    slurm.ask("scancel", "--signal=KILL", step)
+        if now - self._ended_at > _GIVE_UP_AFTER_S:
+            self._srun.kill()
+
+
+def _send_back_when_orphaned() -> str:
+    """Puts the job back into the queue once SLURM finds the batch script's node gone; returns what happened.
+
+    Called on another node of the job when the launcher is not there any more. Does nothing where the job ends by
+    itself: then the launcher ended, and not its node. SLURM may end this process before, with its step.
+    """
+    job = environment.slurm_variables().get("SLURM_JOB_ID")
+    if job is None:
+        return ""
+    deadline = time.monotonic() + _ORPHAN_GIVES_UP_S
+    first: str | None = None
+    while time.monotonic() < deadline:
+        try:
+            found = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job))
+            first = found.get("Restarts", "0") if first is None else first
+            if found.get("JobState") != "RUNNING" or found.get("Restarts", "0") != first:
+                return f"job {job} is {found.get('JobState')}: it ends without help"
+            host = found.get("BatchHost", "")
+            state = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "node", host)).get("State", "")
+            if any(sign in state for sign in _GONE):
+                slurm.ask("scontrol", "requeue", job)
+                return f"job {job} is requeued: its batch script was on {host}, which is {state}"
+        except ConfigError as error:
+            sys.stdout.write(f"{error}\n")  # the agent's log
+        time.sleep(_ASK_SLURM_EVERY_S)
+    return f"job {job} still runs, and its batch node answers"
+
+
+def _run_agent(part: NodePart, host: str, port: int) -> NoReturn:
+    """Runs the node's ranks to their end; never returns.
+
+    The process exits 0 when all ranks returned, whatever their codes: the launcher knows them from the report.
+
+    Args:
+        part: what to start.
+        host: address of the launcher's control store.
+        port: its port.
+    """
+    redirect_output(agent_log_path(part.run_dir, part.node))
+    name, now = environment.node_name(), time.strftime("%F %T%z")
+    sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
+    from megads.runtime.control_store import ControlStore
+
+    code = EXIT_BUG
+    try:
+        control = ControlStore(read_secret(secret_path(part.run_dir, part.lease)), host, port)
+        ranks = NodeRanks(part, control)
+        report = _report(ranks, control, _note_signals())
+        control.say({"word": _REPORT, "number": part.node, "report": report.encode()})
+        code = EXIT_BUG if report.failed else EXIT_OK
+    except RuntimeError:
+        # The launcher is gone: with its node?
+        traceback.print_exc()
+        sys.stdout.write(f"{_send_back_when_orphaned()}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Without the interpreter's shutdown, in which a thread that waits for other nodes could hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _report(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> NodeReport:
+    """Starts and watches the ranks; returns how it ended."""
+    part = ranks.part
+    try:
+        if not part.cpu:
+            require_devices(part.num_ranks, "ranks of a node")
+        ranks.start()
+        _watch(ranks, control, signals)
+    except MegadsError as error:
+        return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        ranks.kill()
+        of_ranks = ranks.reports()[0]
+        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
+    return ranks.reports()[0]
+
+
+def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
+    """Waits for the end of the ranks, which may be ordered.
+
+    Args:
+        ranks: started.
+        control: where the launcher listens.
+        signals: those that came, live; they are the launcher's to answer.
+    """
+    told, ordered_at = False, 0.0
+    while ranks.poll():
+        if signals:
+            signals.clear()
+            control.say({"word": _SIGNALLED, "number": ranks.part.node})
+        for position in ranks.silences():
+            control.say({"word": _SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
+        if ranks.failing and not told:
+            told = True
+            control.say({"word": _FAILING, "number": ranks.part.node})
+        if control.end_ordered():
+            ordered_at = ordered_at or time.monotonic()
+            ranks.kill()
+            # A process in an uninterruptible call outlives SIGKILL.
+            if time.monotonic() - ordered_at > _END_WITHIN_S:
+                return
+
+
+def _note_signals() -> list[int]:
+    """Returns the list in which a scheduler's signals to the step will be; the launcher may not get them itself."""
+    noted: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
+
+    for number in _STOPS:
+        signal.signal(number, note)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    return noted
+
+
+def _log(part: NodePart) -> Path:
+    return agent_log_path(part.run_dir, part.node)
+
+
+def main() -> NoReturn:
+    """Starts the ranks of this node and stays until they have ended."""
+    parser = argparse.ArgumentParser(prog="python -m megads.launch.slurm_ranks")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--store", required=True, help="host:port of the launcher's control store")
+    parser.add_argument("--nodes", required=True, help="name=address of every node, in the order of their ranks")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks on each node")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
+    parser.add_argument("--lease", type=int, help="number of this start of the run")
+    parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
+    parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
+    arguments = parser.parse_args()
+    host, _, port = arguments.store.rpartition(":")
+    nodes = dict(node.split("=", 1) for node in arguments.nodes.split(","))
+    name = node_name()
+    part = NodePart(
+        run_dir=arguments.run_dir,
+        command=tuple(arguments.command),
+        num_ranks=arguments.ranks,
+        threads_per_rank=arguments.threads,
+        cpu=arguments.cpu,
+        lease=arguments.lease,
+        node=list(nodes).index(name),
+        num_nodes=len(nodes),
+        address=nodes[name],
+        heartbeat_timeout_s=arguments.heartbeat_timeout,
+    )
+    _run_agent(part, host, int(port))
+
+
+if __name__ == "__main__":
+    main()
