@@ -40,7 +40,7 @@ from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
 from megads.plan.parameters import parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience.nonfinite import NonFiniteHook
+from megads.resilience import NonFiniteHook
 from megads.resume import resume
 from megads.runtime.control_plane import ControlPlane
 from megads.runtime.distributed import world

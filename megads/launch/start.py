@@ -15,9 +15,8 @@ from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted, UnhealthyNode
 from megads.frozen_config import config_digest, record_config
-from megads.launch.config import CheckNodesConfig
 from megads.launch.launcher import LaunchSpec, launch
-from megads.launch.node_check import CheckTarget, check_nodes
+from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
@@ -37,7 +36,7 @@ from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.kernels import Kernels
 from megads.ops.resolve import prepare
-from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment
 from megads.runtime.duration import parse_duration
 from megads.runtime.files import read_regular
@@ -203,7 +202,7 @@ def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
 
 
 class Attempts:
-    """All starts of the ranks of one run in one job, or on this machine; resilience/restarts.py decides on them.
+    """All starts of the ranks of one run in one job, or on this machine; megads.resilience decides on them.
 
     Args:
         resolved: the run, its config frozen.

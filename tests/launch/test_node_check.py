@@ -13,10 +13,10 @@ import torch
 
 from megads.errors import ConfigError
 from megads.launch import node_checker
-from megads.launch.config import CheckNodesConfig
 from megads.launch.node_check import (
     CHECKER,
     Checked,
+    CheckNodesConfig,
     CheckTarget,
     Measured,
     check_nodes,
