@@ -265,10 +265,10 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
     tokenizer = dataclasses.replace(
         config.tokenizer, path=str(preparation.tokenizer_file), vocab_size=None, engine=Engine.auto
     )
-    return dataclasses.replace(config, data=data, tokenizer=tokenizer), _planned(preparation)
+    return dataclasses.replace(config, data=data, tokenizer=tokenizer), _planned_data(preparation)
 
 
-def _planned(preparation: Preparation) -> PlannedData:
+def _planned_data(preparation: Preparation) -> PlannedData:
     try:
         prepared = preparation.find()
     except DataError as error:

@@ -63,7 +63,7 @@ class StartRequest:
 
 
 @dataclass(frozen=True)
-class Ended:
+class _Ended:
     """How a job's part in a run ended.
 
     Attributes:
@@ -95,7 +95,7 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
             _hand_over(placement, resolved.config, ended)
             return ended.exit_code
     except MegadsError as error:
-        _hand_over(placement, asked, Ended(error.exit_code))
+        _hand_over(placement, asked, _Ended(error.exit_code))
         raise
 
 
@@ -114,26 +114,27 @@ def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Itera
         server.close()
 
 
-def _run(resolved: ResolvedRun, server: RankServer | None) -> Ended:
+def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
     """Prepares and starts the run; returns how it ended."""
-    config, job = resolved.config, resolved.placement.allocation.job if resolved.placement else None
+    config, placement = resolved.config, resolved.placement
     if not config.run.prepare_only:
         refuse_early(resolved)
+    job = placement.allocation.job if placement else None
     with claimed(resolved.run_dir, job) as lease, _open_console(resolved) as console:
         console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
         for choice in resolved.choices:
             console.say(choice)
         _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
         resolved = prepare_data(resolved, console)
-        if resolved.placement and is_finished(resolved.config):
+        if placement and is_finished(resolved.config):
             console.say(f"finished before, at step {planned_steps(resolved.config)}: nothing to do")
-            return Ended(EXIT_OK)
+            return _Ended(EXIT_OK)
         _check_against_last_start(resolved, console)
         if config.run.prepare_only:
             build_index_maps(resolved.config, console)
-            return Ended(EXIT_OK)
+            return _Ended(EXIT_OK)
         record_config(resolved.config, resolved.run_dir)
-        return Attempts(resolved, lease, server).run(console)
+        return _Attempts(resolved, lease, server).run(console)
 
 
 def _open_console(resolved: ResolvedRun) -> Console:
@@ -156,7 +157,7 @@ def _check_against_last_start(resolved: ResolvedRun, console: Console) -> None:
             events.write("config_changed", level="warning", message="; ".join(texts), changes=changes)
 
 
-def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
+def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
     """Sees to what follows a SLURM job, and says it."""
     if placement is None or config.run.dry_run:
         return
@@ -201,7 +202,7 @@ def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
     claimed_dirs.add(given)
 
 
-class Attempts:
+class _Attempts:
     """All starts of the ranks of one run in one job, or on this machine; megads.resilience decides on them.
 
     Args:
@@ -225,7 +226,7 @@ class Attempts:
             queue=placement is not None and not config.cluster.chain,
         )
 
-    def run(self, console: Console) -> Ended:
+    def run(self, console: Console) -> _Ended:
         """Starts the ranks until nothing follows.
 
         Args:
@@ -248,10 +249,10 @@ class Attempts:
                 return self._give_up(decision, outcome)
             if isinstance(decision, Requeue):
                 self._note("requeue", outcome, decision.excluded)
-                return Ended(Preempted.exit_code, decision.excluded)
+                return _Ended(Preempted.exit_code, decision.excluded)
             outcome = self._again(decision, outcome)
 
-    def _first_places(self, console: Console) -> Ended | None:
+    def _first_places(self, console: Console) -> _Ended | None:
         """Checks the nodes before anything runs on them; returns the end where they are too few."""
         assert self._placement is not None
         console.say(f"checking the health of {len(self._means.nodes)} nodes")
@@ -265,7 +266,7 @@ class Attempts:
         if isinstance(decision, GiveUp):
             return self._give_up(decision, outcome)
         self._note("requeue", outcome, decision.excluded)
-        return Ended(Preempted.exit_code, decision.excluded)
+        return _Ended(Preempted.exit_code, decision.excluded)
 
     def _check(self, excluded: Collection[str]) -> None:
         """Asks the nodes of the job that are still in use; notes those that are not fit."""
@@ -330,11 +331,11 @@ class Attempts:
             self._saved_step(),
         )
 
-    def _give_up(self, decision: GiveUp, outcome: Outcome) -> Ended:
+    def _give_up(self, decision: GiveUp, outcome: Outcome) -> _Ended:
         if decision.reason:
             self._note("gave_up", outcome, (), reason=decision.reason, exit_code=decision.exit_code, level="error")
             print(f"megads: not started again: {decision.reason}", file=sys.stderr, flush=True)
-        return Ended(decision.exit_code)
+        return _Ended(decision.exit_code)
 
     def _note(self, event: str, outcome: Outcome, excluded: tuple[str, ...], **fields: Any) -> None:
         """Records what follows a fault, with what it was and what it cost."""
