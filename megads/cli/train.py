@@ -6,17 +6,12 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from megads.config import RootConfig
-from megads.runtime.environment import rehearsal_folder
-
-if TYPE_CHECKING:
-    from megads.launch.preflight import ResolvedRun
-
 
 from megads.cli.verb import Invocation, Verb
+from megads.config import RootConfig
+from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
+from megads.runtime.environment import rehearsal_folder
 from megads.tools.sweep.config import SweepConfig
 
 

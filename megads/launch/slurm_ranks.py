@@ -31,7 +31,6 @@ from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import end_chain, send_back
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
-from megads.runtime.environment import node_name
 from megads.runtime.files import last_line
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.listener import LOOPBACK, launcher_address
@@ -476,7 +475,7 @@ def main() -> NoReturn:
     arguments = parser.parse_args()
     host, _, port = arguments.store.rpartition(":")
     nodes = dict(node.split("=", 1) for node in arguments.nodes.split(","))
-    name = node_name()
+    name = environment.node_name()
     part = NodePart(
         run_dir=arguments.run_dir,
         command=tuple(arguments.command),
