@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megads.model.config import ModelConfig as ModelConfig
     from megads.model.dropout import Dropout as Dropout
     from megads.model.stages import Norm as Norm
-    from megads.monitor.hook_plugins import HookContext as HookContext
+    from megads.monitor.hooks import HookContext as HookContext
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
     from megads.optim.elementwise import Update as Update
@@ -47,7 +47,7 @@ _HOMES = {
     "megads.model.config": ("ModelConfig",),
     "megads.model.dropout": ("Dropout",),
     "megads.model.stages": ("Norm",),
-    "megads.monitor.hook_plugins": ("HookContext",),
+    "megads.monitor.hooks": ("HookContext",),
     "megads.monitor.trackers": (
         "RunDescription",
         "Tracker",

@@ -14,16 +14,11 @@ import torch
 from megads.batch import MicroBatch
 from megads.checkpoint.folders import newest_before
 from megads.checkpoint.hook import CheckpointHook
-from megads.config import (
-    Precision,
-    RootConfig,
-    attention_work,
-    batch_size_schedule,
-    open_run_data,
-    planned_steps,
-)
+from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
 from megads.data.batches import Packing
+from megads.data.blend import BlendedSamples
 from megads.data.loader import StepBatch, TrainLoader, validation_batches
+from megads.data.packed import PackedSamples
 from megads.data.recorded import read_record, record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.samples import WindowSubset
@@ -36,16 +31,15 @@ from megads.engine.timeline_hook import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
-from megads.monitor.hook_plugins import HookContext, plugin_hooks
-from megads.monitor.metrics_hook import MetricsHook
+from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.kernels import Kernels
 from megads.ops.resolve import load
 from megads.optim.schedule import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
-from megads.plan.model_size import model_flops_per_token
+from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience.nonfinite import NonFiniteHook
+from megads.resilience import NonFiniteHook
 from megads.resume import resume
 from megads.runtime.control_plane import ControlPlane
 from megads.runtime.distributed import world
@@ -57,7 +51,6 @@ from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process_settings import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
 from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
 from megads.runtime.stop_signal import StopSignal
-from megads.start_events import record_samples, record_start
 
 VALIDATION_MICRO_BATCHES = 8
 """Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
@@ -357,3 +350,50 @@ def exit_code(stop_reason: str) -> int:
     if not stop_reason:
         return 0
     return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code
+
+
+def record_start(
+    config: RootConfig,
+    engine: TrainEngine,
+    device: torch.device,
+    kernels: Kernels,
+    state: TrainState,
+    events: EventWriter,
+) -> None:
+    """Writes what starts: sizes, layout, device, operators."""
+    events.write(
+        "start",
+        step=state.step,
+        total_steps=planned_steps(config),
+        parameters=parameter_count(config.model),
+        precision=config.train.precision.value,
+        layout=" ".join(f"{axis}{size}" for axis, size in config.parallel.sizes.items()),
+        zero_stage=config.parallel.zero_stage,
+        stages=engine.bounds,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        ops=kernels.text.removeprefix("ops.impl: "),
+        threads_per_rank=torch.get_num_threads(),
+        config_digest=config_digest(config),
+    )
+
+
+def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+    """Writes how documents were packed, which datasets are blended and which samples of the stream are left out."""
+    for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
+        if isinstance(part, PackedSamples):
+            events.write("packed", dataset=part.dataset.prefix, **asdict(part.counts))
+    if not isinstance(samples, BlendedSamples):
+        return
+    taken = samples.taken(batch_size_schedule(config).samples_after(planned_steps(config)))
+    events.write(
+        "blend",
+        step=state.step,
+        datasets=[part.dataset.prefix for part in samples.parts],
+        samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
+        planned_samples=taken.tolist(),
+        order=config.data.order.value,
+        mixes=[asdict(mix) for mix in config.data.history],
+    )
+    if config.data.skip:
+        ranges = samples.skips.left_out()
+        events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))

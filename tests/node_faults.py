@@ -1,12 +1,12 @@
-"""Checkers that go wrong in a chosen way, in place of megads.launch.node_check.measure:run_checker."""
+"""Checkers that go wrong in a chosen way, in place of megads.launch.node_checker:run_checker."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-from megads.launch.node_check import measure
-from megads.launch.node_check.board import Board
+from megads.launch import node_checker
+from megads.launch.node_check import Board
 
 FAULTY = "/2"
 """End of the name of the node that goes wrong: the third checker on a machine."""
@@ -14,7 +14,7 @@ FAULTY = "/2"
 
 def send_wrong_data(board: Board, node: str) -> None:
     """The faulty node sends one element that is wrong."""
-    right = measure.known_data
+    right = node_checker.known_data
 
     def wrong(rank: int) -> object:
         data = right(rank)
@@ -23,18 +23,18 @@ def send_wrong_data(board: Board, node: str) -> None:
 
     def exchange(store: object, rank: int, timeout_s: float) -> str:
         # Its own expectation is right: it is its memory, or its adapter, that spoils what it sends.
-        measure.known_data = lambda of: wrong(of) if of == rank else right(of)  # type: ignore[assignment]
+        node_checker.known_data = lambda of: wrong(of) if of == rank else right(of)  # type: ignore[assignment]
         inner(store, rank, timeout_s)  # type: ignore[arg-type]
         return ""
 
-    inner = measure.exchange
+    inner = node_checker.exchange
     if node.endswith(FAULTY):
-        measure.exchange = exchange  # type: ignore[assignment]
-    measure.run_checker(board, node)
+        node_checker.exchange = exchange  # type: ignore[assignment]
+    node_checker.run_checker(board, node)
 
 
 def stop(board: Board, node: str) -> None:
     """The faulty node hangs before it says a word, as one whose disk or driver does not answer."""
     if node.endswith(FAULTY):
         os.kill(os.getpid(), signal.SIGSTOP)
-    measure.run_checker(board, node)
+    node_checker.run_checker(board, node)

@@ -20,7 +20,7 @@ LAYERS = (
     ("tools",),
     ("launch",),
     ("train",),
-    ("start_events", "resume"),
+    ("resume",),
     ("frozen_config",),
     ("config",),
     ("evaluate", "resilience", "checkpoint", "monitor"),

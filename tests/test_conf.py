@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from megads.cli.entry import config_dir
 from megads.cli.main import VERBS
-from megads.cli.reference import summary
 from megads.cli.train import TrainCommandConfig
+from megads.cli.verb import summary
 from megads.config import RootConfig, check_config
 from megads.evaluate.config import GenerateConfig
 from megads.plan.model_size import parameter_count

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.launch.node_check.check import Checked, CheckTarget, check_nodes
-from megads.launch.node_check.config import CheckNodesConfig
-from megads.launch.node_check.judge import Measured
+from megads.launch.node_check import Checked, CheckNodesConfig, CheckTarget, Measured, check_nodes
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.slurm import find_allocation

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 
 from megads import __version__
-from megads.cli.reference import config_dir
-from megads.cli.verb import Invocation, Verb
+from megads.cli.verb import Invocation, Verb, config_dir
 from megads.errors import EXIT_OK, UnhealthyNode
 from megads.tools.doctor.examine import DoctorConfig
 from megads.tools.doctor.finding import Finding, Status, ok, problem, show

@@ -6,17 +6,12 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from megads.config import RootConfig
-from megads.runtime.environment import rehearsal_folder
-
-if TYPE_CHECKING:
-    from megads.launch.preflight_memory import Machine
-
 
 from megads.cli.verb import Invocation, Verb
+from megads.config import RootConfig
+from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
+from megads.runtime.environment import rehearsal_folder
 from megads.tools.sweep.config import SweepConfig
 
 
@@ -42,12 +37,12 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     return start_run(config, StartRequest(invocation.choices, invocation.claimed_dirs, _describe))
 
 
-def _describe(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:
+def _describe(resolved: ResolvedRun) -> str:
     """What a dry run shows."""
     # It pulls in torch, for which the tab key must not wait.
     from megads.tools.plan.output import describe_run
 
-    return describe_run(config, data, choices, machine)
+    return describe_run(resolved)
 
 
 def _sweep(arguments: Sequence[str]) -> int:

@@ -1,10 +1,33 @@
-"""What a verb is. Imports nothing heavy: shell completion reads the verbs' schemas while the user waits."""
+"""A verb: its schema, its function, and the groups and keys of its config, as --help, completion and docs show them.
+
+Imports nothing heavy: shell completion reads the verbs' schemas while the user waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import ast
+import functools
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+import megads
+
+REQUIRED = "required"
+# What OmegaConf holds in a mandatory field that has no value.
+_MANDATORY = "???"
+_TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", NoneType: "null"}
+_UNITS = {"m": 1e6, "b": 1e9}
 
 
 @dataclass(frozen=True)
@@ -41,3 +64,204 @@ class Verb:
     flags: Mapping[str, str] = field(default_factory=dict)
     text_keys: tuple[str, ...] = ()
     sweep: Callable[[Sequence[str]], int] | None = None
+
+
+def config_dir() -> Path:
+    """Returns the folder of the YAML files: inside the package when installed, beside it in a checkout."""
+    package = Path(megads.__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def summary(path: Path) -> str:
+    """Returns the first comment line of a YAML file that is no `@package` directive, or nothing."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            return ""
+        comment = line.lstrip("#").strip()
+        if comment and not comment.startswith("@package"):
+            return comment
+    return ""
+
+
+def group_names(verb: str) -> dict[str, str | None]:
+    """Returns the groups that a verb chooses from, in the order of its defaults list, each with its default option."""
+    primary = yaml.safe_load((config_dir() / f"{verb}.yaml").read_text(encoding="utf-8")) or {}
+    names: dict[str, str | None] = {}
+    for entry in primary.get("defaults", []):
+        if isinstance(entry, dict):
+            for group, option in entry.items():
+                if not group.startswith(("override ", "hydra/")):
+                    names[group.removeprefix("optional ")] = option
+    return names
+
+
+def group_options(group: str, own_dirs: Sequence[Path] = ()) -> dict[str, str]:
+    """Returns the options of a group sorted by name and size, each with its explanation.
+
+    Args:
+        group: folder below conf/.
+        own_dirs: the user's folders of configs, as given with --config-dir.
+    """
+    options = {}
+    for folder in (config_dir() / group, *(own / group for own in own_dirs)):
+        for path in folder.rglob("*.yaml"):
+            options[str(path.relative_to(folder).with_suffix(""))] = summary(path)
+    return dict(sorted(options.items(), key=lambda item: _by_size(item[0])))
+
+
+def _by_size(name: str) -> list[tuple[str, float]]:
+    """Sorts bloom_1b1, bloom_7b1, bloom_176b by their sizes, and all other names by their letters."""
+    parts = []
+    for part in name.split("_"):
+        size = re.fullmatch(r"(\d+)([mb])(\d*)", part)
+        parts.append(("", float(f"{size[1]}.{size[3] or 0}") * _UNITS[size[2]]) if size else (part, 0.0))
+    return parts
+
+
+def own_config_dirs(arguments: Sequence[str]) -> list[Path]:
+    """Returns the folders that a command line names with --config-dir."""
+    found = []
+    for position, argument in enumerate(arguments):
+        flag, _, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            given = value or (arguments[position + 1] if position + 1 < len(arguments) else "")
+            found += [Path(given)] if given else []
+    return found
+
+
+def describe_groups(verb: str, own_dirs: Sequence[Path] = ()) -> str:
+    """Returns the groups of a verb and their options as lines of `--help`."""
+    lines = []
+    for group, default in group_names(verb).items():
+        lines.append(f"{group}={default or '<option>'}{' unless given' if default else ', none unless given'}")
+        options = group_options(group, own_dirs)
+        width = max((len(option) for option in options), default=0)
+        lines += [f"  {option:<{width}}  {explanation}" for option, explanation in options.items()]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key.
+
+    Attributes:
+        name: as typed, for example train.seed; keys of a list's items have [] in it.
+        kind: its type in words.
+        default: as YAML, or "required".
+        choices: the values it can take, where they can be counted.
+        explanation: the docstring under the field, on one line.
+        is_section: it holds keys and takes no value.
+    """
+
+    name: str
+    kind: str
+    default: str
+    choices: tuple[str, ...]
+    explanation: str
+    is_section: bool
+
+
+def keys(schema: type) -> list[Key]:
+    """Returns every key of a config dataclass in the order of its fields, each section before what it holds."""
+    return list(_walk(schema, ""))
+
+
+def _walk(schema: type, prefix: str) -> Iterator[Key]:
+    hints = get_type_hints(schema)
+    docs = _field_docs(schema)
+    for item in fields(schema):
+        name, hint = f"{prefix}{item.name}", hints[item.name]
+        is_section = isinstance(hint, type) and is_dataclass(hint)
+        default = "" if is_section else _default(item)
+        # Names that plugins add to are no enum.
+        choices = tuple(item.metadata.get("choices", ())) or _choices(hint)
+        yield Key(name, _kind(hint), default, choices, docs.get(item.name, ""), is_section)
+        if is_section:
+            yield from _walk(hint, f"{name}.")
+        elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]):
+            yield from _walk(get_args(hint)[0], f"{name}[].")
+
+
+def _field_docs(schema: type) -> dict[str, str]:
+    """Returns the string literal under each field, those of base classes included."""
+    docs: dict[str, str] = {}
+    for owner in reversed(schema.__mro__):
+        body = _class_bodies(owner.__module__).get(owner.__name__, []) if is_dataclass(owner) else []
+        for item, follower in itertools.pairwise(body):
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                literal = follower.value if isinstance(follower, ast.Expr) else None
+                if isinstance(literal, ast.Constant) and isinstance(literal.value, str):
+                    docs[item.target.id] = " ".join(inspect.cleandoc(literal.value).split())
+    return docs
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _default(item: Field[Any]) -> str:
+    if item.default_factory is not NO_DEFAULT:
+        return yaml_value(item.default_factory())
+    return REQUIRED if item.default is NO_DEFAULT else yaml_value(item.default)
+
+
+def yaml_value(value: Any) -> str:
+    """Returns a value as one would type it on the command line."""
+    if value == _MANDATORY:
+        return REQUIRED
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {yaml_value(item)}" for name, item in value.items()) + "}"
+    return str(value)
+
+
+def _kind(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_kind(option) for option in arguments)
+    if origin is list:
+        return f"list of {_plural(_kind(arguments[0]))}"
+    if origin is dict:
+        return "values by name" if arguments[1] is Any else f"{_plural(_kind(arguments[1]))} by name"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return ", ".join(str(option.value) for option in hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return "{" + ", ".join(item.name for item in fields(hint)) + "}"
+    return _TYPE_NAMES.get(hint, "any")
+
+
+def _plural(kind: str) -> str:
+    return kind if kind.startswith("{") or " " in kind else f"{kind}s"
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    found: list[str] = []
+    for option in options:
+        if option is bool:
+            found += ["true", "false"]
+        elif isinstance(option, type) and issubclass(option, Enum):
+            found += [str(member.value) for member in option]
+    # `null` alone is no choice.
+    return (*found, "null") if found and NoneType in options else tuple(found)
+
+
+def describe_keys(schema: type) -> str:
+    """Returns every key of a verb as lines of `--help`."""
+    rows = [(_typed(key), key.explanation) for key in keys(schema) if not key.is_section and "[]" not in key.name]
+    width = max((len(typed) for typed, _ in rows), default=0)
+    return "\n".join(f"{typed:<{width}}  {explanation}" for typed, explanation in rows)
+
+
+def _typed(key: Key) -> str:
+    return f"{key.name}={'<' + key.kind + '>' if key.default == REQUIRED else key.default}"

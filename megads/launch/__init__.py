@@ -1,1 +1,9 @@
-"""Starts a run and keeps it alive: local and SLURM ranks, their supervision, restarts, the end and its cause."""
+"""Starts a run and keeps it alive.
+
+`preflight` decides what can be decided before a rank starts, as one `ResolvedRun`. `start` freezes its config into the
+run directory and has `launcher` start and watch the ranks, on this machine (`node_ranks`, `rank_server`) or on SLURM
+(`slurm_ranks`, `scheduler`), again after a fault. `rank`, `rank_server`, `slurm_ranks`, `tracker` and `node_checker`
+are also processes of their own, run with `python -m`.
+"""
+
+__all__ = ["launcher", "node_check", "preflight", "preflight_memory", "rank", "slurm_ranks", "start"]

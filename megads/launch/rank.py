@@ -1,13 +1,195 @@
-"""One rank of a run: `python -m megads.launch.rank <run_dir> --digest <sha256>`, started by the launcher only."""
+"""One rank of a run: `python -m megads.launch.rank <run_dir> --digest <sha256>`, started by the launcher only.
+
+Its log, its tie to the launcher, and the record that it leaves of a failure. Imports nothing heavy: the log must be in
+place before torch is loaded.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import faulthandler
 import importlib
+import io
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megads.launch.rank_process import run_rank, start_rank
+from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError
+from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
+from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
+
+_PR_SET_PDEATHSIG = 1
+
+_LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER_TEXTS = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "connection was closed",
+    "broken pipe",
+    "socket timeout",
+    "recvbytes",
+    "sendbytes",
+    "timed out waiting",
+    "application timeout caused pair closure",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+
+
+def start_rank(run_dir: Path) -> RankEnvironment:
+    """Ties this process to its launcher and its log; the first thing a rank does."""
+    environment = rank_environment()
+    die_with_launcher(launcher_pid())
+    leave_signals_to_the_launcher()
+    redirect_output(rank_log_path(run_dir, environment.rank))
+    faulthandler.enable()
+    sys.stdout.write(
+        f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}, "
+        f"node {node_name()}\n"
+    )
+    return environment
+
+
+def leave_signals_to_the_launcher() -> None:
+    """Ignores what SLURM sends to every process of a job that is to end: the launcher answers, and saves in time."""
+    if slurm_job() is not None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
+    """Runs the rank's work and leaves the process; never returns.
+
+    A returned code is recorded and the process exits 0, so that the agent does not kill peers that are still leaving.
+    An exception is recorded and the process ends at once: no further collectives, no interpreter shutdown, which could
+    hang in a library's exit handler.
+    """
+    environment = rank_environment()
+    rank = environment.rank
+    try:
+        code = body()
+        _write_json(exit_path(run_dir, rank, environment.lease), {"rank": rank, "exit_code": code})
+        _leave(0)
+    except BaseException as error:
+        _fail(run_dir, environment, error)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Tells whether an error only says that another rank is gone, so that the cause is to be found there."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MegadsError):
+            return False
+        names = {cls.__name__ for cls in type(seen).__mro__}
+        text = str(seen).lower()
+        if names & _LOST_PEER_TYPES:
+            return True
+        if isinstance(seen, RuntimeError | OSError) and any(part in text for part in _LOST_PEER_TEXTS):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _fail(run_dir: Path, environment: RankEnvironment, error: BaseException) -> NoReturn:
+    """Records why this rank failed, then ends it."""
+    full = isinstance(error, OSError) and error.errno in DISK_FULL
+    code = error.exit_code if isinstance(error, MegadsError) else CheckpointError.exit_code if full else EXIT_BUG
+    record = {
+        "rank": environment.rank,
+        "exit_code": code,
+        "kind": type(error).__name__,
+        "user_error": full or isinstance(error, MegadsError),
+        "message": str(error),
+        "monotonic_s": time.monotonic(),
+        "time_s": time.time(),
+        "consequence": is_lost_peer(error),
+    }
+    try:
+        _write_json(failure_path(run_dir, environment.rank, environment.lease), record)
+        traceback.print_exception(error)
+    finally:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process without the interpreter's shutdown, in which a thread of a process group may still abort."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _write_json(path: Path, record: dict[str, object]) -> None:
+    """Writes a small file that appears whole or not at all; beside the node's temporary files if the disk is full."""
+    try:
+        _replace(path, json.dumps(record) + "\n")
+    except OSError:
+        spare = spare_path(path)
+        spare.parent.mkdir(mode=0o700, exist_ok=True)
+        _replace(spare, json.dumps(record) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def die_with_launcher(parent: int | None) -> None:
+    """Asks the kernel to kill this process when the launcher dies, even by SIGKILL.
+
+    Ranks have sessions of their own, so no terminal signal reaches an orphan. The launcher of a forked rank is the
+    server that forked it, which dies with the launcher.
+
+    Args:
+        parent: pid of the launcher; None where there is none to die with.
+    """
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The launcher may have died before the call above.
+    if os.getppid() != parent:
+        os._exit(EXIT_BUG)
+
+
+def redirect_output(path: Path) -> None:
+    """Sends file descriptors 1 and 2, and so C++ libraries too, to the end of a log file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = map(_log_stream, (1, 2))
+
+
+def _log_stream(descriptor: int) -> io.TextIOWrapper:
+    """Whatever the locale, no character is a reason to fail."""
+    binary = io.BufferedWriter(_Log(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+class _Log(io.FileIO):
+    """A rank's log: what a full disk does not take is lost, and no reason to end the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            return len(memoryview(data).cast("B"))
 
 
 def main() -> NoReturn:

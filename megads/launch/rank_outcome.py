@@ -39,7 +39,7 @@ class RankExit:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What a failing rank wrote about itself; see rank_process.
+    """What a failing rank wrote about itself; see `megads.launch.rank`.
 
     Attributes:
         rank: the rank.

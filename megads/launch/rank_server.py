@@ -6,12 +6,11 @@ DeepSpeed asks it when it is imported.
 
 The launcher starts `python -m megads.launch.rank_server` and sends one line of JSON a rank to its standard input. The
 server answers on its standard output with the rank's pid, and again with its exit code. It has one thread, as a process
-that forks must, and ends when its input does; its ranks die with it (`rank_process.start_rank`).
+that forks must, and ends when its input does; its ranks die with it (`rank.die_with_launcher`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -27,10 +26,10 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from megads.errors import EXIT_BUG, UnhealthyNode
+from megads.launch.rank import die_with_launcher
 from megads.runtime import environment
 
 _PRELOADED = ("megads.train", "deepspeed.runtime.pipe.engine", "megads.engine.build")
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -142,12 +141,7 @@ def _fileno(stream: IO[bytes] | None) -> int:
 
 def main() -> NoReturn:
     """The server: imports, then forks what is asked for until its standard input ends."""
-    launcher = int(sys.argv[1])
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The launcher may have died before the call above.
-        if os.getppid() != launcher:
-            os._exit(EXIT_BUG)
+    die_with_launcher(int(sys.argv[1]))
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     orders, replies = _take_pipes()

@@ -1,40 +1,181 @@
-"""The ranks of a run on the nodes of a SLURM job: one agent a node, started by srun and told what to do by a store.
+"""The ranks of a run on the nodes of a SLURM job: which node gets which, and one agent a node that starts them.
 
-srun ends the step when an agent fails or a node goes away; the launcher judges from what the agents said before that.
+srun starts the agent, `python -m megads.launch.slurm_ranks`, and the launcher talks with it through a store. srun ends
+the step when an agent fails or a node goes away; the launcher judges from what the agents said before that. An agent
+ends when its ranks have, when the launcher says so, and when the launcher is gone: no rank outlives it.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
 
-from megads.errors import ConfigError
-from megads.launch.node_agent import FAILING, REPORT, SIGNALLED, SILENCE
-from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart
+from megads.config import RootConfig
+from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
+from megads.launch.launcher import LaunchSpec
+from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, NodeRanks, Ranks, require_devices
+from megads.launch.rank import redirect_output
 from megads.launch.rank_outcome import NodeReport, lost_nodes
+from megads.launch.scheduler import end_chain, send_back
 from megads.runtime import environment, slurm
+from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line
 from megads.runtime.heartbeat import RankPosition
 from megads.runtime.listener import LOOPBACK, launcher_address
-from megads.runtime.run_dir import srun_log_path
+from megads.runtime.run_dir import agent_log_path, srun_log_path
 from megads.runtime.run_secret import read_secret, secret_path
-from megads.runtime.slurm import Allocation, Node
+from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
-AGENT_MODULE = "megads.launch.agent"
+# What an agent says to the launcher.
+_REPORT = "report"
+_FAILING = "failing"
+_SIGNALLED = "signalled"
+_SILENCE = "silence"
 _STEP_NAME = "megads"
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
 _SIGNAL_SETTLES_S = 1.0
 _GIVE_UP_AFTER_S = 30.0
+# Of the agent.
+_END_WITHIN_S = 5.0
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)
+_IGNORED = (signal.SIGINT, signal.SIGHUP)
+_ASK_SLURM_EVERY_S = 2.0
+_ORPHAN_GIVES_UP_S = 900.0
+# SLURM marks a node that does not answer with a star, before it takes it to be down.
+_GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
+
+
+@dataclass(frozen=True)
+class SlurmPlacement:
+    """The nodes of a SLURM job that take part in a run.
+
+    Attributes:
+        allocation: the job.
+        nodes: those that the ranks are on, in the order of the ranks; what is left of the allocation are spares.
+        ranks_per_node: neighbouring ranks on each.
+    """
+
+    allocation: Allocation
+    nodes: tuple[Node, ...]
+    ranks_per_node: int
+
+    def ranks(self, spec: LaunchSpec, config: RootConfig) -> Ranks:
+        """The run's ranks, to be started.
+
+        Raises:
+            ConfigError: this node, as every other, has GPUs, but fewer than ranks.
+        """
+        if not spec.cpu:
+            require_devices(self.ranks_per_node, "ranks on each node")
+        part = spec.node_part(self.ranks_per_node, num_nodes=len(self.nodes))
+        return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
+
+    def on(self, names: Sequence[str]) -> SlurmPlacement:
+        """The same on other nodes of the job, in the order given."""
+        by_name = {node.name: node for node in self.allocation.nodes}
+        return replace(self, nodes=tuple(by_name[name] for name in names))
+
+    def hand_over(self, config: RootConfig, exit_code: int, excluded: Sequence[str] = ()) -> str:
+        """Sees to what follows this job, when the run directory is free again; returns a line about it, or none.
+
+        Args:
+            config: of the run.
+            exit_code: of the run.
+            excluded: nodes that the job should not get again.
+        """
+        if config.cluster.chain:
+            return end_chain(self.allocation, exit_code)
+        run_dir = Path(str(config.run.dir))
+        return send_back(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
+
+    def __str__(self) -> str:
+        names = ", ".join(node.name for node in self.nodes)
+        used = {node.name for node in self.nodes}
+        others = [node.name for node in self.allocation.nodes if node.name not in used]
+        kept = f"; not used: {', '.join(others)}" if others else ""
+        return f"SLURM job {self.allocation.job.id} on {names}, {self.ranks_per_node} ranks on each{kept}"
+
+
+def find_placement(config: RootConfig) -> SlurmPlacement | None:
+    """Returns where the ranks go on SLURM; None where they stay on this machine.
+
+    A dry run outside of a job takes cluster.nodes for its nodes, and knows no place without it.
+
+    Raises:
+        ConfigError: this is no SLURM job, or the layout does not fit its nodes.
+    """
+    if config.cluster.kind is not ClusterKind.slurm:
+        return None
+    try:
+        allocation = find_allocation()
+    except ConfigError:
+        if not config.run.dry_run:
+            raise
+        if config.cluster.nodes is None:
+            return None
+        allocation = _expected(config.cluster.nodes)
+    return place_ranks(config, allocation)
+
+
+def _expected(nodes: int) -> Allocation:
+    """The job that a dry run stands for."""
+    names = [f"node {number}" for number in range(nodes)]
+    return Allocation(SlurmJob("", 0, ""), tuple(Node(name, name) for name in names))
+
+
+def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
+    """Shares the ranks out over all nodes of a job but cluster.spare_nodes.
+
+    Raises:
+        ConfigError: they do not fill the nodes.
+    """
+    spare = config.cluster.spare_nodes
+    ranks, nodes = config.parallel.world_size, len(allocation.nodes) - spare
+    if nodes < 1:
+        raise ConfigError(
+            f"cluster.spare_nodes = {spare}, but SLURM job {allocation.job.id} has {len(allocation.nodes)} nodes: ask "
+            "for as many more as are spare (sbatch --nodes)"
+        )
+    given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
+    product = f"{config.parallel.product} = {ranks} ranks"
+    where = f"the {nodes} nodes of SLURM job {allocation.job.id}" if allocation.job.id else f"{nodes} nodes"
+    where += " that are not spare" if spare else ""
+    per_node = given or gpus or (ranks // nodes if ranks % nodes == 0 else 0)
+    if per_node == 0:
+        fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
+        raise ConfigError(
+            f"{product} cannot be shared out evenly over {where}: ask for another number of nodes "
+            f"(sbatch --nodes={fewer + spare}), or change parallel.dp"
+        )
+    if ranks != per_node * nodes:
+        why = "cluster.ranks_per_node" if given else "GPUs of each"
+        remedy = f"ask for them with sbatch --nodes={ranks // per_node + spare}, " if ranks % per_node == 0 else ""
+        raise ConfigError(
+            f"{product}, but {where} take {per_node} each ({why}), {per_node * nodes} together: {remedy}change "
+            f"parallel.dp, or set cluster.ranks_per_node{' to leave GPUs idle' if gpus and not given else ''}"
+        )
+    if 0 < gpus < per_node:
+        raise ConfigError(
+            f"cluster.ranks_per_node = {per_node}, but the job has {gpus} GPUs on each node: lower it, or ask for more "
+            "(sbatch --gpus-per-node)"
+        )
+    return SlurmPlacement(allocation, allocation.nodes[:nodes], per_node)
 
 
 class SlurmRanks:
@@ -145,7 +286,7 @@ class SlurmRanks:
         count = str(len(self._nodes))
         cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
         every_node = [
-            *(sys.executable, "-m", AGENT_MODULE, str(part.run_dir), "--store", store),
+            *(sys.executable, "-m", "megads.launch.slurm_ranks", str(part.run_dir), "--store", store),
             *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
@@ -165,16 +306,16 @@ class SlurmRanks:
 
     def _take(self, word: dict[str, object]) -> None:
         """Notes what an agent says."""
-        if word["word"] == SIGNALLED:
+        if word["word"] == _SIGNALLED:
             self._signalled_at = self._signalled_at or time.monotonic()
             return
-        if word["word"] == SILENCE:
+        if word["word"] == _SILENCE:
             self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
             return
         number = word["number"]
         assert isinstance(number, int)
-        failed = word["word"] == FAILING
-        if word["word"] == REPORT:
+        failed = word["word"] == _FAILING
+        if word["word"] == _REPORT:
             report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
             self._reports[number] = report
             failed = report.failed
@@ -192,3 +333,163 @@ class SlurmRanks:
                     slurm.ask("scancel", "--signal=KILL", step)
         if now - self._ended_at > _GIVE_UP_AFTER_S:
             self._srun.kill()
+
+
+def _send_back_when_orphaned() -> str:
+    """Puts the job back into the queue once SLURM finds the batch script's node gone; returns what happened.
+
+    Called on another node of the job when the launcher is not there any more. Does nothing where the job ends by
+    itself: then the launcher ended, and not its node. SLURM may end this process before, with its step.
+    """
+    job = environment.slurm_variables().get("SLURM_JOB_ID")
+    if job is None:
+        return ""
+    deadline = time.monotonic() + _ORPHAN_GIVES_UP_S
+    first: str | None = None
+    while time.monotonic() < deadline:
+        try:
+            found = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job))
+            first = found.get("Restarts", "0") if first is None else first
+            if found.get("JobState") != "RUNNING" or found.get("Restarts", "0") != first:
+                return f"job {job} is {found.get('JobState')}: it ends without help"
+            host = found.get("BatchHost", "")
+            state = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "node", host)).get("State", "")
+            if any(sign in state for sign in _GONE):
+                slurm.ask("scontrol", "requeue", job)
+                return f"job {job} is requeued: its batch script was on {host}, which is {state}"
+        except ConfigError as error:
+            sys.stdout.write(f"{error}\n")  # the agent's log
+        time.sleep(_ASK_SLURM_EVERY_S)
+    return f"job {job} still runs, and its batch node answers"
+
+
+def _run_agent(part: NodePart, host: str, port: int) -> NoReturn:
+    """Runs the node's ranks to their end; never returns.
+
+    The process exits 0 when all ranks returned, whatever their codes: the launcher knows them from the report.
+
+    Args:
+        part: what to start.
+        host: address of the launcher's control store.
+        port: its port.
+    """
+    redirect_output(agent_log_path(part.run_dir, part.node))
+    name, now = environment.node_name(), time.strftime("%F %T%z")
+    sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
+    from megads.runtime.control_store import ControlStore
+
+    code = EXIT_BUG
+    try:
+        control = ControlStore(read_secret(secret_path(part.run_dir, part.lease)), host, port)
+        ranks = NodeRanks(part, control)
+        report = _report(ranks, control, _note_signals())
+        control.say({"word": _REPORT, "number": part.node, "report": report.encode()})
+        code = EXIT_BUG if report.failed else EXIT_OK
+    except RuntimeError:
+        # The launcher is gone: with its node?
+        traceback.print_exc()
+        sys.stdout.write(f"{_send_back_when_orphaned()}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Without the interpreter's shutdown, in which a thread that waits for other nodes could hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _report(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> NodeReport:
+    """Starts and watches the ranks; returns how it ended."""
+    part = ranks.part
+    try:
+        if not part.cpu:
+            require_devices(part.num_ranks, "ranks of a node")
+        ranks.start()
+        _watch(ranks, control, signals)
+    except MegadsError as error:
+        return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        ranks.kill()
+        of_ranks = ranks.reports()[0]
+        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
+    return ranks.reports()[0]
+
+
+def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
+    """Waits for the end of the ranks, which may be ordered.
+
+    Args:
+        ranks: started.
+        control: where the launcher listens.
+        signals: those that came, live; they are the launcher's to answer.
+    """
+    told, ordered_at = False, 0.0
+    while ranks.poll():
+        if signals:
+            signals.clear()
+            control.say({"word": _SIGNALLED, "number": ranks.part.node})
+        for position in ranks.silences():
+            control.say({"word": _SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
+        if ranks.failing and not told:
+            told = True
+            control.say({"word": _FAILING, "number": ranks.part.node})
+        if control.end_ordered():
+            ordered_at = ordered_at or time.monotonic()
+            ranks.kill()
+            # A process in an uninterruptible call outlives SIGKILL.
+            if time.monotonic() - ordered_at > _END_WITHIN_S:
+                return
+
+
+def _note_signals() -> list[int]:
+    """Returns the list in which a scheduler's signals to the step will be; the launcher may not get them itself."""
+    noted: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
+
+    for number in _STOPS:
+        signal.signal(number, note)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    return noted
+
+
+def _log(part: NodePart) -> Path:
+    return agent_log_path(part.run_dir, part.node)
+
+
+def main() -> NoReturn:
+    """Starts the ranks of this node and stays until they have ended."""
+    parser = argparse.ArgumentParser(prog="python -m megads.launch.slurm_ranks")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--store", required=True, help="host:port of the launcher's control store")
+    parser.add_argument("--nodes", required=True, help="name=address of every node, in the order of their ranks")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks on each node")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
+    parser.add_argument("--lease", type=int, help="number of this start of the run")
+    parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
+    parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
+    arguments = parser.parse_args()
+    host, _, port = arguments.store.rpartition(":")
+    nodes = dict(node.split("=", 1) for node in arguments.nodes.split(","))
+    name = environment.node_name()
+    part = NodePart(
+        run_dir=arguments.run_dir,
+        command=tuple(arguments.command),
+        num_ranks=arguments.ranks,
+        threads_per_rank=arguments.threads,
+        cpu=arguments.cpu,
+        lease=arguments.lease,
+        node=list(nodes).index(name),
+        num_nodes=len(nodes),
+        address=nodes[name],
+        heartbeat_timeout_s=arguments.heartbeat_timeout,
+    )
+    _run_agent(part, host, int(port))
+
+
+if __name__ == "__main__":
+    main()

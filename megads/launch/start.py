@@ -1,57 +1,50 @@
-"""Starts a run: checks the config and the data, freezes the config into the run directory and starts the ranks."""
+"""Starts a run: resolves it, freezes its config into the run directory, and starts its ranks, again after a fault."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megads.config import RootConfig, check_attention, check_config, planned_steps
-from megads.errors import EXIT_OK, ConfigError, MegadsError
-from megads.frozen_config import config_dict, config_digest, derive_run_id, load_frozen, record_config
-from megads.launch.attempts import Attempts, Ended
-from megads.launch.launcher import LaunchSpec
-from megads.launch.placement import SlurmPlacement, find_placement
-from megads.launch.preflight_data import (
+from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
+from megads.config import RootConfig, check_config, planned_steps
+from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted, UnhealthyNode
+from megads.frozen_config import config_digest, record_config
+from megads.launch.launcher import LaunchSpec, launch
+from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
+from megads.launch.preflight import (
+    ResolvedRun,
     build_index_maps,
+    changes_since_last_start,
     data_fault,
-    describe_data,
     guard_data,
-    locate_data,
+    is_finished,
     prepare_data,
-    require_data,
+    refuse_early,
+    resolve_run,
 )
+from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
+from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
+from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.monitor.console import Console
-from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.kernels import Kernels
-from megads.ops.resolve import choose, prepare
-from megads.runtime.environment import rank_variables, rehearsal_folder, share_of_cores
-from megads.runtime.lease import claimed
+from megads.ops.resolve import prepare
+from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+from megads.runtime import environment
+from megads.runtime.duration import parse_duration
+from megads.runtime.files import read_regular
+from megads.runtime.lease import Lease, claimed
 from megads.runtime.machine_memory import may_have_gpus
-from megads.runtime.metrics import EventWriter
-from megads.runtime.run_dir import CONFIG_FILE
-
-if TYPE_CHECKING:
-    from megads.data.prepare import Preparation
-    from megads.launch.preflight_memory import Machine
-
-
-from collections.abc import Callable
-
-from megads.errors import StopRequested
-from megads.runtime.metrics import read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE
-from megads.runtime.stop_file import REQUESTED, read_stop, stop_path
-
-# What changes nothing of what a finished run has computed.
-_ELSEWHERE = ("run", "logging", "cluster")
-_GROUP_WRITABLE = 0o2775
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import METRICS_FILE
+from megads.runtime.slurm import time_left_s
 
 
 @dataclass(frozen=True)
@@ -61,28 +54,48 @@ class StartRequest:
     Attributes:
         choices: option taken in each config group, None for none.
         claimed_dirs: output places that earlier points of the same sweep named; shared by all its points.
-        describe: returns what a dry run shows, from the config, a line about the data, what was chosen of the layout
-            and why, and the machine.
+        describe: returns what a dry run shows.
     """
 
     choices: Mapping[str, str | None]
     claimed_dirs: set[str]
-    describe: Callable[[RootConfig, str, Sequence[str], Machine], str]
+    describe: Callable[[ResolvedRun], str]
 
 
-def start_run(config: RootConfig, start: StartRequest) -> int:
+@dataclass(frozen=True)
+class _Ended:
+    """How a job's part in a run ended.
+
+    Attributes:
+        exit_code: as documented.
+        excluded: nodes that the job should not get again.
+    """
+
+    exit_code: int
+    excluded: tuple[str, ...] = ()
+
+
+def start_run(asked: RootConfig, start: StartRequest) -> int:
     """Starts or continues the run that the config describes and returns its exit code.
 
     Raises:
         MegadsError: it cannot be started; the scheduler has been told what follows.
     """
-    check_config(config)
-    placement = None if config.run.prepare_only else find_placement(config)
+    check_config(asked)
+    placement = None if asked.run.prepare_only else find_placement(asked)
     try:
-        with _early_server(config, placement) as server:
-            return _run(config, start, placement, server).exit_code
+        with _early_server(asked, placement) as server:
+            _refuse_shared_place(asked, start.claimed_dirs)
+            resolved = resolve_run(asked, start.choices, placement)
+            if asked.run.dry_run:
+                print(start.describe(resolved))
+                return EXIT_OK
+            ended = _run(resolved, server)
+            # The run directory is free again for whoever comes next.
+            _hand_over(placement, resolved.config, ended)
+            return ended.exit_code
     except MegadsError as error:
-        _hand_over(placement, config, Ended(error.exit_code))
+        _hand_over(placement, asked, _Ended(error.exit_code))
         raise
 
 
@@ -93,76 +106,58 @@ def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Itera
     if placement is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
         yield None
         return
-    server = RankServer(rank_variables(given or share_of_cores(parallel.world_size), cuda=False))
+    threads = given or environment.share_of_cores(parallel.world_size)
+    server = RankServer(environment.rank_variables(threads, cuda=False))
     try:
         yield server
     finally:
         server.close()
 
 
-def _run(config: RootConfig, start: StartRequest, placement: SlurmPlacement | None, server: RankServer | None) -> Ended:
+def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
     """Prepares and starts the run; returns how it ended."""
-    # It pulls in torch, for which the tab key must not wait.
-    from megads.launch.preflight_memory import settle_auto, this_machine
-    from megads.resume import continue_data
-
-    _refuse_shared_place(config, start.claimed_dirs)
-    config, preparation = locate_data(config)
-    config = place(config, start.choices)
-    config = continue_data(config, Path(str(config.run.dir)))
-    known, data = describe_data(config, preparation)
-    # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
-    machine = this_machine(len(placement.nodes) if placement else 1)
-    known, choices = settle_auto(known, machine)
-    if config.run.dry_run:
-        print(start.describe(known, data, choices, machine))
-        return Ended(EXIT_OK)
-    # Named before, by what the user asked for: what fits may differ when the same command is given again.
-    config = dataclasses.replace(config, parallel=known.parallel)
+    config, placement = resolved.config, resolved.placement
     if not config.run.prepare_only:
-        refuse_early(config, known, preparation, machine)
-    run_dir = Path(str(config.run.dir))
+        refuse_early(resolved)
     job = placement.allocation.job if placement else None
-    with (
-        claimed(run_dir, job) as lease,
-        open_console(run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config)) as console,
-    ):
-        console.say(f"run {config.run.id} in {run_dir}, {config.parallel.world_size} ranks")
-        for choice in choices:
+    with claimed(resolved.run_dir, job) as lease, _open_console(resolved) as console:
+        console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
+        for choice in resolved.choices:
             console.say(choice)
-        say_ops(prepare(config.ops, console.say, cuda=machine.per_gpu, optimizer=config.optim.impl), console)
-        config = prepare_data(config, preparation, run_dir, console)
-        if placement and is_finished(config):
-            console.say(f"finished before, at step {planned_steps(config)}: nothing to do")
-            ended = Ended(EXIT_OK)
-        else:
-            _check_against_last_start(config, preparation, console)
-            if config.run.prepare_only:
-                build_index_maps(config, console)
-                ended = Ended(EXIT_OK)
-            else:
-                record_config(config, run_dir)
-                spec = dataclasses.replace(launch_spec(config), lease=lease.number)
-                ended = Attempts(config, spec, placement, lease, server).run(console)
-    # The run directory is free again for whoever comes next.
-    _hand_over(placement, config, ended)
-    return ended
+        _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
+        resolved = prepare_data(resolved, console)
+        if placement and is_finished(resolved.config):
+            console.say(f"finished before, at step {planned_steps(resolved.config)}: nothing to do")
+            return _Ended(EXIT_OK)
+        _check_against_last_start(resolved, console)
+        if config.run.prepare_only:
+            build_index_maps(resolved.config, console)
+            return _Ended(EXIT_OK)
+        record_config(resolved.config, resolved.run_dir)
+        return _Attempts(resolved, lease, server).run(console)
 
 
-def _check_against_last_start(config: RootConfig, preparation: Preparation | None, console: Console) -> None:
+def _open_console(resolved: ResolvedRun) -> Console:
+    # It pulls in rich, for which the tab key must not wait.
+    from megads.monitor.live_console import open_console
+
+    config = resolved.config
+    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config))
+
+
+def _check_against_last_start(resolved: ResolvedRun, console: Console) -> None:
     """Says what changed since the run's last start, and checks the data against what the run saw of it."""
-    run_dir = Path(str(config.run.dir))
-    changes = _changes(run_dir, config)
-    for change in changes:
-        console.say(f"changed since the last start: {_told(change)}", "warning")
-    guard_data(config, preparation, run_dir)
-    if changes and not config.run.prepare_only:
-        with closing(EventWriter(run_dir)) as events:
-            told = "; ".join(map(_told, changes))
-            events.write("config_changed", level="warning", message=told, changes=changes)
+    changes = changes_since_last_start(resolved.config)
+    texts = [f"{change['key']} {change['before']} -> {change['after']}" for change in changes]
+    for text in texts:
+        console.say(f"changed since the last start: {text}", "warning")
+    guard_data(resolved)
+    if changes and not resolved.config.run.prepare_only:
+        with closing(EventWriter(resolved.run_dir)) as events:
+            events.write("config_changed", level="warning", message="; ".join(texts), changes=changes)
 
 
-def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: Ended) -> None:
+def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
     """Sees to what follows a SLURM job, and says it."""
     if placement is None or config.run.dry_run:
         return
@@ -171,48 +166,9 @@ def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: Ende
         print(said, flush=True)
 
 
-def say_ops(kernels: Kernels, console: Console) -> None:
+def _say_ops(kernels: Kernels, console: Console) -> None:
     """Says which kernels will compute; a missing compiler is worth a warning, as it costs speed."""
     console.say(kernels.text, "warning" if kernels.reason else "info")
-
-
-def refuse_early(config: RootConfig, known: RootConfig, preparation: Preparation | None, machine: Machine) -> None:
-    """Refuses what cannot run before text is prepared, a run directory made or a rank started.
-
-    Args:
-        config: as `locate_data` returned it.
-        known: the same with its vocabulary, which counts, and is known before the text is prepared.
-        preparation: what to prepare.
-        machine: where the ranks would run.
-
-    Raises:
-        StopRequested: somebody stopped the run.
-        ConfigError: a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit this
-            machine's memory.
-        DataError: the dataset is missing, damaged or too little.
-    """
-    from megads.launch.preflight_memory import refuse_unfit
-
-    refuse_while_stopped(config)
-    wanted_trackers(config.logging)
-    chosen_kernels(config, machine)
-    refuse_unfit(known, machine)
-    if preparation is None:
-        require_data(config)
-
-
-def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
-    """Returns which implementation of the operators would run.
-
-    Args:
-        config: of the run.
-        machine: where the ranks would run.
-
-    Raises:
-        ConfigError: kernels, or a kind of attention, were asked for and cannot be had there.
-    """
-    check_attention(config, cuda=machine.per_gpu)
-    return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
@@ -229,21 +185,8 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
         cause_of_bus_error=lambda: data_fault(config),
         # More ranks than this machine has GPUs, if any.
-        cpu=rehearsal_folder() is not None,
+        cpu=environment.rehearsal_folder() is not None,
     )
-
-
-def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
-    """Returns the config with run.id and run.dir filled in.
-
-    Args:
-        config: as composed.
-        choices: option taken in each config group; the experiment, else the model, names the run.
-    """
-    name = config.run.name or choices.get("experiment") or choices.get("model") or "run"
-    run_id = config.run.id or derive_run_id(config, name.replace("/", "-"))
-    run_dir = config.run.dir or f"runs/{run_id}"
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
 
 
 def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
@@ -259,79 +202,166 @@ def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
     claimed_dirs.add(given)
 
 
-def _changes(run_dir: Path, config: RootConfig) -> list[dict[str, Any]]:
-    """Lists the keys outside `run` whose values differ from the last start of the same run, with both values."""
-    try:
-        before = dict(_flat(config_dict(load_frozen(run_dir / CONFIG_FILE))))
-    except ConfigError:
-        return []
-    return [
-        {"key": key, "before": before.get(key), "after": value}
-        for key, value in _flat(config_dict(config))
-        if before.get(key) != value and not key.startswith("run.")
-    ]
-
-
-def _told(change: Mapping[str, Any]) -> str:
-    return f"{change['key']} {change['before']} -> {change['after']}"
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def refuse_while_stopped(config: RootConfig) -> None:
-    """Refuses a run that somebody stopped and has not allowed to go on; makes the kill switch's folder.
-
-    Raises:
-        StopRequested: a file that stops it is there.
-        ConfigError: the folder of run.kill_switch cannot be made.
-    """
-    run_dir = Path(str(config.run.dir))
-    switches = [stop_path(run_dir)] if read_stop(run_dir) == REQUESTED else []
-    if config.run.kill_switch is not None:
-        switch = Path(config.run.kill_switch)
-        _make_reachable(switch.parent)
-        switches += [switch] if switch.exists() else []
-    if switches:
-        raise StopRequested(f"the run is stopped by {switches[0]}, nothing was started: remove the file to go on")
-
-
-def is_finished(config: RootConfig) -> bool:
-    """Tells whether the last start of the same run, with the same config, came to its planned end.
+class _Attempts:
+    """All starts of the ranks of one run in one job, or on this machine; megads.resilience decides on them.
 
     Args:
-        config: with everything that the data tells filled in.
+        resolved: the run, its config frozen.
+        lease: hold on the run directory.
+        server: forks ranks on this machine, in every attempt.
     """
-    run_dir = Path(str(config.run.dir))
-    last: dict[str, dict[str, Any]] = {str(e.get("event")): e for e in read_json_lines(run_dir / EVENTS_FILE)}
-    end, left = last.get("end", {}), last.get("exit", {})
-    if left.get("exit_code") != EXIT_OK or end.get("stopped") or end.get("step", -1) < planned_steps(config):
-        return False
-    if left["time"] < last.get("launch", left)["time"] or config.checkpoint.load != "auto":
-        return False
-    try:
-        return _computed(load_frozen(run_dir / CONFIG_FILE)) == _computed(config)
-    except ConfigError:
-        return False
 
+    def __init__(self, resolved: ResolvedRun, lease: Lease, server: RankServer | None = None):
+        config, placement = resolved.config, resolved.placement
+        self._resolved, self._lease, self._server = resolved, lease, server
+        self._config, self._run_dir, self._placement = config, resolved.run_dir, placement
+        self._spec = dataclasses.replace(launch_spec(config), lease=lease.number)
+        self._history: list[Attempt] = []
+        self._rejected: dict[str, str] = {}
+        self._from_step = 0
+        self._means = Means(
+            nodes=tuple(node.name for node in placement.allocation.nodes) if placement else (environment.node_name(),),
+            needed=len(placement.nodes) if placement else 1,
+            max_restarts=config.cluster.restarts,
+            queue=placement is not None and not config.cluster.chain,
+        )
 
-def _computed(config: RootConfig) -> dict[str, Any]:
-    return {room: content for room, content in config_dict(config).items() if room not in _ELSEWHERE}
+    def run(self, console: Console) -> _Ended:
+        """Starts the ranks until nothing follows.
 
+        Args:
+            console: shows the first attempt; others open their own.
+        """
+        if self._placement is not None and self._config.cluster.checks_nodes:
+            first = self._first_places(console)
+            if first is not None:
+                return first
+        outcome = self._start(console)
+        while True:
+            self._history.append(self._attempt(outcome))
+            decision = next_attempt(self._history, self._means)
+            if isinstance(decision, Restart) and self._config.cluster.checks_nodes:
+                # Once more, knowing more: a node may be gone without having been blamed.
+                self._check(decision.excluded)
+                self._history[-1] = self._attempt(outcome)
+                decision = next_attempt(self._history, self._means)
+            if isinstance(decision, GiveUp):
+                return self._give_up(decision, outcome)
+            if isinstance(decision, Requeue):
+                self._note("requeue", outcome, decision.excluded)
+                return _Ended(Preempted.exit_code, decision.excluded)
+            outcome = self._again(decision, outcome)
 
-def _make_reachable(folder: Path) -> None:
-    """Makes the folder so that every member of the group can put the file there."""
-    if folder.is_dir():
-        return
-    try:
-        folder.mkdir(parents=True)
-        folder.chmod(_GROUP_WRITABLE)
-    except OSError as error:
-        raise ConfigError(
-            f"run.kill_switch: the folder {folder} cannot be made ({error.strerror}): make it, or name a file elsewhere"
-        ) from error
+    def _first_places(self, console: Console) -> _Ended | None:
+        """Checks the nodes before anything runs on them; returns the end where they are too few."""
+        assert self._placement is not None
+        console.say(f"checking the health of {len(self._means.nodes)} nodes")
+        self._check(())
+        places = [node.name for node in self._placement.nodes]
+        decision = first_attempt(places, self._rejected, self._means)
+        if isinstance(decision, Restart):
+            self._placement = self._placement.on(decision.nodes)
+            return None
+        outcome = Outcome(UnhealthyNode.exit_code, None, "; ".join(self._rejected.values()), tuple(self._rejected))
+        if isinstance(decision, GiveUp):
+            return self._give_up(decision, outcome)
+        self._note("requeue", outcome, decision.excluded)
+        return _Ended(Preempted.exit_code, decision.excluded)
+
+    def _check(self, excluded: Collection[str]) -> None:
+        """Asks the nodes of the job that are still in use; notes those that are not fit."""
+        placement = self._placement
+        if placement is None:
+            return
+        allocation = placement.allocation
+        asked = tuple(name for name in self._means.nodes if name not in excluded and name not in self._rejected)
+        cluster = self._config.cluster
+        options, wrapper = tuple(cluster.srun_options), tuple(cluster.wrapper)
+        place = CheckTarget(asked, allocation.nodes[0].address, allocation, options, wrapper)
+        begin = time.monotonic()
+        rejected = check_nodes(CheckNodesConfig(folder=str(self._run_dir)), place).rejected
+        with closing(EventWriter(self._run_dir)) as events:
+            took_s = time.monotonic() - begin
+            events.write("nodes_checked", level="debug", nodes=list(asked), rejected=rejected, check_s=took_s)
+        for node, reason in rejected.items():
+            print(f"megads: node {node} is not fit to train: {reason}", file=sys.stderr, flush=True)
+        self._rejected |= rejected
+
+    def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
+        """Starts the ranks once more."""
+        self._lease.renew()
+        self._spec = dataclasses.replace(self._spec, lease=self._lease.number)
+        where = {"nodes": list(decision.nodes)} if self._placement else {}
+        self._note("restart", outcome, decision.excluded, restart=len(self._history), **where)
+        if self._placement is not None:
+            self._placement = self._placement.on(decision.nodes)
+        with _open_console(self._resolved) as console:
+            excluded = f", without {', '.join(decision.excluded)}" if decision.excluded else ""
+            console.say(f"restart {len(self._history)} from the last checkpoint{excluded}", "warning")
+            return self._start(console)
+
+    def _start(self, console: Console) -> Outcome:
+        placement, lease = self._placement, self._lease
+        self._from_step = self._saved_step()
+        if placement is None:
+            scheduler = Scheduler(lease, self._deadline(lambda: None))
+            return launch(self._spec, console, scheduler=scheduler, server=self._server)
+        console.say(str(placement))
+        deadline = self._deadline(lambda: time_left_s(placement.allocation.job.id))
+        scheduler = SlurmScheduler(placement.allocation, lease, deadline)
+        return launch(self._spec, console, placement.ranks(self._spec, self._config), scheduler)
+
+    def _deadline(self, time_left: Callable[[], float | None]) -> Deadline:
+        """The time limits of this start."""
+        run = self._config.run
+        limit_s = parse_duration(run.exit_after) if run.exit_after is not None else None
+        return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
+
+    def _attempt(self, outcome: Outcome) -> Attempt:
+        """What the policy has to know of an attempt."""
+        nodes = tuple(node.name for node in self._placement.nodes) if self._placement else self._means.nodes
+        return Attempt(
+            nodes,
+            outcome.exit_code,
+            outcome.nodes,
+            outcome.lost,
+            dict(self._rejected),
+            outcome.stopping,
+            self._from_step,
+            self._saved_step(),
+        )
+
+    def _give_up(self, decision: GiveUp, outcome: Outcome) -> _Ended:
+        if decision.reason:
+            self._note("gave_up", outcome, (), reason=decision.reason, exit_code=decision.exit_code, level="error")
+            print(f"megads: not started again: {decision.reason}", file=sys.stderr, flush=True)
+        return _Ended(decision.exit_code)
+
+    def _note(self, event: str, outcome: Outcome, excluded: tuple[str, ...], **fields: Any) -> None:
+        """Records what follows a fault, with what it was and what it cost."""
+        detected, last, saved = time.time(), self._last_step(), self._saved_step()
+        with closing(EventWriter(self._run_dir)) as events:
+            events.write(
+                event,
+                **({"level": "warning"} | fields),
+                cause=outcome.message,
+                blamed=list(outcome.nodes),
+                excluded=list(excluded),
+                first_sign=outcome.first_sign_s,
+                detected=detected,
+                last_step=last,
+                from_step=saved,
+                lost_steps=max(0, last - saved),
+            )
+
+    def _last_step(self) -> int:
+        """The last step that is recorded."""
+        return max((int(line["step"]) for line in read_json_lines(self._run_dir / METRICS_FILE)), default=0)
+
+    def _saved_step(self) -> int:
+        """The step of the newest checkpoint that was committed."""
+        try:
+            name = read_regular(checkpoints_folder(self._run_dir) / LATEST_FILE).decode(errors="replace").strip()
+        except OSError:
+            return 0
+        return step_of(Path(name)) or 0

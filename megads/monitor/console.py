@@ -1,6 +1,6 @@
 """What the launcher shows of a run: the lines of metrics.jsonl and events.jsonl, each as one readable line.
 
-live_console.LiveConsole shows the same on a terminal as a panel; console_choice.open_console chooses.
+live_console.LiveConsole shows the same on a terminal as a panel; live_console.open_console chooses.
 
 The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows a step.
 """
@@ -204,23 +204,22 @@ class Console:
         if "loss" not in record:
             self.say(render_validation(record))
             return
-        self._remember_step_time(record.get("step_time_s"))
+        self._step_time_s = smoothed(self._step_time_s, record.get("step_time_s"))
         step = int(record.get("step", 0))
         if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
             self.say(render_step(record, self._total_steps, self._eta_s(step)))
-
-    def _remember_step_time(self, step_time_s: float | None) -> None:
-        if step_time_s is None:
-            return
-        old = self._step_time_s
-        self._step_time_s = (
-            step_time_s if old is None else _STEP_TIME_MEMORY * old + (1 - _STEP_TIME_MEMORY) * step_time_s
-        )
 
     def _eta_s(self, step: int) -> float | None:
         if self._total_steps is None or self._step_time_s is None:
             return None
         return max(0, self._total_steps - step) * self._step_time_s
+
+
+def smoothed(average_s: float | None, step_time_s: float | None) -> float | None:
+    """Returns the moving average of step times after one more step; None where nothing is known of either."""
+    if average_s is None or step_time_s is None:
+        return step_time_s if average_s is None else average_s
+    return _STEP_TIME_MEMORY * average_s + (1 - _STEP_TIME_MEMORY) * step_time_s
 
 
 def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:

@@ -1,18 +1,330 @@
-"""The console on a terminal: a panel at the bottom, events scrolling above it."""
+"""The console of a run on a terminal: a panel at the bottom, drawn with rich, and events that scroll above it."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich import box
 from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
-from megads.monitor.console import Console, render_validation
-from megads.monitor.live_panel import Look, PanelState, RunProgress, panel_lines
+from megads.errors import ConfigError
+from megads.monitor.console import Console, render_duration, render_step, render_validation, smoothed
+from megads.runtime import environment
+from megads.runtime.config import ConsoleKind, LoggingConfig
+from megads.runtime.files import read_end
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.runtime.visible_console import VisibleConsole
+
+_HISTORY_STEPS = 256
+_HISTORY_BYTES = 256 * 1024
+
+
+@dataclass
+class RunProgress:
+    """The state of a run as its files tell it; every method takes one record.
+
+    Attributes:
+        total_steps: planned length.
+        step: last step done.
+        record: its line of metrics.jsonl; empty before the first.
+        losses: (step, loss) of the last steps, oldest first.
+        step_time_s: moving average.
+        checkpoint_step: the last checkpoint's.
+        checkpoint_time: when it was committed, seconds since 1970.
+        validation: last validation line.
+        skipped: steps that changed no weight.
+        layout: as in tp2 cp1 pp2 dp1.
+        ended: nothing more will come.
+    """
+
+    total_steps: int | None = None
+    step: int = 0
+    record: Mapping[str, Any] = field(default_factory=dict)
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
+    step_time_s: float | None = None
+    checkpoint_step: int | None = None
+    checkpoint_time: float = 0.0
+    validation: Mapping[str, Any] = field(default_factory=dict)
+    skipped: int = 0
+    layout: str = ""
+    ended: bool = False
+
+    @classmethod
+    def of_earlier_starts(cls, run_dir: Path, total_steps: int | None) -> RunProgress:
+        """What earlier starts of the run left."""
+        progress = cls(total_steps)
+        for event in read_json_lines(run_dir / EVENTS_FILE):
+            progress.add_event(event)
+        for record in read_end(run_dir / METRICS_FILE, _HISTORY_BYTES):
+            progress.add_metrics(record)
+        progress.total_steps = total_steps
+        progress.step_time_s = None
+        progress.ended = False
+        return progress
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the planned end; None before they can be told."""
+        if self.total_steps is None or self.step_time_s is None:
+            return None
+        return max(0, self.total_steps - self.step) * self.step_time_s
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        """Takes a line of events.jsonl."""
+        name = event.get("event")
+        if name == "start":
+            self._start_from(int(event.get("step", 0)))
+            self.total_steps = event.get("total_steps", self.total_steps)
+            self.layout = str(event.get("layout", ""))
+        elif name == "checkpoint_saved":
+            self.checkpoint_step, self.checkpoint_time = event.get("step"), float(event.get("time", 0.0))
+        elif name == "step_skipped":
+            self.skipped += 1
+        elif name == "exit":
+            self.ended = True
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Takes a line of metrics.jsonl."""
+        if "loss" not in record:
+            self.validation = record
+            return
+        self.record, self.step = record, int(record.get("step", 0))
+        self.losses.append((self.step, float(record["loss"])))
+        self.step_time_s = smoothed(self.step_time_s, record.get("step_time_s"))
+
+    def _start_from(self, step: int) -> None:
+        """Forgets the steps beyond the checkpoint from which the run goes on."""
+        self.step = step
+        while self.losses and self.losses[-1][0] > step:
+            self.losses.pop()
+        if self.record.get("step", 0) > step:
+            self.record = {}
+        if self.validation.get("step", 0) > step:
+            self.validation = {}
+        self.ended = False
+
+
+_MAX_WIDTH = 100
+# Below these a panel would hide more than it shows, and one line is drawn instead.
+_MIN_PANEL_WIDTH = 30
+_MIN_PANEL_HEIGHT = 12
+_BARS = "▁▂▃▄▅▆▇█"
+_ASCII_BARS = "_.-:=+*#"
+_QUIET_AFTER_S = 10.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a terminal can show.
+
+    Attributes:
+        color: colors are wanted (no NO_COLOR).
+        unicode: the stream's encoding holds any character.
+    """
+
+    color: bool = True
+    unicode: bool = True
+
+
+@dataclass(frozen=True)
+class PanelState:
+    """What a panel shows beside the run's own records.
+
+    Attributes:
+        title: the run's name.
+        now: seconds since 1970.
+        elapsed_s: since this start.
+        silent_s: since the last step, or since this start.
+    """
+
+    title: str
+    now: float
+    elapsed_s: float
+    silent_s: float
+
+
+def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: int, look: Look) -> list[str]:
+    """Returns the panel's lines, each at most `width` cells, with color codes if wanted.
+
+    Args:
+        progress: the run's state.
+        moment: name and clocks.
+        width: columns of the terminal.
+        height: rows of the terminal; a low or narrow one gets a single line.
+        look: what the terminal can show.
+    """
+    width = min(width, _MAX_WIDTH)
+    renderable: RenderableType
+    if width < _MIN_PANEL_WIDTH or height < _MIN_PANEL_HEIGHT:
+        renderable = Text(_one_line(progress, moment), no_wrap=True, overflow="crop")
+    else:
+        renderable = _panel(progress, moment, width, look)
+    return _lines(renderable, width, look)
+
+
+def _lines(renderable: RenderableType, width: int, look: Look) -> list[str]:
+    """Renders to text; the environment is not asked again for colors and sizes."""
+    console = VisibleConsole(
+        width=width,
+        height=100,
+        force_terminal=True,
+        legacy_windows=False,
+        color_system="standard" if look.color else None,
+        no_color=not look.color,
+        _environ={},
+    )
+    lines = console.render_lines(renderable, console.options.update_width(width), pad=False)
+    return [_ansi(line, look) for line in lines]
+
+
+def _ansi(line: Sequence[Segment], look: Look) -> str:
+    if not look.color:
+        return "".join(segment.text for segment in line)
+    return "".join((segment.style or Style.null()).render(segment.text) for segment in line)
+
+
+def _one_line(progress: RunProgress, moment: PanelState) -> str:
+    if not progress.record:
+        return f"{moment.title}: starting, {render_duration(moment.elapsed_s)}"
+    return render_step(progress.record, progress.total_steps, progress.eta_s)
+
+
+def _panel(progress: RunProgress, moment: PanelState, width: int, look: Look) -> Panel:
+    inside = width - 4
+    rows = Table.grid(padding=(0, 1), expand=True)
+    rows.add_column(style="dim", no_wrap=True, width=10)
+    rows.add_column(no_wrap=True, overflow="crop", ratio=1)
+    rows.add_row("loss", _loss(progress, inside - 11, look))
+    rows.add_row("validation", _validation(progress))
+    rows.add_row("speed", _speed(progress))
+    rows.add_row("gradient", _gradient(progress))
+    rows.add_row("checkpoint", _checkpoint(progress, moment.now))
+    title = Text(moment.title, style="bold not dim", no_wrap=True, overflow="ellipsis")
+    if progress.layout and width >= 60:
+        title.append(f"  {progress.layout}", style="dim")
+    return Panel(
+        Group(_progress_line(progress, moment, inside, look), rows),
+        title=title,
+        title_align="left",
+        border_style="dim",
+        width=width,
+        box=box.ROUNDED if look.unicode else box.ASCII,
+    )
+
+
+def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look: Look) -> Table:
+    """Bar, steps, and the time that is left."""
+    total = progress.total_steps
+    counts = f"{progress.step:,}/{total:,}" if total else f"{progress.step:,}"
+    if not progress.record and not progress.ended:
+        time_text = f"starting, {render_duration(moment.elapsed_s)}"
+    elif progress.ended or progress.eta_s is None:
+        time_text = render_duration(moment.elapsed_s)
+    elif moment.silent_s > max(_QUIET_AFTER_S, 3 * (progress.step_time_s or 0.0)):
+        time_text = f"last step {render_duration(moment.silent_s)} ago"
+    else:
+        time_text = f"ETA {render_duration(progress.eta_s)}"
+    line = Table.grid(padding=(0, 1), expand=True)
+    bar_width = inside - len(counts) - len(time_text) - 2
+    if total and bar_width >= 8:
+        line.add_column(no_wrap=True, width=bar_width)
+        line.add_column(no_wrap=True, width=len(counts))
+        line.add_column(no_wrap=True, width=len(time_text))
+        line.add_row(_bar(progress.step / total, bar_width, look), counts, Text(time_text, style="dim"))
+    else:
+        line.add_column(no_wrap=True, overflow="crop")
+        line.add_row(f"step {counts}  {time_text}")
+    return line
+
+
+def _bar(share: float, width: int, look: Look) -> RenderableType:
+    if look.unicode and look.color:
+        return ProgressBar(total=1.0, completed=min(1.0, share), width=width, complete_style="cyan")
+    done = round(min(1.0, share) * width)
+    full, empty = ("█", "░") if look.unicode else ("#", ".")
+    return Text(full * done + empty * (width - done))
+
+
+def _loss(progress: RunProgress, width: int, look: Look) -> Text:
+    if not progress.record:
+        return Text("no step yet", style="dim")
+    text = Text(f"{progress.record['loss']:.4f}", style="bold")
+    room = width - len(text) - 2
+    if room >= 8:
+        bars = sparkline([loss for _, loss in progress.losses][-min(room, 60) :], look.unicode)
+        text.append(f"  {bars}", style="not bold cyan")
+    return text
+
+
+def sparkline(values: Sequence[float], unicode: bool = True) -> str:
+    """Returns one character a value, low to high; a non-finite value is "x"."""
+    bars = _BARS if unicode else _ASCII_BARS
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "x" * len(values)
+    low, high = min(finite), max(finite)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((value - low) * scale)] if math.isfinite(value) else "x" for value in values)
+
+
+def _validation(progress: RunProgress) -> Text:
+    record = progress.validation
+    for key, loss in record.items():
+        if key.startswith("valid/") and key.endswith("/loss"):
+            text = Text(f"{loss:.4f}")
+            perplexity = record.get(key.removesuffix("loss") + "ppl")
+            unigram = record.get(key.removesuffix("loss") + "unigram_loss")
+            details = f" at step {record.get('step', '?')}"
+            details += "" if perplexity is None else f", ppl {perplexity:,.1f}"
+            details += "" if unigram is None else f", unigram {unigram:.4f}"
+            return text.append(details, style="dim")
+    return Text("none yet", style="dim")
+
+
+def _speed(progress: RunProgress) -> Text:
+    record, parts = progress.record, []
+    if record.get("tokens_per_s") is not None:
+        parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {100 * record['mfu']:.0f}%")
+    if progress.step_time_s is not None:
+        parts.append(f"{progress.step_time_s:.3g} s/step")
+    return Text(" | ".join(parts) or "-")
+
+
+def _gradient(progress: RunProgress) -> Text:
+    record, parts = progress.record, []
+    if record.get("grad_norm") is not None:
+        parts.append(Text(f"norm {record['grad_norm']:.2f}"))
+    if record.get("lr") is not None:
+        parts.append(Text(f"lr {record['lr']:.1e}"))
+    skipped = Text(f"skipped {progress.skipped}", style="bold red" if progress.skipped else "")
+    # What is last may not be seen on a narrow terminal.
+    return Text(" | ").join([skipped, *parts] if progress.skipped else [*parts, skipped])
+
+
+def _checkpoint(progress: RunProgress, now: float) -> Text:
+    if progress.checkpoint_step is None:
+        return Text("none yet", style="dim")
+    age = render_duration(max(0.0, now - progress.checkpoint_time))
+    return Text(f"step {progress.checkpoint_step:,}").append(f", {age} ago", style="dim")
+
 
 _BEGIN_UPDATE, _END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -141,3 +453,34 @@ def _terminal_size(out: TextIO) -> os.terminal_size:
     except OSError:
         return os.terminal_size((80, 24))
     return size if size.columns and size.lines else os.terminal_size((80, 24))
+
+
+def open_console(
+    run_dir: Path, out: TextIO, config: LoggingConfig, title: str, total_steps: int | None = None
+) -> Console:
+    """Returns the console that logging.console asks for; use it in a `with` block.
+
+    Args:
+        run_dir: the run directory.
+        out: standard output.
+        config: how much is shown, and how.
+        title: the run's name.
+        total_steps: planned length, or None when unknown.
+
+    Raises:
+        ConfigError: live is asked for where there is no terminal.
+    """
+    kind = config.console
+    if kind is ConsoleKind.auto:
+        kind = ConsoleKind.live if out.isatty() and not environment.terminal_is_dumb() else ConsoleKind.plain
+    if kind is ConsoleKind.live:
+        if not out.isatty():
+            raise ConfigError(
+                "logging.console = live needs a terminal, but the output goes to a file or a pipe: use "
+                "logging.console=auto, which shows plain lines there"
+            )
+        return LiveConsole(run_dir, out, title, config.level, total_steps, color=not environment.no_color())
+    level = config.level
+    if kind is ConsoleKind.quiet and level in ("debug", "info"):
+        level = "warning"
+    return Console(run_dir, out, level, config.every_steps, total_steps)

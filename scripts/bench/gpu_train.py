@@ -36,7 +36,7 @@ import torch
 from omegaconf import OmegaConf
 
 from megads.model.config import ModelConfig, Position
-from megads.monitor.metrics_hook import throughput
+from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan

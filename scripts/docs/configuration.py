@@ -19,8 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from megads.cli.main import VERBS
-from megads.cli.reference import REQUIRED, Key, config_dir, group_names, group_options, keys, summary, yaml_value
-from megads.cli.verb import Verb
+from megads.cli.verb import REQUIRED, Key, Verb, config_dir, group_names, group_options, keys, summary, yaml_value
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 COMMAND = "make docs"

@@ -11,8 +11,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from megads.cli.main import COMMANDS, VERBS
-from megads.cli.reference import Key, group_names, group_options, keys
-from megads.cli.verb import Verb
+from megads.cli.verb import Key, Verb, group_names, group_options, keys
 from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write_run
 
 COMPLETE = "__complete"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.cli.completion import SHELLS, complete, script
-from megads.cli.main import COMMANDS, VERBS
+from megads.cli.main import COMMANDS, SHELLS, VERBS, complete, script
 from tests.cli.terminal import Terminal
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,7 +28,7 @@ TYPED = [
 
 
 def offered(*words: str) -> list[str]:
-    return [text for text, _ in complete(words, VERBS, COMMANDS)]
+    return [text for text, _ in complete(words)]
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -104,7 +103,7 @@ def test_own_config_folder_is_completed(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "team").mkdir(parents=True)
     (tmp_path / "experiment" / "team" / "mine.yaml").write_text("# @package _global_\n# My own.\n")
     given = ("train", "--config-dir", str(tmp_path), "experiment=team")
-    assert complete(given, VERBS, COMMANDS) == [("experiment=team/mine", "My own.")]
+    assert complete(given) == [("experiment=team/mine", "My own.")]
 
 
 @pytest.mark.parametrize("verb", VERBS)

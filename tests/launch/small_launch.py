@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megads.frozen_config import config_digest, load_frozen
 from megads.launch.launcher import LaunchSpec, launch
-from megads.monitor.console_choice import open_console
+from megads.monitor.live_console import open_console
 from megads.monitor.trackers import wanted_trackers
 from megads.runtime.lease import claimed
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megads.errors import NumericalError
+from megads.launch.rank import is_lost_peer
 from megads.launch.rank_outcome import (
     FailureRecord,
     NodeReport,
@@ -21,7 +22,6 @@ from megads.launch.rank_outcome import (
     read_exits,
     read_failures,
 )
-from megads.launch.rank_process import is_lost_peer
 from megads.runtime.run_dir import exit_path, failure_path
 
 

@@ -11,8 +11,9 @@ import pytest
 from megads.config import RootConfig, TrainConfig
 from megads.errors import ConfigError, StopRequested
 from megads.frozen_config import config_digest, freeze
+from megads.launch.preflight import changes_since_last_start, chosen_kernels, is_finished, place, refuse_while_stopped
 from megads.launch.preflight_memory import Machine
-from megads.launch.start import _changes, chosen_kernels, is_finished, launch_spec, place, refuse_while_stopped
+from megads.launch.start import launch_spec
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.runtime.config import RunConfig
@@ -95,11 +96,11 @@ def test_ranks_get_the_digest_of_the_frozen_config() -> None:
 
 def test_changes_since_the_last_start(tmp_path: Path) -> None:
     """Catches a continued run whose learning rate changed without a word."""
-    config = RootConfig()
+    config = RootConfig(run=RunConfig(dir=str(tmp_path)))
     freeze(config, tmp_path / "config.yaml")
-    assert _changes(tmp_path, config) == []
+    assert changes_since_last_start(config) == []
     config.optim.lr = 1e-3
-    assert _changes(tmp_path, config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001}]
+    assert changes_since_last_start(config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001}]
 
 
 def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.frozen_config import freeze
-from megads.monitor.console_choice import open_console
+from megads.monitor.live_console import open_console
 from megads.runtime.config import ConsoleKind, LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from tests.monitor.screen import OnTerminal, TerminalFile, set_size

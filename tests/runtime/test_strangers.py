@@ -20,7 +20,7 @@ import psutil
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megads.launch.node_check.board import Board
+from megads.launch.node_check import Board
 from megads.runtime.control_store import ControlStore
 from megads.runtime.run_secret import Secret, secret_path
 from tests.launch.test_launcher import REPOSITORY, Launched

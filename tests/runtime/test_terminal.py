@@ -20,7 +20,7 @@ from megads.data.config import PreprocessConfig, TokenizerConfig
 from megads.data.preprocess import preprocess
 from megads.data.tokenizer import train_tokenizer
 from megads.monitor.console import Console
-from megads.monitor.live_panel import Look, PanelState, RunProgress, panel_lines
+from megads.monitor.live_console import Look, PanelState, RunProgress, panel_lines
 from megads.runtime.metrics import EventWriter
 from megads.runtime.terminal_text import visible
 from megads.runtime.visible_console import VisibleConsole

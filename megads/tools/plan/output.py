@@ -15,6 +15,7 @@ from rich.table import Table
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest
+from megads.launch.preflight import ResolvedRun, chosen_kernels
 from megads.launch.preflight_memory import (
     Machine,
     Room,
@@ -26,7 +27,6 @@ from megads.launch.preflight_memory import (
     settle_auto,
     this_machine,
 )
-from megads.launch.start import chosen_kernels
 from megads.model.config import ModelConfig
 from megads.parallel.config import Partition, Recompute
 from megads.plan.memory import MemoryPlan, StageMemory
@@ -237,15 +237,9 @@ _DRY_RUN_WIDTH = 120
 """Characters of the dry run's tables."""
 
 
-def describe_run(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:
-    """Returns what a run would do, for run.dry_run.
-
-    Args:
-        config: with its place.
-        data: a line about the data.
-        choices: what was chosen of its layout and why.
-        machine: where the ranks would run.
-    """
+def describe_run(resolved: ResolvedRun) -> str:
+    """Returns what a run would do, for run.dry_run."""
+    config, machine = resolved.planned, resolved.machine
     train, parallel, model = config.train, config.parallel, config.model
     steps = planned_steps(config)
     batches = batch_size_schedule(config)
@@ -267,11 +261,11 @@ def describe_run(config: RootConfig, data: str, choices: Sequence[str], machine:
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "memory": memory,
         **_pipeline_rows(config),
-        **({"chosen": "; ".join(choices)} if choices else {}),
+        **({"chosen": "; ".join(resolved.choices)} if resolved.choices else {}),
         "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
         "precision": str(train.precision),
         "kernels": chosen_kernels(config, machine).text,
-        "data": data,
+        "data": resolved.data.text,
         "config": f"sha256 {config_digest(config)[:8]}",
     }
     lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]

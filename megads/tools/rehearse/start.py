@@ -12,10 +12,9 @@ from megads.data.blend_config import DatasetConfig
 from megads.data.config import DataConfig, TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
-from megads.launch.placement import place_ranks
-from megads.launch.preflight_data import describe_data, locate_data, require_data
+from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
-from megads.launch.start import place
+from megads.launch.slurm_ranks import place_ranks
 from megads.model.config import ModelConfig
 from megads.optim.config import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
@@ -71,11 +70,11 @@ def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootCon
     found = [_judge("sizes", lambda: _sizes(config)), _judge("layout", lambda: _layout(config, orders))]
     known = config
     try:
-        config, preparation = locate_data(config)
-        known, line = describe_data(config, preparation)
-        if preparation is None:
+        config, data = locate_data(config)
+        known = data.planned(config)
+        if data.preparation is None:
             require_data(config)
-        found.append(ok("data", line))
+        found.append(ok("data", data.text))
     except MegadsError as error:
         found.append(problem("data", str(error), _AT_START, "see the message; paths are those that the nodes see"))
     found.append(_memory(known, orders))

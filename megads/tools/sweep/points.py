@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megads.monitor.recorder import is_step
+from megads.monitor.trackers import is_step
 from megads.runtime.files import Tail
 from megads.runtime.metrics import JsonLinesWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megads.errors import EXIT_OK
-from megads.launch.rank_process import run_rank, start_rank
+from megads.launch.rank import run_rank, start_rank
 
 
 def main() -> NoReturn:

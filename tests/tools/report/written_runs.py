@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megads.config import RootConfig
 from megads.frozen_config import freeze
-from megads.monitor.metrics_hook import MetricsHook
-from megads.resilience.nonfinite import NonFiniteHook
+from megads.monitor.hooks import MetricsHook
+from megads.resilience import NonFiniteHook
 from megads.runtime.hooks import StepInfo
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.run_dir import CONFIG_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import subprocess
@@ -19,8 +20,8 @@ from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megads.data.samples import TrainSamples
 from megads.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megads.errors import ConfigError, DataError, MegadsError
-from megads.frozen_config import load_frozen
-from megads.launch.preflight_data import locate_data
+from megads.frozen_config import derive_run_id, load_frozen
+from megads.launch.preflight import locate_data, resolve_run
 from megads.parallel.config import Recompute
 from tests.command import StartCommand, events_of, steps_of
 from tests.command import run_megads as command
@@ -188,13 +189,27 @@ def test_who_does_not_know_the_vocabulary_is_told(make_indexed: Path, tmp_path: 
 def test_a_model_below_a_given_tokenizer_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches tokens that the model has no row for; and counts a table of the larger model as the user's right."""
     monkeypatch.chdir(corpus.parent)
-    _, preparation = locate_data(raw_config("my", tokenizer__vocab_size=300))
-    assert preparation is not None
-    preparation.make(lambda _: None).tokenizer_file.rename("mine.json")
+    _, data = locate_data(raw_config("my", tokenizer__vocab_size=300))
+    assert data.preparation is not None
+    data.preparation.make(lambda _: None).tokenizer_file.rename("mine.json")
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 299 is below the 300 tokens of tokenizer.path"):
         locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=299))
     config, _ = locate_data(raw_config("my", tokenizer__path="mine.json", model__vocab_size=400))
     assert config.model.vocab_size == 400
+
+
+def test_a_run_is_resolved_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run that is named after what fits this machine today, so that the same command starts another one, and
+    a memory plan without the vocabulary of a tokenizer still to be trained."""
+    monkeypatch.chdir(corpus.parent)
+    asked = raw_config("my", tokenizer__vocab_size=300, parallel__recompute=Recompute.auto)
+    run = resolve_run(asked, {"model": "tiny"})
+    assert (run.asked.data.raw, run.asked.run.id) == ("my", None)
+    assert run.config.parallel.recompute is not Recompute.auto and run.choices
+    by_hand = dataclasses.replace(locate_data(asked)[0], run=run.config.run)
+    assert run.config.run.id == derive_run_id(by_hand, "tiny") and run.run_dir == Path("runs", run.config.run.id)
+    assert (run.config.model.vocab_size, run.planned.model.vocab_size) == (None, 300)
+    assert not Path("runs", run.config.run.id).exists() and run.data.text.startswith(run.config.data.train[0].path)
 
 
 def test_prepare_only_builds_what_the_run_needs(corpus: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.launch.placement import find_placement, place_ranks
+from megads.launch.slurm_ranks import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
 from megads.runtime.slurm import Allocation, Node, SlurmJob

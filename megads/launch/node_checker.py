@@ -1,10 +1,16 @@
-"""What a node measures of itself: memory, disk, loopback, and matrix products whose result is known."""
+"""One node of a health check: `python -m megads.launch.node_checker --store ... --node ...`, started by the check.
+
+It measures memory, disk, loopback, and matrix products whose result is known, and exchanges data with other nodes.
+"""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from megads.launch.node_check.board import Board
-from megads.launch.node_check.judge import Measured
+from megads.launch.node_check import Board, Measured
+from megads.runtime.run_secret import Secret
 
 _CHUNK_BYTES = 2**20
 _MOST_CHUNKS = 64
@@ -246,3 +252,32 @@ def _pair_group(store: Store, rank: int, device: torch.device, timeout: timedelt
         options._timeout = timeout
         return ProcessGroupNCCL(store, rank, 2, options)
     return ProcessGroupGloo(store, rank, 2, timeout=timeout)
+
+
+def main() -> None:
+    """Takes part in the check to its end."""
+    parser = argparse.ArgumentParser(prog="python -m megads.launch.node_checker")
+    parser.add_argument("--store", required=True, help="host:port of the coordinator's store")
+    parser.add_argument("--node", required=True, help="name of this node")
+    parser.add_argument("--entry", help="module:function to run in place of run_checker; tests name their own")
+    arguments = parser.parse_args()
+    host, _, port = arguments.store.rpartition(":")
+    work = run_checker
+    if arguments.entry is not None:
+        module, function = arguments.entry.split(":")
+        work = getattr(importlib.import_module(module), function)
+    try:
+        secret = Secret.decode(sys.stdin.readline())
+    except ValueError:
+        sys.exit(
+            "megads check_nodes: this checker got no secret through its input; srun and the container must pass it on: "
+            "leave --input out of the options of srun"
+        )
+    work(Board(secret, host, int(port)), arguments.node)
+    sys.stdout.flush()
+    # Without the interpreter's shutdown, in which a process group whose partner is gone could hang.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

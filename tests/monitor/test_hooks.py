@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.monitor.metrics_hook import MetricsHook, throughput
+from megads.monitor.hooks import MetricsHook, throughput
 from megads.runtime.hooks import StepInfo
 from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE

@@ -1,15 +1,21 @@
-"""Writes the step line of metrics.jsonl."""
+"""The hooks that watch a run without a part in it: the step line of metrics.jsonl, and the hooks of plugins."""
 
 from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.metrics import MetricsWriter
+from megads.engine.interface import TrainEngine
+from megads.errors import ConfigError
+from megads.runtime.hooks import Hook, StepInfo, TrainState
+from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.registry import HOOKS
 
 
 @dataclass(frozen=True)
@@ -111,3 +117,42 @@ def peak_memory_bytes() -> int:
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a hook may use beside the `StepInfo` of each step.
+
+    Attributes:
+        run_dir: the run's folder.
+        rank: of this process; every rank makes and calls every hook.
+        world_size: ranks.
+        engine: holds weights and optimizer state (`named_shards`), and validates (`evaluate`, on all ranks together).
+        events: writes a line of events.jsonl: `write("name", key=value)`; of no effect but on rank 0.
+    """
+
+    run_dir: Path
+    rank: int
+    world_size: int
+    engine: TrainEngine
+    events: EventWriter
+
+
+def plugin_hooks(hooks: Mapping[str, Mapping[str, Any]], context: HookContext) -> list[Hook]:
+    """Makes the hooks that a config names, in its order.
+
+    Args:
+        hooks: settings by name, complete.
+        context: for each of them.
+
+    Raises:
+        ConfigError: one of them lacks a method of `Hook`.
+    """
+    made: list[Hook] = []
+    for name, options in hooks.items():
+        hook = HOOKS.make(name, options, context)
+        missing = [method for method in ("on_start", "on_step", "on_end") if not hasattr(hook, method)]
+        if missing:
+            raise ConfigError(f"hooks.{name}: {type(hook).__name__} has no {', '.join(missing)}; see megads.Hook")
+        made.append(hook)
+    return made

@@ -18,7 +18,7 @@ RANK = """
 import sys
 from pathlib import Path
 from megads.errors import DataError
-from megads.launch.rank_process import run_rank
+from megads.launch.rank import run_rank
 def fail():
     raise DataError("no such file")
 run_rank(Path(sys.argv[1]), fail if sys.argv[2] == "fail" else lambda: 5)
@@ -26,7 +26,7 @@ run_rank(Path(sys.argv[1]), fail if sys.argv[2] == "fail" else lambda: 5)
 LOG = """
 import ctypes, os, resource, sys
 from pathlib import Path
-from megads.launch.rank_process import redirect_output
+from megads.launch.rank import redirect_output
 redirect_output(Path(sys.argv[1]))
 print("na\\u00efve \\U0001f680 \\udcff")
 sys.stderr.write("to stderr\\n")

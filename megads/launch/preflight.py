@@ -1,0 +1,432 @@
+"""Decides and refuses, before a rank starts, what a run is: its name, place and data, its layout on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megads.checkpoint.folders import list_checkpoints
+from megads.config import RootConfig, batch_size_schedule, check_attention, open_run_data, planned_steps
+from megads.data.blend_config import DatasetConfig
+from megads.data.config import Engine
+from megads.errors import EXIT_OK, ConfigError, DataError, StopRequested
+from megads.frozen_config import config_dict, derive_run_id, load_frozen
+from megads.launch.slurm_ranks import SlurmPlacement
+from megads.monitor.console import Console
+from megads.monitor.trackers import wanted_trackers
+from megads.ops.kernels import Kernels
+from megads.ops.resolve import choose
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
+from megads.runtime.stop_file import REQUESTED, read_stop, stop_path
+
+if TYPE_CHECKING:
+    from megads.data.prepare import Preparation, Prepared
+    from megads.launch.preflight_memory import Machine
+
+# What changes nothing of what a finished run has computed.
+_ELSEWHERE = ("run", "logging", "cluster")
+_GROUP_WRITABLE = 0o2775
+
+
+@dataclass(frozen=True)
+class PlannedData:
+    """A run's data, made or not.
+
+    Attributes:
+        text: says what it is, in one line.
+        preparation: what is to be made of data.raw; None for a dataset that the user made.
+        vocab_size: tokens, or the most that a tokenizer still to be trained may have; None where nobody knows.
+    """
+
+    text: str
+    preparation: Preparation | None = None
+    vocab_size: int | None = None
+
+    def planned(self, config: RootConfig) -> RootConfig:
+        """Returns a config whose memory and FLOPs can be planned: with a vocabulary, where one is known."""
+        return config if self.vocab_size is None else _with_vocabulary(config, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run as it will start: what was asked for, and what was decided.
+
+    Attributes:
+        asked: the config as composed.
+        config: the same with run.id, run.dir, the dataset, the mixes of an earlier start and an explicit layout; what
+            ranks read is this, frozen, once `prepare_data` has filled in the vocabulary.
+        data: what the config's dataset is, or will be made of.
+        machine: where the ranks run.
+        placement: their nodes in a SLURM job; None for this machine.
+        choices: what the launcher chose of the layout and why, for people.
+    """
+
+    asked: RootConfig
+    config: RootConfig
+    data: PlannedData
+    machine: Machine
+    placement: SlurmPlacement | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(str(self.config.run.dir))
+
+    @property
+    def planned(self) -> RootConfig:
+        """The config, with the vocabulary that counts in memory and FLOPs before the data is made."""
+        return self.data.planned(self.config)
+
+
+def resolve_run(
+    asked: RootConfig, choices: Mapping[str, str | None], placement: SlurmPlacement | None = None
+) -> ResolvedRun:
+    """Decides what the config leaves open; makes and writes nothing.
+
+    Args:
+        asked: checked.
+        choices: option taken in each config group.
+        placement: nodes of the SLURM job; None for this machine.
+
+    Raises:
+        MegadsError: the data is missing or does not fit, or a run that goes on cannot be followed by this config.
+    """
+    # It pulls in torch, for which the tab key must not wait.
+    from megads.launch.preflight_memory import settle_auto, this_machine
+    from megads.resume import continue_data
+
+    config, data = locate_data(asked)
+    config = place(config, choices)
+    config = continue_data(config, Path(str(config.run.dir)))
+    # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
+    machine = this_machine(len(placement.nodes) if placement else 1)
+    known, reasons = settle_auto(data.planned(config), machine)
+    # Named before, by what the user asked for: what fits may differ when the same command is given again.
+    config = dataclasses.replace(config, parallel=known.parallel)
+    return ResolvedRun(asked, config, data, machine, placement, tuple(reasons))
+
+
+def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
+    """Returns the config with run.id and run.dir filled in.
+
+    Args:
+        config: as composed.
+        choices: option taken in each config group; the experiment, else the model, names the run.
+    """
+    name = config.run.name or choices.get("experiment") or choices.get("model") or "run"
+    run_id = config.run.id or derive_run_id(config, name.replace("/", "-"))
+    run_dir = config.run.dir or f"runs/{run_id}"
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
+
+
+def refuse_early(run: ResolvedRun) -> None:
+    """Refuses what cannot run before text is prepared, a run directory made or a rank started.
+
+    Raises:
+        StopRequested: somebody stopped the run.
+        ConfigError: a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit the
+            machine's memory.
+        DataError: the dataset is missing, damaged or too little.
+    """
+    from megads.launch.preflight_memory import refuse_unfit
+
+    refuse_while_stopped(run.config)
+    wanted_trackers(run.config.logging)
+    chosen_kernels(run.config, run.machine)
+    refuse_unfit(run.planned, run.machine)
+    if run.data.preparation is None:
+        require_data(run.config)
+
+
+def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
+    """Returns which implementation of the operators would run.
+
+    Args:
+        config: of the run.
+        machine: where the ranks would run.
+
+    Raises:
+        ConfigError: kernels, or a kind of attention, were asked for and cannot be had there.
+    """
+    check_attention(config, cuda=machine.per_gpu)
+    return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
+
+
+def refuse_while_stopped(config: RootConfig) -> None:
+    """Refuses a run that somebody stopped and has not allowed to go on; makes the kill switch's folder.
+
+    Raises:
+        StopRequested: a file that stops it is there.
+        ConfigError: the folder of run.kill_switch cannot be made.
+    """
+    run_dir = Path(str(config.run.dir))
+    switches = [stop_path(run_dir)] if read_stop(run_dir) == REQUESTED else []
+    if config.run.kill_switch is not None:
+        switch = Path(config.run.kill_switch)
+        _make_reachable(switch.parent)
+        switches += [switch] if switch.exists() else []
+    if switches:
+        raise StopRequested(f"the run is stopped by {switches[0]}, nothing was started: remove the file to go on")
+
+
+def _make_reachable(folder: Path) -> None:
+    """Makes the folder so that every member of the group can put the file there."""
+    if folder.is_dir():
+        return
+    try:
+        folder.mkdir(parents=True)
+        folder.chmod(_GROUP_WRITABLE)
+    except OSError as error:
+        raise ConfigError(
+            f"run.kill_switch: the folder {folder} cannot be made ({error.strerror}): make it, or name a file elsewhere"
+        ) from error
+
+
+def is_finished(config: RootConfig) -> bool:
+    """Tells whether the last start of the same run, with the same config, came to its planned end.
+
+    Args:
+        config: with everything that the data tells filled in.
+    """
+    run_dir = Path(str(config.run.dir))
+    last: dict[str, dict[str, Any]] = {str(e.get("event")): e for e in read_json_lines(run_dir / EVENTS_FILE)}
+    end, left = last.get("end", {}), last.get("exit", {})
+    if left.get("exit_code") != EXIT_OK or end.get("stopped") or end.get("step", -1) < planned_steps(config):
+        return False
+    if left["time"] < last.get("launch", left)["time"] or config.checkpoint.load != "auto":
+        return False
+    try:
+        return _computed(load_frozen(run_dir / CONFIG_FILE)) == _computed(config)
+    except ConfigError:
+        return False
+
+
+def _computed(config: RootConfig) -> dict[str, Any]:
+    return {room: content for room, content in config_dict(config).items() if room not in _ELSEWHERE}
+
+
+def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
+    """Lists the keys outside `run` whose values differ from the last start of the same run, with both values."""
+    try:
+        before = dict(_flat(config_dict(load_frozen(Path(str(config.run.dir)) / CONFIG_FILE))))
+    except ConfigError:
+        return []
+    return [
+        {"key": key, "before": before.get(key), "after": value}
+        for key, value in _flat(config_dict(config))
+        if before.get(key) != value and not key.startswith("run.")
+    ]
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
+    """Finds out where a run's data is, made or not, so that the run can be named after it; makes nothing.
+
+    Args:
+        config: checked.
+
+    Returns:
+        The config with data.train in place of data.raw, the prepared tokenizer's path, and model.vocab_size where the
+        dataset knows it already; and the data.
+
+    Raises:
+        ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
+        DataError: no such text or dataset.
+    """
+    from megads.data.prepare import plan_preparation
+
+    if config.data.raw is None:
+        config = _with_dataset_vocabulary(config)
+        return config, PlannedData(", ".join(item.path for item in config.data.train))
+    preparation = plan_preparation(
+        config.data, config.tokenizer, config.model.vocab_size, _cache_dir(config), remember=not config.run.dry_run
+    )
+    rows = config.model.vocab_size
+    if rows is not None and rows < preparation.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {rows} is below the {preparation.vocab_size} tokens of tokenizer.path = "
+            f"{config.tokenizer.path}: set model.vocab_size=null, which takes the tokenizer's, or give another one"
+        )
+    data = dataclasses.replace(config.data, raw=None, train=[DatasetConfig(str(preparation.prefix))])
+    # The ids do not depend on what tokenized, and neither does the run's name.
+    tokenizer = dataclasses.replace(
+        config.tokenizer, path=str(preparation.tokenizer_file), vocab_size=None, engine=Engine.auto
+    )
+    return dataclasses.replace(config, data=data, tokenizer=tokenizer), _planned_data(preparation)
+
+
+def _planned_data(preparation: Preparation) -> PlannedData:
+    try:
+        prepared = preparation.find()
+    except DataError as error:
+        text = f"{preparation.prefix}, would be made anew ({error}) from {preparation}"
+        return PlannedData(text, preparation, preparation.vocab_size)
+    if prepared is None:
+        text = f"{preparation.prefix}, would be made from {preparation}"
+        return PlannedData(text, preparation, preparation.vocab_size)
+    return PlannedData(f"{preparation.prefix}, made before: {prepared}", preparation, prepared.sidecar.vocab_size)
+
+
+def require_data(config: RootConfig) -> None:
+    """Raises DataError where the data is missing, damaged or too little.
+
+    Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
+    """
+    # The launcher may run on a node that does not train: only ranks copy.
+    open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+
+
+def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
+    """Makes what is not there yet and checks that it is enough for the run; the run's events record it.
+
+    Returns:
+        The run with model.vocab_size known.
+
+    Raises:
+        ConfigError: the cache cannot be written to.
+        DataError: the text cannot be read, or is too little.
+    """
+    preparation, raw = run.data.preparation, run.asked.data.raw_patterns
+    if preparation is None:
+        return run
+    start_s = time.monotonic()
+    prepared, cached = _find_or_make(preparation, console)
+    events = EventWriter(run.run_dir)
+    events.write(
+        "data",
+        message=f"{'found' if cached else 'made'} {prepared}",
+        cached=cached,
+        path=str(prepared.prefix),
+        input=raw,
+        tokens=prepared.sidecar.tokens,
+        vocab_size=prepared.sidecar.vocab_size,
+        seconds=round(time.monotonic() - start_s, 3),
+    )
+    events.close()
+    console.poll()
+    config = _with_vocabulary(run.config, prepared.sidecar.vocab_size)
+    if config.model.vocabulary > 2 * prepared.sidecar.vocab_size:
+        console.say(
+            f"model.vocab_size = {config.model.vocabulary:,} is far above the tokenizer's "
+            f"{prepared.sidecar.vocab_size:,}: model.vocab_size=null takes the tokenizer's",
+            "warning",
+        )
+    try:
+        require_data(config)
+    except DataError as error:
+        raise DataError(f"data.raw = {', '.join(raw)}: {error}") from error
+    return dataclasses.replace(run, config=config)
+
+
+def guard_data(run: ResolvedRun) -> None:
+    """Refuses data that changed since the run began, and records what it is; the data is made.
+
+    A run without a checkpoint begins anew, with whatever the data is now.
+
+    Raises:
+        DataError: a dataset of the same name holds something else than when the run began; says which and what.
+    """
+    from megads.data.recorded import record_data, require_recorded, write_record
+
+    now = record_data(run.config.data, run.asked.data.raw_patterns)
+    if run.config.checkpoint.load != "none" and list_checkpoints(run.run_dir):
+        require_recorded(run.run_dir, now)
+    write_record(run.run_dir, now)
+
+
+def build_index_maps(config: RootConfig, console: Console) -> None:
+    """Builds the index maps of the whole planned run, and says how many there are.
+
+    Raises:
+        DataError: the data is missing, damaged or too little.
+    """
+    start_s = time.monotonic()
+    train, _ = open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+    maps = train.build_maps(batch_size_schedule(config).samples_after(planned_steps(config)))
+    console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
+    if config.data.stage_to is not None and config.data.cache_dir is None:
+        console.say(
+            f"data.stage_to = {config.data.stage_to}: each node looks for maps beside its copy; give data.cache_dir "
+            "for it to find these",
+            "warning",
+        )
+
+
+def data_fault(config: RootConfig) -> DataError | None:
+    """Returns what is wrong with a run's data now, for a run that died of it; None where nothing is."""
+    try:
+        require_data(config)
+    except DataError as error:
+        return error
+    return None
+
+
+def _find_or_make(preparation: Preparation, console: Console) -> tuple[Prepared, bool]:
+    try:
+        found = preparation.find()
+    except DataError:
+        # `make` looks again, holding the lock.
+        found = None
+    if found is not None:
+        return found, True
+    console.say(f"data: making {preparation.folder} from {preparation}")
+    return preparation.make(lambda line: console.say(f"data: {line}", "warning")), False
+
+
+def _cache_dir(config: RootConfig) -> Path:
+    if config.data.cache_dir is not None:
+        return Path(config.data.cache_dir)
+    return (Path(config.run.dir).parent if config.run.dir else Path("runs")) / "data-cache"
+
+
+def _with_vocabulary(config: RootConfig, vocab_size: int) -> RootConfig:
+    """Fills in model.vocab_size where the user left it to the tokenizer."""
+    if config.model.vocab_size is not None:
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+def _with_dataset_vocabulary(config: RootConfig) -> RootConfig:
+    """Takes the vocabulary from the dataset's sidecar, and checks that a tokenizer that is named made the dataset."""
+    if config.model.vocab_size is not None and config.tokenizer.path is None:
+        return config
+    from megads.data.indexed import IndexedDataset
+    from megads.data.sidecar import read_sidecar, sidecar_path
+
+    path = config.data.train[0].path
+    sidecar = read_sidecar(path)
+    if sidecar is None:
+        if config.model.vocab_size is None and not config.run.dry_run:
+            IndexedDataset(path)
+            raise ConfigError(
+                f"model.vocab_size is null, which takes the tokenizer's, but {sidecar_path(path)} is not there to tell "
+                "it: set model.vocab_size"
+            )
+        return config
+    given = config.tokenizer.path
+    if given is not None and _sha256(given) != sidecar.tokenizer_sha256:
+        raise DataError(
+            f"tokenizer.path = {given}: is not the tokenizer that made {path}, whose sha256 starts with "
+            f"{sidecar.tokenizer_sha256[:12]}: give that one, or leave it out"
+        )
+    return _with_vocabulary(config, sidecar.vocab_size)
+
+
+def _sha256(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"tokenizer.path = {path}: cannot be read: {error.strerror}") from error

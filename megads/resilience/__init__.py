@@ -1,1 +1,0 @@
-"""Decides what to do when something goes wrong; policies are pure functions of history."""
