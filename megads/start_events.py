@@ -7,9 +7,9 @@ from dataclasses import asdict
 import torch
 
 from megads.config import RootConfig, batch_size_schedule, planned_steps
-from megads.data.blend import BlendedSamples
-from megads.data.packed import PackedSamples
-from megads.data.runs import TrainSource
+from megads.data.sampling.blend import BlendedSamples
+from megads.data.sampling.packed import PackedSamples
+from megads.data.sampling.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.frozen_config import config_digest
 from megads.ops.kernels import Kernels

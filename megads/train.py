@@ -22,12 +22,10 @@ from megads.config import (
     open_run_data,
     planned_steps,
 )
-from megads.data.batches import Packing
-from megads.data.loader import StepBatch, TrainLoader, validation_batches
-from megads.data.recorded import read_record, record_data, require_recorded
-from megads.data.runs import TrainSource, ValidationSource
-from megads.data.samples import WindowSubset
-from megads.data.unigram import unigram_entropy
+from megads.data.indexed.recorded import read_record, record_data, require_recorded
+from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, validation_batches
+from megads.data.sampling.runs import TrainSource, ValidationSource
+from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.build import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from megads.data.carried_tokenizer import FoundTokenizer
-from megads.data.tokenizer import tokenizing
+from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Limits, Stop, check_length, generate
 from megads.evaluate.sampling import Sampling

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from megads.checkpoint.folders import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, open_run_data, planned_steps
-from megads.data.blend_config import DatasetConfig
-from megads.data.config import Engine
+from megads.data.config import DatasetConfig
+from megads.data.prepare.config import Engine
 from megads.errors import ConfigError, DataError
 from megads.monitor.console import Console
 from megads.runtime.metrics import EventWriter
 
 if TYPE_CHECKING:
-    from megads.data.prepare import Preparation, Prepared
+    from megads.data.prepare.preparation import Preparation, Prepared
 
 
 def locate_data(config: RootConfig) -> tuple[RootConfig, Preparation | None]:
@@ -34,7 +34,7 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, Preparation | None]:
         ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
         DataError: no such text or dataset.
     """
-    from megads.data.prepare import plan_preparation
+    from megads.data.prepare.preparation import plan_preparation
 
     if config.data.raw is None:
         return _with_dataset_vocabulary(config), None
@@ -124,7 +124,7 @@ def guard_data(config: RootConfig, preparation: Preparation | None, run_dir: Pat
     Raises:
         DataError: a dataset of the same name holds something else than when the run began; says which and what.
     """
-    from megads.data.recorded import record_data, require_recorded, write_record
+    from megads.data.indexed.recorded import record_data, require_recorded, write_record
 
     now = record_data(config.data, preparation.data.raw_patterns if preparation else ())
     if config.checkpoint.load != "none" and list_checkpoints(run_dir):
@@ -212,8 +212,8 @@ def _with_dataset_vocabulary(config: RootConfig) -> RootConfig:
     """Takes the vocabulary from the dataset's sidecar, and checks that a tokenizer that is named made the dataset."""
     if config.model.vocab_size is not None and config.tokenizer.path is None:
         return config
-    from megads.data.indexed import IndexedDataset
-    from megads.data.sidecar import read_sidecar, sidecar_path
+    from megads.data.indexed.dataset import IndexedDataset
+    from megads.data.indexed.sidecar import read_sidecar, sidecar_path
 
     path = config.data.train[0].path
     sidecar = read_sidecar(path)

@@ -38,7 +38,7 @@ from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
-    from megads.data.prepare import Preparation
+    from megads.data.prepare.preparation import Preparation
     from megads.launch.preflight_memory import Machine
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
+from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
 from megads.errors import ConfigError, DataError
 from megads.evaluate.completion import Completion, GenerationSpeed, TextGenerator, TextStream
 from megads.evaluate.generation import Stop

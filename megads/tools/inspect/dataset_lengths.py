@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from megads.data.examined import LengthStatistics
+from megads.data.indexed.actions import LengthStatistics
 from megads.errors import ConfigError, DataError
 from megads.runtime.visible_console import VisibleConsole
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megads.config import RootConfig, open_run_data
-from megads.data.blend_config import DatasetConfig, MixConfig
-from megads.data.indexed import IntArray, idx_path
-from megads.data.recorded import DataRecord, read_record, record_data
-from megads.data.runs import TrainSource
-from megads.data.sampler import batch_hash
+from megads.data.config import DatasetConfig, MixConfig
+from megads.data.indexed.dataset import IntArray, idx_path
+from megads.data.indexed.recorded import DataRecord, read_record, record_data
+from megads.data.sampling.runs import TrainSource
+from megads.data.sampling.sampler import batch_hash
 from megads.errors import ConfigError, DataError
 from megads.frozen_config import config_of_start, load_frozen
 from megads.runtime.metrics import read_json_lines

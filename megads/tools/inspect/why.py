@@ -13,12 +13,11 @@ from tokenizers import Tokenizer
 from megads.checkpoint.read import CheckpointHandle, check_model, nearest_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.config import RootConfig
-from megads.data.batches import Packing, assemble
-from megads.data.carried_tokenizer import find_tokenizer
-from megads.data.indexed import IntArray
-from megads.data.origin import SampleOrigin, Stretch, sample_origins
-from megads.data.sampler import micro_batch_ids
-from megads.data.tokenizer import tokenizing
+from megads.data.indexed.dataset import IntArray
+from megads.data.indexed.sidecar import find_tokenizer, tokenizing
+from megads.data.sampling.loader import Packing, assemble
+from megads.data.sampling.runs import SampleOrigin, Stretch, sample_origins
+from megads.data.sampling.sampler import micro_batch_ids
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.placement import choose_device, choose_dtype

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.data.indexed import IndexedDatasetWriter
+from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import EXIT_OK, ConfigError, MegadsError
 from megads.launch.launcher import EXIT_KILLED
 from megads.runtime.environment import REHEARSAL_VARIABLE, exported, without_commands

@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from megads.config import RootConfig, TrainConfig
-from megads.data.blend_config import DatasetConfig
-from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.config import DataConfig, DatasetConfig
+from megads.data.prepare.config import TextTokenizerConfig
 from megads.evaluate.config import EvaluationConfig
 from megads.model.config import ModelConfig
 from megads.optim.config import ScheduleConfig
