@@ -38,7 +38,9 @@ def main() -> int:
     add_line_options(parser)
     arguments = parser.parse_args()
     cuda = arguments.device == "cuda"
-    makes: dict[str, Make] = {"CPU": build.build} | ({"CUDA": build_cuda.build_library} if cuda else {})
+    makes: dict[str, Make] = {"CPU": build.build}
+    if cuda:
+        makes["CUDA"] = build_cuda.build_library
     try:
         with ThreadPoolExecutor() as threads:
             made = {name: threads.submit(seconds_of, make) for name, make in makes.items()}
