@@ -40,7 +40,8 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "w
 PROGRAM = """
 import sys
 from pathlib import Path
-from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.config import DataConfig
+from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.preparation import plan_preparation
 preparation = plan_preparation(DataConfig(raw="text"), TextTokenizerConfig(vocab_size=600), None, Path("cache"))
 prepared = preparation.make(lambda line: print(line, flush=True))
