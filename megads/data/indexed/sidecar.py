@@ -23,7 +23,6 @@ from megads.runtime.files import atomic_writer, read_json
 FORMAT_VERSION = 1
 KEPT_EXAMPLES = 100
 """Rejected lines of which a sidecar names file, line and reason."""
-_BLOCK_BYTES = 1 << 22
 _PROBE = "A text with 1 number,\n\ta tab, and naïve 漢字 🚀."
 
 
@@ -70,14 +69,11 @@ def sidecar_path(prefix: str | Path) -> Path:
 
 def file_checksum(path: Path) -> str:
     """Returns the XXH3 of a file, 16 hex digits; raises DataError where it cannot be read."""
-    digest = xxhash.xxh3_64()
     try:
         with path.open("rb", buffering=0) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
+            return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; copy the dataset again") from error
-    return str(digest.hexdigest())
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:

@@ -35,8 +35,8 @@ from megads.errors import DataError
 from megads.runtime.files import parse_json, temporary_path
 
 _LENGTH = struct.Struct("<I")
-BATCH_CHARACTERS = 1 << 20
-LONG_CHARACTERS = 2 * PIECE_CHARACTERS
+_BATCH_CHARACTERS = 1 << 20
+_LONG_CHARACTERS = 2 * PIECE_CHARACTERS
 """Longer texts are cut. Pieces of plain text are not, which have up to so many."""
 
 
@@ -123,7 +123,7 @@ class BlockTokenizer:
             raise DataError(f"{block}: reading failed: {error.strerror}; make it readable or leave it out") from error
         identity = f"{self._settings.identity}-{loaded.digest()}"
         path = shard_path(self._folder, number)
-        shard = kept_shard(path, identity)
+        shard = _kept_shard(path, identity)
         if shard is not None:
             return Finished(shard.header.sequences, shard.header.tokens, loaded.input_bytes, kept=True)
         restarted = False
@@ -145,7 +145,7 @@ class BlockTokenizer:
 
     def _parts(self, row: Document | RejectedLine) -> Iterator[Document | RejectedLine]:
         """Yields a long document in pieces: a tokenizer takes a hundred bytes of memory for a byte of text."""
-        if isinstance(row, RejectedLine) or len(row.text) <= LONG_CHARACTERS:
+        if isinstance(row, RejectedLine) or len(row.text) <= _LONG_CHARACTERS:
             yield row
             return
         piece = ""
@@ -176,7 +176,7 @@ class _ShardBuilder:
             return
         self._batch.append(row)
         self._batch_characters += len(row.text)
-        if self._batch_characters >= BATCH_CHARACTERS:
+        if self._batch_characters >= _BATCH_CHARACTERS:
             self._tokenize_batch()
 
     def write(self, path: Path, block: LoadedBlock, identity: str) -> ShardHeader:
@@ -193,9 +193,9 @@ class _ShardBuilder:
             first=block.first,
             lines=block.num_lines,
             rejected=self._rejected,
-            checksum=shard_checksum(sizes, self._tokens),
+            checksum=_shard_checksum(sizes, self._tokens),
         )
-        write_shard(path, header, sizes, self._tokens)
+        _write_shard(path, header, sizes, self._tokens)
         return header
 
     def _tokenize_batch(self) -> None:
@@ -299,7 +299,7 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.shard"
 
 
-def write_shard(path: Path, header: ShardHeader, sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> None:
+def _write_shard(path: Path, header: ShardHeader, sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> None:
     """Writes a shard that is either complete under its name or not there.
 
     Not forced onto the disk: after a loss of power its checksum tells.
@@ -341,7 +341,7 @@ def open_shard(path: Path) -> DatasetShard:
         return DatasetShard(path, header, sizes, file.tell())
 
 
-def kept_shard(path: Path, identity: str) -> DatasetShard | None:
+def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
     """Returns the shard of an earlier start if it is what would be made now, to the last bit; else None."""
     try:
         shard = open_shard(path)
@@ -354,7 +354,7 @@ def kept_shard(path: Path, identity: str) -> DatasetShard | None:
     return shard
 
 
-def shard_checksum(sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> str:
+def _shard_checksum(sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> str:
     """Returns the checksum that a shard's header carries."""
     digest = xxhash.xxh3_64(sizes.astype("<i4").tobytes())
     digest.update(tokens)

@@ -32,16 +32,16 @@ STDIN = "-"
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 1 << 20, 1 << 25
 # Blocks that the feeding process reads wait in memory, several for every worker.
 LARGEST_FED_BYTES = 1 << 23
-WANTED_BLOCKS = 64
-FIRST_DOCUMENTS = 100
-"""From the first block."""
+_WANTED_BLOCKS = 64
+_FIRST_DOCUMENTS = 100
+"""Sampled from the first block."""
 PLACES, DOCUMENTS_OF_PLACE = 40, 5
-"""Evenly spaced over the bytes of all files, and documents from each place on."""
-WINDOW_BYTES = 1 << 18
+"""Places evenly spaced over the bytes of all files, and documents that are sampled from each on."""
+_WINDOW_BYTES = 1 << 18
 """Read at each place; a longer line is passed over."""
-LARGEST_TEXT_CHARACTERS = 1 << 18
-"""Of a document; memory for more would grow with the longest."""
-LARGEST_PLAIN_BYTES = 1 << 24
+_LARGEST_TEXT_CHARACTERS = 1 << 18
+"""Of a sampled document; memory for more would grow with the longest."""
+_LARGEST_PLAIN_BYTES = 1 << 24
 """A plain text is one document, which is checked to its end before it is believed to be text."""
 
 
@@ -168,7 +168,7 @@ Block = LineRange | LoadedBlock
 
 def block_bytes_of(reader: DocumentReader) -> int:
     """Returns the size of blocks: some dozens of them where the input is large enough, a function of it alone."""
-    wanted = text_bytes_estimate(reader.files) // WANTED_BLOCKS
+    wanted = text_bytes_estimate(reader.files) // _WANTED_BLOCKS
     return min(LARGEST_BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, 1 << wanted.bit_length()))
 
 
@@ -258,7 +258,7 @@ def first_texts(blocks: Sequence[Block], fields: Fields) -> list[str]:
         fields: of a record that hold its text.
     """
     rows = chain.from_iterable(block.load().rows(fields) for block in blocks[:1])
-    return list(islice(_texts(rows), FIRST_DOCUMENTS))
+    return list(islice(_texts(rows), _FIRST_DOCUMENTS))
 
 
 def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
@@ -271,7 +271,7 @@ def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
     for byte in np.linspace(0, int(ends[-1]) - 1, PLACES).astype(np.int64):
         number = int(np.searchsorted(ends, byte, side="right"))
         path = source.files[number]
-        plain = kind(path) in TEXT_ENDINGS and path.stat().st_size > LARGEST_PLAIN_BYTES
+        plain = kind(path) in TEXT_ENDINGS and path.stat().st_size > _LARGEST_PLAIN_BYTES
         if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
             yield path, int(byte - (ends[number] - sizes[number]))
         elif path not in begun and not plain:
@@ -281,10 +281,10 @@ def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
 
 def _rows_at(path: Path, position: int, fields: Fields) -> Iterator[Document | RejectedLine]:
     if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
-        return LineRange(str(path), position, position + WINDOW_BYTES).load().rows(fields)
+        return LineRange(str(path), position, position + _WINDOW_BYTES).load().rows(fields)
     # A reader of its own: the one that feeds the workers counts what it has read.
     return DocumentReader([str(path)], fields).read(path)
 
 
 def _texts(rows: Iterator[Document | RejectedLine]) -> Iterator[str]:
-    return (row.text[:LARGEST_TEXT_CHARACTERS] for row in rows if not isinstance(row, RejectedLine))
+    return (row.text[:_LARGEST_TEXT_CHARACTERS] for row in rows if not isinstance(row, RejectedLine))

@@ -1,4 +1,8 @@
-"""From a user's own text to a dataset and its tokenizer, made once and found again by the content of the text."""
+"""From a user's own text to a dataset and its tokenizer, made once and found again by the content of the text.
+
+Documents of a small corpus are cut into parts, so that one book can be split into training and validation. Digests of
+files are remembered: a file that did not change is not read again.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +44,17 @@ from megads.errors import ConfigError, DataError, MegadsError
 from megads.runtime.files import atomic_writer, read_json, sync_directory
 from megads.runtime.registry import READERS
 
-_BLOCK_BYTES = 1 << 22
-WANTED_PARTS = 100
-SMALLEST_PART_TOKENS = 256
 # Part of the key: a change of what is made must not find what was made before.
 FORMAT_VERSION = 2
 TOKENS = "tokens"
 # Where the dataset carries its tokenizer, whichever way it was made.
-TOKENIZER_FILE = carried_path(TOKENS).name
+_TOKENIZER_FILE = carried_path(TOKENS).name
 SMALLEST_DEFAULT_VOCABULARY, LARGEST_DEFAULT_VOCABULARY = 512, 32_768
 # More text than this teaches a tokenizer nothing and takes memory: of a larger corpus, every n-th document is learnt.
-TOKENIZER_TEXT_BYTES = 1 << 29
+_TOKENIZER_TEXT_BYTES = 1 << 29
+# Of documents that are cut, where there are few.
+_WANTED_PARTS, _SMALLEST_PART_TOKENS = 100, 256
+_BLOCK_BYTES = 1 << 22
 Say = Callable[[str], None]
 
 
@@ -107,7 +111,7 @@ class Preparation:
     @property
     def tokenizer_file(self) -> Path:
         """The tokenizer, for tokenizer.path."""
-        return self.folder / TOKENIZER_FILE
+        return self.folder / _TOKENIZER_FILE
 
     def __str__(self) -> str:
         size = sum(state[0] for state in self.states.values())
@@ -174,14 +178,14 @@ class Preparation:
         folder.mkdir(exist_ok=True)
         for cut in folder.glob(".*.partial"):
             cut.unlink()
-        tokenizer_file = folder / TOKENIZER_FILE
+        tokenizer_file = folder / _TOKENIZER_FILE
         if tokenizer_file.is_file():
             say("going on from what an earlier start had finished")
         elif self.tokenizer_content is not None:
             with atomic_writer(tokenizer_file) as file:
                 file.write(self.tokenizer_content)
         else:
-            every = -(-text_bytes_estimate(list(self.states)) // TOKENIZER_TEXT_BYTES)
+            every = -(-text_bytes_estimate(list(self.states)) // _TOKENIZER_TEXT_BYTES)
             learn_tokenizer(
                 self._reader(),
                 tokenizer_file,
@@ -318,10 +322,10 @@ def cut_few_documents(prefix: Path, sidecar: Sidecar) -> Sidecar:
     Returns:
         The new sidecar, as written; the old one where the documents are many, or too short to be cut.
     """
-    if sidecar.documents >= WANTED_PARTS:
+    if sidecar.documents >= _WANTED_PARTS:
         return sidecar
     dataset = IndexedDataset(prefix)
-    part_tokens = max(SMALLEST_PART_TOKENS, -(-dataset.num_tokens // WANTED_PARTS))
+    part_tokens = max(_SMALLEST_PART_TOKENS, -(-dataset.num_tokens // _WANTED_PARTS))
     with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
         for document in range(dataset.num_documents):
             tokens = dataset.document_tokens(document)

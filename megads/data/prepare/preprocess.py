@@ -59,7 +59,7 @@ from megads.runtime.environment import available_cores, exported, tokenize_on_on
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Items that wait for each worker: enough to keep it busy, few enough for memory.
-AHEAD = 2
+_AHEAD = 2
 # In the folder of shards: the dataset under the output's name is ours, unfinished, and may be replaced.
 _COMMITTING = "committing"
 
@@ -204,7 +204,7 @@ class Tokenizing:
             chosen.value,
             self._text_special_tokens,
         )
-        with parts_folder(self._output) as folder:
+        with _parts_folder(self._output) as folder:
             make = functools.partial(BlockTokenizer, settings, folder)
             # One block is not worth a process.
             workers = 1 if len(first) < 2 else workers or available_cores()
@@ -219,7 +219,7 @@ class Tokenizing:
         """Makes all shards, showing progress; returns their number."""
         finished: Iterator[Finished]
         if workers > 1:
-            finished = map_in_processes(make, blocks, workers)
+            finished = _map_in_processes(make, blocks, workers)
         else:
             function = make()
             finished = (function(number, block) for number, block in enumerate(blocks))
@@ -296,7 +296,7 @@ def parts_path(output: str) -> Path:
 
 
 @contextmanager
-def parts_folder(output: str) -> Iterator[Path]:
+def _parts_folder(output: str) -> Iterator[Path]:
     """Makes the folder of shards and keeps other processes out of it; an empty one goes again.
 
     Raises:
@@ -354,7 +354,7 @@ def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | N
     return found
 
 
-def map_in_processes(
+def _map_in_processes(
     make: Callable[[], Callable[[int, Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
     """Calls a function with the number and the value of every item, in fresh processes.
@@ -380,7 +380,7 @@ def map_in_processes(
     try:
         for number, item in enumerate(items):
             running.add(executor.submit(_call, number, item))
-            if len(running) >= AHEAD * workers:
+            if len(running) >= _AHEAD * workers:
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in finished)
         while running:

@@ -33,11 +33,11 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB]..\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
     re.DOTALL,
 )
-UTF8_MARK = b"\xef\xbb\xbf"
+_UTF8_MARK = b"\xef\xbb\xbf"
 Fields = tuple[str, ...]
 """Names of a record's fields that make a document: the text, or what is given and what is learnt by turns."""
 _ROWS, _BATCH_BYTES = 256, 1 << 24
-"""Of parquet that are decoded at a time, at most."""
+"""Rows of parquet that are decoded at a time, and bytes of them where the rows are longest."""
 _READ_BYTES = 1 << 20
 
 
@@ -65,7 +65,7 @@ Text = str | LongText
 T = TypeVar("T", str, Text)
 
 
-def utf8_stretches(content: memoryview) -> Iterator[str]:
+def _utf8_stretches(content: memoryview) -> Iterator[str]:
     """Decodes UTF-8; raises UnicodeDecodeError where it is none."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for begin in range(0, len(content), _STRETCH_BYTES):
@@ -73,7 +73,7 @@ def utf8_stretches(content: memoryview) -> Iterator[str]:
     yield decoder.decode(b"", final=True)
 
 
-def long_strings_apart(line: bytes) -> tuple[bytes, dict[str, LongText]]:
+def _long_strings_apart(line: bytes) -> tuple[bytes, dict[str, LongText]]:
     """Takes the long strings out of a line of JSON.
 
     Args:
@@ -157,7 +157,7 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotTe
 
 
 def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
-    for record in _records_between_marks(line) if UTF8_MARK in line else (line,):
+    for record in _records_between_marks(line) if _UTF8_MARK in line else (line,):
         if record.strip():
             yield _record_turns(record, fields)
 
@@ -165,7 +165,7 @@ def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
 def _long_turns(line: bytes, fields: Fields) -> list[tuple[Text, ...]]:
     """Texts of a line with long ones; none where it has no long ones, or has a fault: that is described by its place
     in the line, which is read whole for it."""
-    short, long = long_strings_apart(line) if len(line) > LONG_BYTES else (line, {})
+    short, long = _long_strings_apart(line) if len(line) > LONG_BYTES else (line, {})
     if not long or not all(text.is_valid() for text in long.values()):
         return []
     found: list[tuple[Text, ...]] = []
@@ -178,8 +178,8 @@ def _long_turns(line: bytes, fields: Fields) -> list[tuple[Text, ...]]:
 
 def _records_between_marks(line: bytes) -> Iterator[bytes]:
     while True:
-        while (line := line.lstrip()).startswith(UTF8_MARK):
-            line = line.removeprefix(UTF8_MARK)
+        while (line := line.lstrip()).startswith(_UTF8_MARK):
+            line = line.removeprefix(_UTF8_MARK)
         try:
             text = line.decode()
             _, end = json.JSONDecoder().raw_decode(text)
@@ -187,7 +187,7 @@ def _records_between_marks(line: bytes) -> Iterator[bytes]:
             yield line
             return
         record, rest = text[:end].encode(), text[end:].lstrip().encode()
-        if not rest.startswith(UTF8_MARK):
+        if not rest.startswith(_UTF8_MARK):
             yield line
             return
         yield record
@@ -312,7 +312,7 @@ def _texts(column: pa.Array) -> Iterator[Text | NotText]:
 
 def _text(content: memoryview) -> Text | NotText:
     if len(content) > LONG_BYTES:
-        long = LongText(functools.partial(utf8_stretches, content))
+        long = LongText(functools.partial(_utf8_stretches, content))
         return long if long.is_valid() else NotText("not UTF-8")
     try:
         return str(content, "utf-8")

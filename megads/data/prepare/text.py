@@ -80,7 +80,7 @@ def rows_of(
         if isinstance(text, str):
             yield Document(text, source, line, turn=turn)
         else:
-            yield from _pieces(cut_pieces(text.stretches(), last_cut), source, line, turn)
+            yield from _pieces(_cut_pieces(text.stretches(), last_cut), source, line, turn)
 
 
 def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) -> Iterator[Document]:
@@ -308,10 +308,10 @@ def text_pieces(file: BinaryIO, last_cut: LastCut | None = None) -> Iterator[str
     Yields:
         Pieces that joined give the text; none for an empty one.
     """
-    yield from cut_pieces(_decoded(file), last_cut)
+    yield from _cut_pieces(_decoded(file), last_cut)
 
 
-def cut_pieces(stretches: Iterable[str], last_cut: LastCut | None = None) -> Iterator[str]:
+def _cut_pieces(stretches: Iterable[str], last_cut: LastCut | None = None) -> Iterator[str]:
     """Yields a text in pieces, see `text_pieces`.
 
     Args:

@@ -18,19 +18,19 @@ from typing import cast
 
 from megads.errors import ConfigError, DataError
 
-_READ_BYTES = 1 << 18
-# Corpora are often compressed with `zstd --long=31`, which the library refuses unless told.
-_MAX_WINDOW_BYTES = 1 << 31
 JSONL_ENDINGS = (".jsonl", ".json")
 TEXT_ENDINGS = (".txt", ".md")
 PARQUET_ENDINGS = (".parquet",)
 COMPRESSED_ENDINGS = (".gz", ".zst")
-KNOWN_KINDS = (
+_KNOWN_KINDS = (
     f"{', '.join((*TEXT_ENDINGS, *JSONL_ENDINGS))}, each also with {' or '.join(COMPRESSED_ENDINGS)}, "
     f"and {', '.join(PARQUET_ENDINGS)}"
 )
 # Bytes of text in a byte of file, roughly.
 _EXPANSION = {".gz": 3, ".zst": 3, ".parquet": 2}
+# Corpora are often compressed with `zstd --long=31`, which the library refuses unless told.
+_MAX_WINDOW_BYTES = 1 << 31
+_READ_BYTES = 1 << 18
 
 
 def kind(path: Path) -> str:
@@ -83,15 +83,15 @@ def _matches(pattern: str, key: str, any_kind: bool) -> list[Path]:
             found += [] if "**" in name else _files_of_folder(path, any_kind)
         elif path.is_file():
             if not any_kind and not is_text_file(path):
-                raise DataError(f"{path}: unknown kind of file; {key} takes {KNOWN_KINDS}")
+                raise DataError(f"{path}: unknown kind of file; {key} takes {_KNOWN_KINDS}")
             found.append(path)
     if found:
         return found
     folders = [path for path in names if Path(path).is_dir()]
     if folders:
         raise DataError(
-            f"{key} {pattern}: {folders[0]} has no file of a known kind; {key} takes {KNOWN_KINDS} (in a folder, plain "
-            ".json files only by a glob)"
+            f"{key} {pattern}: {folders[0]} has no file of a known kind; {key} takes {_KNOWN_KINDS} (in a folder, "
+            "plain .json files only by a glob)"
         )
     raise DataError(f"{key} {pattern}: matches no file in {Path.cwd()}; check the path and quote globs")
 

@@ -25,25 +25,24 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from megads.data.indexed.dataset import Array
 from megads.data.indexed.verified_once import SETTLED_NS, verify_once
 from megads.errors import ConfigError, DataError
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.files import atomic_writer, read_json
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, Array]
 OpenArray = Callable[[str], AbstractContextManager[BinaryIO]]
 """Opens the file of one array, by its name, which must be written in NumPy's format."""
 MOST_BYTES_IN_MEMORY = 1 << 30
 """Arrays that no folder takes are built in the memory of every rank up to this size."""
 MOST_BYTES_VERIFIED_BY_ALL = 1 << 30
-ABANDONED_S = 3600.0
+_ABANDONED_S = 3600.0
 _HASH = "xxh3"
 """Of new records; those of earlier versions have sha256."""
-_BLOCK_BYTES = 1 << 20
-log = logging.getLogger(__name__)
-Array = npt.NDArray[Any]
 Append = Callable[[Array], None]
 """Writes the next piece of an array; one of another dtype is cast."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _remove_abandoned(directory: Path, wanted: CachedArrays) -> None:
     for path in directory.glob(f".{wanted.name}-*.partial"):
         with suppress(OSError):
             # On a file system without locks another node may be at work, which writes every few seconds.
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink()
 
 
@@ -248,9 +247,7 @@ def _file_records(paths: Mapping[str, Path], hashes: Mapping[str, str]) -> dict[
 
     def record(name: str) -> dict[str, int | str]:
         with paths[name].open("rb") as file:
-            digest = hashlib.sha256() if hashes[name] == "sha256" else xxhash.xxh3_128()
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
+            digest = hashlib.file_digest(file, hashlib.sha256 if hashes[name] == "sha256" else xxhash.xxh3_128)
             return {"bytes": file.tell(), hashes[name]: digest.hexdigest()}
 
     with ThreadPoolExecutor(len(paths)) as threads:

@@ -34,9 +34,9 @@ from megads.runtime.files import atomic_writer, read_json
 
 _COPIED_BYTES = 1 << 23
 """At a time, when a dataset is staged."""
-log = logging.getLogger(__name__)
 HELD_OUT = "held_out"
 """Name of the validation set where the config gives none."""
+log = logging.getLogger(__name__)
 
 
 def open_datasets(
@@ -357,8 +357,5 @@ def _copy_file(source: Path, target: Path, progress: ByteProgress, done_bytes: i
 
 
 def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_COPIED_BYTES):
-            digest.update(block)
-    return str(digest.hexdigest())
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

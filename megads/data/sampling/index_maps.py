@@ -28,24 +28,24 @@ from megads.ops.build import KernelsUnavailable
 from megads.ops.sorted_keys import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
 from megads.runtime.environment import available_cores
 
-MEMORY_BYTES = 1 << 30
-"""Of keys at a time."""
-PIECE = 1 << 18
-"""Items of a piece: what is made of them stays in the processor's cache."""
-# Key, item and place while they are sorted, each also in the parts that they were drawn in.
-_NUMPY_BYTES = 48
-_DRAWN = 1 << 17
-log = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.
 SMALL_MAP_ENTRIES = 1 << 16
 ROWS = 1 << 18
 """Rows of a sample index that are worked out at a time."""
-NICENESS = 10
+_NICENESS = 10
 """Added to that of a thread which builds while others train."""
+MEMORY_BYTES = 1 << 30
+"""Of random keys at a time."""
+PIECE = 1 << 18
+"""Items of a random order that come together: what is made of them stays in the processor's cache."""
+# Key, item and place while they are sorted, each also in the parts that they were drawn in.
+_NUMPY_BYTES = 48
+_DRAWN = 1 << 17
+log = logging.getLogger(__name__)
 
 
-class BuildStopped(Exception):
+class _BuildStopped(Exception):
     """A map that nobody waits for was not finished."""
 
 
@@ -145,7 +145,7 @@ class EpochMapKey:
     def size_bytes(self, dataset: IndexedDataset) -> int:
         """Returns the bytes of the map's arrays."""
         documents, samples = _counts(dataset, self)
-        return sum(order_dtype(count).itemsize * count for count in (documents, samples)) + 16 * (samples + 1)
+        return sum(_order_dtype(count).itemsize * count for count in (documents, samples)) + 16 * (samples + 1)
 
     def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
         """Writes what `build` computes, in bounded memory."""
@@ -153,7 +153,7 @@ class EpochMapKey:
         documents, samples = _counts(dataset, self)
         cutter = SampleCutter(_tokens(dataset, self), self.seq_len)
         with (
-            writer.pieces("document_order", order_dtype(documents), (documents,)) as append_documents,
+            writer.pieces("document_order", _order_dtype(documents), (documents,)) as append_documents,
             writer.pieces("sample_index", "<i8", (cutter.rows, 2)) as append_rows,
         ):
             for piece in random_order(random, documents, writer.threads, dataset, self.first_document):
@@ -161,7 +161,7 @@ class EpochMapKey:
                 append_documents(piece.items + self.first_document)
                 for rows in cutter.cut(piece.sizes):
                     append_rows(rows)
-        with writer.pieces("shuffle", order_dtype(samples), (samples,)) as append_samples:
+        with writer.pieces("shuffle", _order_dtype(samples), (samples,)) as append_samples:
             for piece in random_order(random, samples, writer.threads):
                 append_samples(piece.items)
 
@@ -261,9 +261,9 @@ class EpochMapCache:
 
         def report(_: int) -> None:
             if stop.is_set():
-                raise BuildStopped
+                raise _BuildStopped
 
-        with suppress(BuildStopped):
+        with suppress(_BuildStopped):
             self._arrays.build_ahead(
                 _cached(key, key.size_bytes(dataset)),
                 lambda open_array: key.write(dataset, MapWriter(open_array, 1, report)),
@@ -274,7 +274,7 @@ def yield_to_others() -> None:
     """Lowers the priority of this thread, and of those that it starts, for good."""
     # Only Linux gives each thread a priority of its own.
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def _cached(key: MapKey, size_bytes: int) -> CachedArrays:
@@ -288,16 +288,16 @@ def permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[A
     NumPy promises the raw stream of a bit generator for ever, but lets Generator.permutation change between versions:
     an update must not change the order of a run's data.
     """
-    return np.argsort(random.random_raw(count), kind="stable").astype(order_dtype(count))
+    return np.argsort(random.random_raw(count), kind="stable").astype(_order_dtype(count))
 
 
-def order_dtype(count: int) -> np.dtype[Any]:
+def _order_dtype(count: int) -> np.dtype[Any]:
     """Returns the dtype of an order of so many items."""
     return np.dtype("<i4" if count < 2**31 else "<i8")
 
 
 @dataclass(frozen=True)
-class Piece:
+class _Piece:
     """Items that follow each other in a random order.
 
     Attributes:
@@ -311,7 +311,7 @@ class Piece:
 
 def random_order(
     random: np.random.PCG64, count: int, threads: int, dataset: IndexedDataset | None = None, first: int = 0
-) -> Iterator[Piece]:
+) -> Iterator[_Piece]:
     """Yields a random order of 0..count-1 in pieces.
 
     Keys are not stored: a pass draws all of them anew and keeps those of a range that fits into MEMORY_BYTES. It also
@@ -342,7 +342,7 @@ def _compiled() -> KeySort | None:
 
 def _compiled_pieces(
     sort: KeySort, random: np.random.PCG64, count: int, threads: int, dataset: IndexedDataset | None, first: int
-) -> Iterator[Piece]:
+) -> Iterator[_Piece]:
     documents = dataset.addresses(first) if dataset is not None else None
     for entries in sort.passes(random, count, MEMORY_BYTES // ENTRY.itemsize, threads, documents):
         for begin in range(0, entries.size, PIECE):
@@ -353,16 +353,16 @@ def _compiled_pieces(
                 long = np.flatnonzero(part["size"] == np.iinfo(np.uint32).max)
                 if long.size:
                     sizes[long] = _sizes(dataset, items[long] + first)
-            yield Piece(items, sizes)
+            yield _Piece(items, sizes)
 
 
-def _numpy_pieces(random: np.random.PCG64, count: int, dataset: IndexedDataset | None, first: int) -> Iterator[Piece]:
+def _numpy_pieces(random: np.random.PCG64, count: int, dataset: IndexedDataset | None, first: int) -> Iterator[_Piece]:
     passes = -(-count * _NUMPY_BYTES // MEMORY_BYTES)
     for low, end in itertools.pairwise((number << 64) // passes for number in range(passes + 1)):
         order = _numpy_pass(random, count, np.uint64(low), np.uint64(end - 1))
         for begin in range(0, order.size, PIECE):
             items = order[begin : begin + PIECE]
-            yield Piece(items, None if dataset is None else _sizes(dataset, items + first))
+            yield _Piece(items, None if dataset is None else _sizes(dataset, items + first))
 
 
 def _numpy_pass(random: np.random.PCG64, count: int, lowest: np.uint64, highest: np.uint64) -> IntArray:

@@ -28,14 +28,14 @@ from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
 from megads.ops.deal import Deal, compiled_deal
 
-SURPLUS = 1.005
+_SURPLUS = 1.005
 """Megatron builds so many more samples of each dataset of a blend than its share."""
 FORMAT_VERSION = 1
 BLOCK = 1 << 14
 """What each dataset has had is stored once in so many samples; within a block it is counted."""
 SMALL_ORDER_SAMPLES = 1 << 16
 """Up to so many samples are dealt faster than they are read and checked."""
-FEW_DATASETS = 10
+_FEW_DATASETS = 10
 """Up to so many, a loop of plain Python deals faster than one of array operations."""
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class MegatronSamples(TrainSamples):
 
 def megatron_share(samples: int, weight: float) -> int:
     """Samples that Megatron-LM builds of a dataset with that share of a blend."""
-    return math.ceil(math.ceil(samples * weight) * SURPLUS)
+    return math.ceil(math.ceil(samples * weight) * _SURPLUS)
 
 
 def megatron_weights(weights: Sequence[float]) -> list[float]:
@@ -331,7 +331,7 @@ def _deal_in_python(
     shares: npt.NDArray[np.float64], had: npt.NDArray[np.float64], first: int, dealt: npt.NDArray[np.int16]
 ) -> None:
     """What the compiled loop does, see `Deal`: each choice depends on the rounding of all before it."""
-    (_deal_few if shares.size <= FEW_DATASETS else _deal_many)(shares, had, first, dealt)
+    (_deal_few if shares.size <= _FEW_DATASETS else _deal_many)(shares, had, first, dealt)
 
 
 def _deal_few(

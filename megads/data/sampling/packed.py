@@ -152,7 +152,7 @@ class _Bins:
     totals: IntArray
 
 
-class PackedBins:
+class _PackedBins:
     """Documents of a dataset, packed into samples of S + 1 tokens; the lengths in a bin are the same in every epoch.
 
     Args:
@@ -255,7 +255,7 @@ class PackedBins:
         return found if found is not None else built()
 
 
-def learnt_sequences(dataset: IndexedDataset, documents: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def _learnt_sequences(dataset: IndexedDataset, documents: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Returns (index into documents, first token, end) of every sequence that is learnt, tokens counted from the
     document's first; the first token of a document is not learnt, because nothing comes before it."""
     first = dataset.document_index[documents]
@@ -308,7 +308,7 @@ def _pieces(dataset: IndexedDataset, documents: range, capacity: int) -> tuple[I
 
 def _learnt_tokens(dataset: IndexedDataset, documents: IntArray, limit: int) -> IntArray:
     """Returns int64 [documents], learnt tokens among the first `limit` of each."""
-    which, begins, ends = learnt_sequences(dataset, documents)
+    which, begins, ends = _learnt_sequences(dataset, documents)
     return np.bincount(which, np.maximum(np.minimum(ends, limit) - begins, 0), documents.size).astype(np.int64)
 
 
@@ -325,7 +325,7 @@ def _narrow(places: IntArray) -> Integers:
 
 def _counted(runs: Runs, offsets: IntArray) -> IntArray:
     """Spans of labels that are learnt, see Runs; each run begins in its document at an offset."""
-    which, begins, ends = learnt_sequences(runs.dataset, runs.documents)
+    which, begins, ends = _learnt_sequences(runs.dataset, runs.documents)
     begins = np.maximum(begins - offsets[which], 1)
     ends = np.minimum(ends - offsets[which], runs.lengths[which])
     inside = ends > begins
@@ -335,7 +335,9 @@ def _counted(runs: Runs, offsets: IntArray) -> IntArray:
     return np.stack((runs.rows[which], labels + begins[inside], labels + ends[inside]), axis=1)
 
 
-def _runs(dataset: IndexedDataset, packed: PackedBins, pieces_by_bin: Integers, bins: IntArray, rows: IntArray) -> Runs:
+def _runs(
+    dataset: IndexedDataset, packed: _PackedBins, pieces_by_bin: Integers, bins: IntArray, rows: IntArray
+) -> Runs:
     """Runs of bins into rows of a batch."""
     which, documents, offsets, lengths = packed.pieces_of(pieces_by_bin, bins)
     starts = dataset.document_bounds(documents)[0] + offsets
@@ -355,7 +357,7 @@ class PackedSamples:
         documents: the documents to train on.
         seq_len: S, tokens that a sample predicts.
         seed: of the order.
-        cache_dir: see `PackedBins`.
+        cache_dir: see `_PackedBins`.
 
     Raises:
         ConfigError: data.cache_dir was given and cannot be written.
@@ -420,7 +422,7 @@ class PackedValidation:
         dataset: where the tokens are.
         documents: the documents to validate on.
         seq_len: S, tokens that a window predicts.
-        cache_dir: see `PackedBins`.
+        cache_dir: see `_PackedBins`.
 
     Raises:
         ConfigError: data.cache_dir was given and cannot be written.
@@ -443,8 +445,8 @@ class PackedValidation:
         return [_runs(self.dataset, self._bins, self._order, windows[rows], rows)]
 
 
-def _packed(dataset: IndexedDataset, documents: range, seq_len: int, cache_dir: str | None) -> PackedBins:
-    bins = PackedBins(dataset, documents, seq_len, cache_dir)
+def _packed(dataset: IndexedDataset, documents: range, seq_len: int, cache_dir: str | None) -> _PackedBins:
+    bins = _PackedBins(dataset, documents, seq_len, cache_dir)
     if not len(bins):
         raise DataError(
             f"{dataset.prefix}: none of documents {documents.start} to {documents.stop - 1} has a token to learn "

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megads.data.indexed.dataset import Array, IndexedDataset, IntArray
 from megads.data.sampling.index_maps import EpochMap
 
-FEW_RUNS = 16
+_FEW_RUNS = 16
 """So many are not sorted before they are read."""
 
 
@@ -210,7 +210,7 @@ def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
     flat, width = out_bt.reshape(-1), out_bt.shape[1]
     for part in runs:
         starts, lengths, targets = part.starts, part.lengths, part.rows * width + part.places
-        if starts.size > FEW_RUNS:
+        if starts.size > _FEW_RUNS:
             order = np.argsort(starts)
             starts, lengths, targets = starts[order], lengths[order], targets[order]
         tokens = part.dataset.all_tokens

@@ -30,13 +30,13 @@ from megads.errors import DataError
 KEPT_EPOCHS = 16
 FEW_SAMPLES, FEW_DOCUMENTS = 8, 16
 """Up to so many, of so many documents each, are found faster one by one than by operations on arrays."""
-BUILT_AHEAD = 1 / 16
+_BUILT_AHEAD = 1 / 16
 """The next epoch's map is built in so much of an epoch at its end."""
 CHUNK_TOKENS = 1 << 22
 """That `unigram_entropy` counts at a time."""
-SAMPLED_TOKENS = 1 << 24
+_SAMPLED_TOKENS = 1 << 24
 """Of a larger validation set it counts so many, in windows that are evenly spaced over the set."""
-MAX_TOKEN_ID = 1 << 24
+_MAX_TOKEN_ID = 1 << 24
 """A larger token id is damage: counting it would take memory for that many tokens."""
 
 
@@ -99,7 +99,7 @@ class TrainSamples:
         """See `TrainSource`; the next epoch's, in the last part of an epoch."""
         epoch, place = divmod(samples, self.samples_per_map)
         first = (epoch + 1) * self.samples_per_map
-        due = place >= self.samples_per_map * (1 - BUILT_AHEAD) and (end is None or first < end)
+        due = place >= self.samples_per_map * (1 - _BUILT_AHEAD) and (end is None or first < end)
         if due and epoch + 1 not in self._built_ahead:
             # Whatever comes of it: it is built, or fails for all to see, when it is needed.
             self._built_ahead.add(epoch + 1)
@@ -274,7 +274,7 @@ def unigram_entropy(valid: ValidationSource) -> float:
     Raises:
         DataError: a token that cannot be one.
     """
-    valid = WindowSubset(valid, SAMPLED_TOKENS)
+    valid = WindowSubset(valid, _SAMPLED_TOKENS)
     counts: IntArray = np.zeros(0, np.int64)
     windows_a_chunk = max(CHUNK_TOKENS // (valid.seq_len + 1), 1)
     for begin in range(0, len(valid), windows_a_chunk):
@@ -282,7 +282,7 @@ def unigram_entropy(valid: ValidationSource) -> float:
         runs = valid.runs(windows)
         tokens_bt = np.zeros((windows.size, valid.seq_len + 1), widest_dtype(runs))
         copy_tokens(runs, tokens_bt)
-        if tokens_bt.min() < 0 or tokens_bt.max() > MAX_TOKEN_ID:
+        if tokens_bt.min() < 0 or tokens_bt.max() > _MAX_TOKEN_ID:
             raise _impossible_token(runs, tokens_bt)
         counted = loss_mask(runs, windows.size, valid.seq_len, mask_eod=False) == 1
         more = np.bincount(tokens_bt[:, 1:][counted], minlength=counts.size)
@@ -293,7 +293,7 @@ def unigram_entropy(valid: ValidationSource) -> float:
 
 
 def _impossible_token(runs: Sequence[Runs], tokens_bt: Array) -> DataError:
-    row, place = (int(at) for at in np.argwhere((tokens_bt < 0) | (tokens_bt > MAX_TOKEN_ID))[0])
+    row, place = (int(at) for at in np.argwhere((tokens_bt < 0) | (tokens_bt > _MAX_TOKEN_ID))[0])
     dataset, document, _ = token_at(runs, row, place)
     return DataError(
         f"{dataset.prefix}: document {document} holds token {tokens_bt[row, place]}, which no vocabulary has; "
