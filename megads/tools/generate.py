@@ -20,10 +20,16 @@ from megads.checkpoint.read import open_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.data.indexed.sidecar import find_tokenizer
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from megads.evaluate.completion import Completion, GenerationSpeed, Prompt, TextGenerator
 from megads.evaluate.config import GenerateConfig
-from megads.evaluate.placement import choose_device, choose_dtype
-from megads.evaluate.sampling import Sampling
+from megads.evaluate.generation import (
+    Completion,
+    GenerationSpeed,
+    Prompt,
+    Sampling,
+    TextGenerator,
+    choose_device,
+    choose_dtype,
+)
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
 

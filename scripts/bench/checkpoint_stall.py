@@ -37,7 +37,7 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.runtime.environment import exported
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter

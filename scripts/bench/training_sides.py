@@ -24,7 +24,7 @@ from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Implementation, KernelOp, OpsConfig
 from megads.ops.kernels import FUSED, TORCH, Kernels
 from megads.optim.config import OptimConfig
-from megads.plan.flops import model_flops_per_token
+from megads.plan.model_size import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state
 from scripts.bench.processes import Turn, UnavailableError
 
@@ -98,7 +98,7 @@ class TrainingWork:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step, as megads.plan.flops counts them."""
+        """Model FLOPs of a step, as megads.plan.model_size counts them."""
         return self.tokens * model_flops_per_token(self.model, self.seq_len)
 
     @property

@@ -13,7 +13,7 @@ from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT
 from megads.model.initialise import parameter_generator
-from megads.plan.parameters import parameter_shapes
+from megads.plan.model_size import parameter_shapes
 from tests.model import naive
 
 

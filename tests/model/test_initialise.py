@@ -10,7 +10,7 @@ import torch
 from megads.model.config import ModelConfig
 from megads.model.initialise import initial_value
 from megads.model.stages import stage_specs
-from megads.plan.parameters import parameter_shapes
+from megads.plan.model_size import parameter_shapes
 
 CONFIG = ModelConfig(num_layers=8, hidden_size=96, num_heads=4, vocab_size=512, init_std=0.02)
 

@@ -12,7 +12,7 @@ from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.stages import TIED_COPY, Embedding, stage_specs
-from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.model_size import parameter_count, parameter_shapes
 from tests.test_conf import MODELS, compose_train
 
 

@@ -17,7 +17,7 @@ from megads.model.stages import stage_specs
 from megads.parallel.grid import Axis
 from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
 from megads.parallel.table import Cut, ShardingTable
-from megads.plan.parameters import parameter_shapes
+from megads.plan.model_size import parameter_shapes
 
 # 7 rows over 3 ranks leave padding on the last one; 4 leave it nothing.
 CONFIG = ModelConfig(

@@ -18,7 +18,7 @@ from megads.model.initialise import initial_value
 from megads.model.rotary import rotary_tables
 from megads.ops.kernels import TORCH
 from megads.ops.rotary import rotate
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from scripts.bench.gpu_items import ALWAYS, STAGES, Item, chosen, items, rounds
 from scripts.bench.gpu_profile import profile_command, read_report, slowest
