@@ -8,8 +8,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.data.batch_size import BatchSizeSchedule
-from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig, Engine, TextTokenizerConfig
+from megads.data.config import DataConfig
+from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
+from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
@@ -25,8 +26,8 @@ from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 
 if TYPE_CHECKING:
-    from megads.data.recorded import DataRecord
-    from megads.data.runs import TrainSource, ValidationSource
+    from megads.data.indexed.recorded import DataRecord
+    from megads.data.sampling.runs import TrainSource, ValidationSource
 
 LENGTHS = ("steps", "samples", "tokens")
 
@@ -432,8 +433,8 @@ def planned_steps(config: RootConfig) -> int:
 def open_run_data(
     config: RootConfig, record: DataRecord | None = None
 ) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
-    """Opens a run's training and validation data, see `megads.data.datasets.open_datasets`."""
-    from megads.data.datasets import open_datasets
+    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`."""
+    from megads.data.sampling.datasets import open_datasets
 
     train, schedule = config.train, batch_size_schedule(config)
     samples = schedule.samples_after(planned_steps(config))

@@ -12,12 +12,12 @@ from megads.checkpoint.folders import list_checkpoints
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
 from megads.config import RootConfig, batch_size_schedule, planned_steps
-from megads.data.blend_config import Order
-from megads.data.datasets import train_weights
-from megads.data.indexed import idx_path
-from megads.data.mix_history import continued
-from megads.data.recorded import read_record, record_data, renamed_datasets
-from megads.data.skip import require_same_past, skips_of
+from megads.data.config import Order
+from megads.data.indexed.dataset import idx_path
+from megads.data.indexed.recorded import read_record, record_data, renamed_datasets
+from megads.data.sampling.blend import continued
+from megads.data.sampling.datasets import train_weights
+from megads.data.sampling.sampler import require_same_past, skips_of
 from megads.engine.interface import TrainEngine
 from megads.errors import ConfigError
 from megads.frozen_config import config_of_start

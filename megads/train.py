@@ -15,14 +15,12 @@ from megads.batch import MicroBatch
 from megads.checkpoint.folders import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
-from megads.data.batches import Packing
-from megads.data.blend import BlendedSamples
-from megads.data.loader import StepBatch, TrainLoader, validation_batches
-from megads.data.packed import PackedSamples
-from megads.data.recorded import read_record, record_data, require_recorded
-from megads.data.runs import TrainSource, ValidationSource
-from megads.data.samples import WindowSubset
-from megads.data.unigram import unigram_entropy
+from megads.data.indexed.recorded import read_record, record_data, require_recorded
+from megads.data.sampling.blend import BlendedSamples
+from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, validation_batches
+from megads.data.sampling.packed import PackedSamples
+from megads.data.sampling.runs import TrainSource, ValidationSource
+from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.build import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.data.indexed import IndexedDatasetWriter
+from megads.data.indexed.writer import IndexedDatasetWriter
 
 VOCAB_SIZE = 509
 NUM_DOCUMENTS = 160

@@ -11,9 +11,9 @@ import torch
 
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import save_checkpoint
-from megads.data.config import PreprocessConfig, TokenizerConfig
-from megads.data.preprocess import preprocess
-from megads.data.tokenizer import train_tokenizer
+from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.data.prepare.preprocess import preprocess
+from megads.data.prepare.tokenizer import train_tokenizer
 from megads.engine.interface import Shard
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT

@@ -53,6 +53,9 @@ TOOLS = {
     "verify": set(),
 }
 
+# The inner rooms of data, and which of them each may import; what lies beside them imports none.
+DATA_ROOMS: dict[str, set[str]] = {"indexed": set(), "prepare": {"indexed"}, "sampling": {"indexed"}}
+
 PICKLES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 DRAWER_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "shared"}
 
@@ -109,7 +112,7 @@ def test_the_walls_see_imports() -> None:
     """Catches a reader of imports that finds nothing, under which every wall below would hold."""
     assert {"engine"} <= importers("deepspeed") and {"cli"} <= importers("hydra")
     assert len(importers("megads.errors")) > 5
-    assert "cli" in importers("megads.data.preprocess"), "imports inside functions count"
+    assert "cli" in importers("megads.data.prepare.preprocess"), "imports inside functions count"
 
 
 def test_every_room_has_a_place() -> None:
@@ -140,6 +143,35 @@ def test_tools_use_each_other_as_listed() -> None:
             others = {name.split(".")[2] for name, _ in imports(module) if name.startswith("megads.tools.")}
             used[own] |= others - {own}
     assert used == TOOLS
+
+
+def test_data_rooms_import_as_listed() -> None:
+    """Catches a sampler that needs what makes datasets of text, and a file beside the inner rooms that needs them."""
+    wrong = []
+    for module in modules():
+        own = module.name.split(".")[1] if module.room == "data" and "." in module.name else ""
+        for name, line in imports(module) if own else ():
+            target = name.removeprefix("megads.data.").split(".")[0]
+            if name.startswith("megads.data.") and target in DATA_ROOMS.keys() - DATA_ROOMS.get(own, set()) - {own}:
+                wrong.append(f"{module.name}:{line} imports {name}")
+    assert wrong == []
+
+
+def test_rooms_outside_of_data_use_its_front_doors() -> None:
+    """Catches a room that imports what an inner room of data keeps to itself."""
+    doors = {}
+    for room in DATA_ROOMS:
+        tree = next(module.tree for module in modules() if module.name == f"data.{room}.__init__")
+        listed = next(node.value for node in tree.body if isinstance(node, ast.Assign))
+        doors[room] = {ast.literal_eval(name) for name in listed.elts} if isinstance(listed, ast.List) else set()
+        assert {f"data.{room}.{name}" for name in doors[room]} <= {module.name for module in modules()}
+    wrong = []
+    for module in modules():
+        for name, line in imports(module) if module.room != "data" else ():
+            room, _, inside = name.removeprefix("megads.data.").partition(".")
+            if name.startswith("megads.data.") and room in doors and inside.split(".")[0] not in doors[room]:
+                wrong.append(f"{module.name}:{line} imports {name}")
+    assert wrong == []
 
 
 def test_imports_make_no_circle() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.data.indexed import bin_path, idx_path
-from megads.data.indexed_header import HEADER
+from megads.data.indexed.dataset import HEADER, bin_path, idx_path
 from tests.command import StartCommand, small_model, steps_of
 from tests.corpus import VOCAB_SIZE
 from tests.fork_server import ForkServer, Outcome

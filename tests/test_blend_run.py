@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megads.config import open_run_data
-from megads.data.blend import BlendedSamples
-from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.data.sampling.blend import BlendedSamples
 from megads.frozen_config import load_frozen
 from tests.command import StartCommand, events_of, small_model, steps_of, validations_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megads.config import Precision, RootConfig, check_config, planned_steps
-from megads.data.blend_config import DatasetConfig
+from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
 from megads.model.config import AttentionKind, Position

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megads.data.indexed import IndexedDatasetWriter
+from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.runtime.metrics import read_json_lines
 from tests.command import Command, Ended, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
 from tests.corpus import VOCAB_SIZE, documents

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megads.cli.verb import Invocation, Verb
-from megads.data.dataset_action import DatasetAction, DatasetActionConfig
+from megads.data.config import DatasetAction, DatasetActionConfig
 from megads.errors import EXIT_OK
 
 
@@ -17,7 +17,7 @@ def run(config: DatasetActionConfig, _invocation: Invocation) -> int:
 
 
 def _merge(config: DatasetActionConfig) -> None:
-    from megads.data.joined import merge
+    from megads.data.indexed.actions import merge
 
     assert config.output is not None
     made = merge(config.prefixes, config.output, config.overwrite)
@@ -25,7 +25,7 @@ def _merge(config: DatasetActionConfig) -> None:
 
 
 def _split(config: DatasetActionConfig) -> None:
-    from megads.data.joined import split
+    from megads.data.indexed.actions import split
 
     assert config.output is not None
     for made in split(config.prefixes[0], config.output, config.shares, config.overwrite).values():
@@ -33,7 +33,7 @@ def _split(config: DatasetActionConfig) -> None:
 
 
 def _inspect(config: DatasetActionConfig) -> None:
-    from megads.data.examined import inspect
+    from megads.data.indexed.actions import inspect
 
     for document in inspect(config.prefixes[0], config.first, config.count, config.max_characters, config.tokenizer):
         print(f"=== document {document.number}: {document.tokens:,} tokens")
@@ -41,7 +41,7 @@ def _inspect(config: DatasetActionConfig) -> None:
 
 
 def _stats(config: DatasetActionConfig) -> None:
-    from megads.data.examined import length_statistics
+    from megads.data.indexed.actions import length_statistics
     from megads.tools.inspect.dataset_lengths import print_lengths, write_picture
 
     counted = [length_statistics(prefix) for prefix in config.prefixes]
@@ -53,7 +53,7 @@ def _stats(config: DatasetActionConfig) -> None:
 
 
 def _check(config: DatasetActionConfig) -> None:
-    from megads.data.examined import check
+    from megads.data.indexed.actions import check
 
     for prefix in config.prefixes:
         found = check(prefix)

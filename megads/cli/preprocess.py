@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
-from megads.data.config import PreprocessConfig
+from megads.data.prepare.config import PreprocessConfig
 from megads.errors import EXIT_OK
 
 
 def run(config: PreprocessConfig, _invocation: Invocation) -> int:
     """Writes the dataset and says what it holds."""
-    from megads.data.preprocess import preprocess
+    from megads.data.prepare.preprocess import preprocess
 
     print(preprocess(config))
     return EXIT_OK

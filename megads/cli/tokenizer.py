@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
-from megads.data.config import TokenizerConfig
+from megads.data.prepare.config import TokenizerConfig
 from megads.errors import EXIT_OK
 
 
 def run(config: TokenizerConfig, _invocation: Invocation) -> int:
     """Trains and writes the tokenizer, and says how large it is."""
-    from megads.data.tokenizer import train_tokenizer
+    from megads.data.prepare.tokenizer import train_tokenizer
 
     print(train_tokenizer(config))
     return EXIT_OK

@@ -1,1 +1,5 @@
-"""From raw text to micro-batches: tokenizer, indexed dataset, index maps, sampler, loader."""
+"""From raw text to micro-batches.
+
+`prepare` turns text into datasets, `indexed` is their format on disk, `sampling` reads them in a run's order. `config`
+and `progress` are for all three.
+"""

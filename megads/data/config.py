@@ -1,39 +1,97 @@
-"""Which data a run reads, and how raw text becomes data."""
+"""What users set of the datasets that a run reads or `megads dataset` works on."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
+from pathlib import PurePath
 from typing import Any
 
 from omegaconf import MISSING
 
-from megads.data.blend_config import DatasetConfig, MixConfig, Order, PhaseConfig, SkipConfig, Weighting
 from megads.errors import ConfigError
-from megads.runtime.registry import READERS, import_plugins
-
-SMALLEST_VOCABULARY = 257
-SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
-# Learning takes memory for all of it at once, some 100 bytes a token.
-_LARGEST_VOCABULARY = 1 << 24
+from megads.runtime.registry import READERS
 
 
-def check_learning(section: str, vocab_size: int | None, min_frequency: int) -> None:
-    """Raises ConfigError on a vocabulary that cannot be learnt.
+class Weighting(StrEnum):
+    """Where the weights of a blend come from."""
 
-    Args:
-        section: of the config that holds the two keys, with a dot at its end; or empty.
-        vocab_size: tokens; None where that is left to the text.
-        min_frequency: of a pair that is merged.
-    """
-    if vocab_size is not None and vocab_size < SMALLEST_VOCABULARY:
-        raise ConfigError(f"{section}vocab_size = {vocab_size}: {SMALLEST_WANTED}")
-    if vocab_size is not None and vocab_size > _LARGEST_VOCABULARY:
-        raise ConfigError(f"{section}vocab_size = {vocab_size}: must be at most {_LARGEST_VOCABULARY}")
-    if min_frequency < 1:
-        raise ConfigError(f"{section}min_frequency = {min_frequency}: must be at least 1")
+    explicit = "explicit"
+    tokens = "tokens"
+    documents = "documents"
+    temperature = "temperature"
+
+
+class Order(StrEnum):
+    """Who defines the order of the samples."""
+
+    default = "default"
+    megatron = "megatron"
+
+
+@dataclass
+class DatasetConfig:
+    """One dataset on disk."""
+
+    path: str = MISSING
+    """Prefix of <path>.bin and <path>.idx."""
+    weight: float | None = None
+    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit. In Megatron's
+    order a weight matters for a lone dataset too: with one its samples are those of --data-path 1.0 <prefix>, with null
+    those of --data-path <prefix>."""
+    name: str | None = None
+    """Name of its validation share in metrics (valid/<name>/loss); null is the last part of the path."""
+    max_epochs: float | None = None
+    """Passes over the dataset that the run may take; null is one where it is blended with others, and any number where
+    it is alone."""
+
+    @property
+    def shown_name(self) -> str:
+        """The name in metrics."""
+        return self.name if self.name is not None else PurePath(self.path).name
+
+
+@dataclass
+class PhaseConfig:
+    """Another mix of the same datasets, from a sample on."""
+
+    from_sample: int = MISSING
+    """Samples consumed (`samples` in metrics.jsonl) when it begins."""
+    weights: list[float] = field(default_factory=list)
+    """One a dataset of data.train, in their order; 0 leaves it out."""
+
+
+@dataclass
+class MixConfig:
+    """A mix that a run has had from a sample on."""
+
+    from_sample: int = MISSING
+    """Number in the training stream of its first sample."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """By path."""
+
+
+@dataclass
+class SkipConfig:
+    """A range of the training stream to leave out: either steps or samples."""
+
+    steps: list[int] | None = None
+    """[first, last] step as counted in metrics.jsonl, both left out."""
+    samples: list[int] | None = None
+    """[from, to]: what is consumed between these two values of `samples` in metrics.jsonl."""
+
+    def check(self) -> None:
+        """Raises ConfigError unless it is exactly one range with something in it."""
+        ranges = [value for value in (self.steps, self.samples) if value is not None]
+        shown = f"data.skip: steps = {self.steps}, samples = {self.samples}"
+        if len(ranges) != 1 or len(ranges[0]) != 2:
+            raise ConfigError(f"{shown}: want one range of one kind, for example data.skip='[{{steps: [501, 700]}}]'")
+        if self.steps is not None and not 1 <= self.steps[0] <= self.steps[1]:
+            raise ConfigError(f"{shown}: want [first, last] with 1 <= first <= last")
+        if self.samples is not None and not 0 <= self.samples[0] < self.samples[1]:
+            raise ConfigError(f"{shown}: want [from, to] with 0 <= from < to")
 
 
 class PackingMode(StrEnum):
@@ -264,14 +322,6 @@ class DataConfig:
             )
 
 
-class Engine(StrEnum):
-    """What tokenizes."""
-
-    auto = "auto"
-    hf = "hf"
-    fast = "fast"
-
-
 class TextSpecialTokens(StrEnum):
     """What becomes of special tokens that a text spells out."""
 
@@ -279,112 +329,66 @@ class TextSpecialTokens(StrEnum):
     parse = "parse"
 
 
-@dataclass
-class TextTokenizerConfig:
-    """The tokenizer of a run: given, or learnt from data.raw."""
+class DatasetAction(Enum):
+    """What `megads dataset` does."""
 
-    path: str | None = None
-    """Tokenizer file in Hugging Face `tokenizers` format; null learns one from data.raw."""
-    vocab_size: int | None = None
-    """Tokens to learn from data.raw, the special one included; null grows with the text, from 512 to 32,768, and
-    stays within model.vocab_size."""
-    min_frequency: int = 2
-    """Pairs seen less often are not merged."""
-    end_of_document: str | None = "<|endoftext|>"
-    """Special token that ends every document of data.raw; null marks no ends."""
-    engine: Engine = Engine.auto
-    """What tokenizes data.raw: hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids; auto takes fast
-    where it is installed and gives the same ids."""
-    text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore
-    """ignore: text of data.raw that spells a special token is ordinary text. parse: it is the token, for text that a
-    chat template made. With parse a text of strangers can forge the end of a document or a turn."""
-
-    def check(self) -> None:
-        """Raises ConfigError on a size without room for the bytes, and on a size for a tokenizer that is given."""
-        if self.vocab_size is not None and self.path is not None:
-            raise ConfigError(
-                f"tokenizer.vocab_size = {self.vocab_size} is for a tokenizer to learn, but tokenizer.path = "
-                f"{self.path} gives one: leave one of them out"
-            )
-        check_learning("tokenizer.", self.vocab_size, self.min_frequency)
-        if self.end_of_document == "":
-            raise ConfigError("tokenizer.end_of_document is empty: give a token, or null to mark no ends")
+    merge = "merge"
+    split = "split"
+    inspect = "inspect"
+    stats = "stats"
+    check = "check"
 
 
 @dataclass
-class TokenizerConfig:
-    """`megads tokenizer`: trains a byte-level BPE tokenizer."""
+class DatasetActionConfig:
+    """`megads dataset`: merges, splits, shows, counts and checks indexed datasets."""
 
-    input: list[str] = field(default_factory=list)
-    """Files, folders or globs: .jsonl (a "text" field a line), .txt or .md (one document each), also .gz or .zst;
-    .parquet."""
-    output: str = "tokenizer.json"
-    """The tokenizer file to write, in Hugging Face `tokenizers` format."""
-    vocab_size: int = 8192
-    """Tokens to learn, the special ones included."""
-    min_frequency: int = 2
-    """Pairs seen less often are not merged."""
-    text_field: str = "text"
-    """JSON field or parquet column that holds the document."""
-    end_of_document: str = "<|endoftext|>"
-    """Special token that ends every document."""
-
-
-@dataclass
-class PreprocessConfig:
-    """`megads preprocess`: turns raw text into an indexed dataset in Megatron's format."""
-
-    input: list[str] = field(default_factory=list)
-    """Files, folders or globs: .jsonl (a "text" field a line), .txt or .md (one document each), also .gz or .zst;
-    .parquet; '[-]' reads JSON lines from the standard input."""
-    tokenizer: str = MISSING
-    """Tokenizer file in Hugging Face `tokenizers` format."""
-    output: str = MISSING
-    """Prefix of the <output>.bin and <output>.idx to write."""
-    text_field: str = "text"
-    """JSON field or parquet column that holds the document."""
-    prompt_field: str | None = None
-    """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, where the loss
-    counts on the second only. May be empty text."""
-    response_field: str | None = None
-    """The field or column of what is learnt; the end-of-document token follows it."""
-    end_of_document: str | None = "<|endoftext|>"
-    """Token appended to every document; null appends none."""
+    action: DatasetAction = MISSING
+    """What to do; the word alone is enough: megads dataset merge."""
+    input: Any = MISSING
+    """Prefix of a dataset, or a list of them: <input>.bin and <input>.idx."""
+    output: str | None = None
+    """Prefix of the dataset to write (merge), of <output>-<part> (split), or a .png file for the histogram (stats)."""
+    parts: Any = None
+    """Names and shares of the parts of a split, by documents and in their order; null is {train: 0.98, valid: 0.02}."""
+    first: int = 0
+    """First document to inspect."""
+    count: int = 5
+    """Documents to inspect."""
+    max_characters: int = 500
+    """Of each inspected document."""
+    tokenizer: str | None = None
+    """Tokenizer file to decode with; null is the one beside the dataset."""
     overwrite: bool = False
-    """Replace an existing dataset."""
-    text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore
-    """ignore: text that spells a special token is ordinary text. parse: it is the token, for text that a chat template
-    made. With parse a text of strangers can forge the end of a document or a turn."""
-    engine: Engine = Engine.auto
-    """hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids on documents from all over the input
-    and on one in a thousand of them; auto takes fast where it is installed and gives the same ids."""
-    workers: int | None = None
-    """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
-    reader: ReaderConfig = field(default_factory=ReaderConfig)
-    """What reads the input."""
-    plugins: list[str] = field(default_factory=list)
-    """Modules of your own to import, which register data readers (docs/extending.md)."""
-
-    def settle_plugins(self) -> None:
-        """Imports the plugins, and checks and completes the settings of the reader; see `UsesPlugins`."""
-        import_plugins(self.plugins)
-        self.reader.settle("reader")
+    """Replace existing datasets."""
 
     @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of a record that hold its text."""
-        if self.prompt_field is None or self.response_field is None:
-            return (self.text_field,)
-        return self.prompt_field, self.response_field
+    def prefixes(self) -> list[str]:
+        """The datasets as a list."""
+        return [self.input] if isinstance(self.input, str) else list(self.input)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the parts of a split, by name."""
+        return {"train": 0.98, "valid": 0.02} if self.parts is None else self.parts
 
     def check(self) -> None:
-        """Raises ConfigError on no workers, on the standard input beside files, and on half a pair."""
-        if (self.prompt_field is None) != (self.response_field is None):
+        """Raises ConfigError on a missing output, on too many inputs, and on parts or documents that are none."""
+        if not isinstance(self.input, str | list) or not self.input or not all(isinstance(x, str) for x in self.input):
+            raise ConfigError(f"input = {self.input!r}: want the prefix of a dataset, or a list, as in input='[a, b]'")
+        if self.action in (DatasetAction.merge, DatasetAction.split) and not self.output:
+            raise ConfigError(f"{self.action.value} needs output=<prefix>")
+        if self.action in (DatasetAction.split, DatasetAction.inspect) and len(self.prefixes) != 1:
+            raise ConfigError(f"{self.action.value} takes one dataset, input names {len(self.prefixes)}")
+        given = self.shares.values() if isinstance(self.shares, dict) else [None]
+        if not self.shares or not all(isinstance(share, int | float) and share > 0 for share in given):
             raise ConfigError(
-                f"prompt_field = {self.prompt_field} and response_field = {self.response_field}: a pair needs both; "
-                "text_field alone names the text of documents that are no pairs"
+                f"parts = {self.shares}: want names with shares above 0, as in parts='{{train: 9, test: 1}}'"
             )
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
-        if "-" in self.input and len(self.input) > 1:
-            raise ConfigError(f"input = {self.input}: - is the standard input and must stand alone; leave the rest out")
+        if self.first < 0 or self.count < 1 or self.max_characters < 1:
+            raise ConfigError(
+                f"first = {self.first}, count = {self.count}, max_characters = {self.max_characters}: want a document "
+                "from 0 on, and at least one of the others"
+            )
+        if self.action is DatasetAction.stats and self.output is not None and not self.output.endswith(".png"):
+            raise ConfigError(f"output = {self.output}: the picture of stats is a .png file")

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
-from megads.data.carried_tokenizer import FoundTokenizer
-from megads.data.tokenizer import tokenizing
+from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
 from megads.errors import ConfigError, DataError, NumericalError
 from megads.evaluate.config import WeightPrecision
 from megads.model.config import ModelConfig, Position

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.folders import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, check_attention, open_run_data, planned_steps
-from megads.data.blend_config import DatasetConfig
-from megads.data.config import Engine
+from megads.data.config import DatasetConfig
+from megads.data.prepare.config import Engine
 from megads.errors import EXIT_OK, ConfigError, DataError, StopRequested
 from megads.frozen_config import config_dict, derive_run_id, load_frozen
 from megads.launch.slurm_ranks import SlurmPlacement
@@ -26,7 +26,7 @@ from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.runtime.stop_file import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
-    from megads.data.prepare import Preparation, Prepared
+    from megads.data.prepare.preparation import Preparation, Prepared
     from megads.launch.preflight_memory import Machine
 
 # What changes nothing of what a finished run has computed.
@@ -246,7 +246,7 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
         ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
         DataError: no such text or dataset.
     """
-    from megads.data.prepare import plan_preparation
+    from megads.data.prepare.preparation import plan_preparation
 
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
@@ -339,7 +339,7 @@ def guard_data(run: ResolvedRun) -> None:
     Raises:
         DataError: a dataset of the same name holds something else than when the run began; says which and what.
     """
-    from megads.data.recorded import record_data, require_recorded, write_record
+    from megads.data.indexed.recorded import record_data, require_recorded, write_record
 
     now = record_data(run.config.data, run.asked.data.raw_patterns)
     if run.config.checkpoint.load != "none" and list_checkpoints(run.run_dir):
@@ -403,8 +403,8 @@ def _with_dataset_vocabulary(config: RootConfig) -> RootConfig:
     """Takes the vocabulary from the dataset's sidecar, and checks that a tokenizer that is named made the dataset."""
     if config.model.vocab_size is not None and config.tokenizer.path is None:
         return config
-    from megads.data.indexed import IndexedDataset
-    from megads.data.sidecar import read_sidecar, sidecar_path
+    from megads.data.indexed.dataset import IndexedDataset
+    from megads.data.indexed.sidecar import read_sidecar, sidecar_path
 
     path = config.data.train[0].path
     sidecar = read_sidecar(path)

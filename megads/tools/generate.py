@@ -18,7 +18,7 @@ import yaml
 
 from megads.checkpoint.read import open_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
-from megads.data.carried_tokenizer import find_tokenizer
+from megads.data.indexed.sidecar import find_tokenizer
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (

@@ -16,9 +16,9 @@ from megads.batch import BatchInfo
 from megads.checkpoint.read import CheckpointHandle, open_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.config import RootConfig, open_run_data
-from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
-from megads.data.recorded import read_record
-from megads.data.runs import TrainSource, ValidationSource
+from megads.data.indexed.recorded import read_record
+from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
+from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.errors import CheckpointError, ConfigError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import GenerationSpeed, Sampling, TextGenerator, choose_device, choose_dtype

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.blend import BalancedOrder
-from megads.data.cached_arrays import ArrayCache
-from megads.data.index_maps import build_sample_index
-from megads.data.megatron_order import MegatronOrder, _deal_in_python
+from megads.data.sampling.blend import BalancedOrder
+from megads.data.sampling.cached_arrays import ArrayCache
+from megads.data.sampling.index_maps import build_sample_index
+from megads.data.sampling.megatron import MegatronOrder, _deal_in_python
 from megads.ops.deal import compiled_deal
 from scripts.bench.results import Verdict, add_results_option, against_rate, record
 

@@ -26,12 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from megads.data.batches import PLAIN, assemble
-from megads.data.blend_config import DatasetConfig
-from megads.data.config import DataConfig
-from megads.data.datasets import open_datasets
-from megads.data.indexed import bin_path, idx_path
-from megads.data.indexed_header import HEADER, MAGIC
+from megads.data.config import DataConfig, DatasetConfig
+from megads.data.indexed.dataset import HEADER, MAGIC, bin_path, idx_path
+from megads.data.sampling.datasets import open_datasets
+from megads.data.sampling.loader import PLAIN, assemble
 from scripts.bench.node_reads import disk_bytes
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 

@@ -22,9 +22,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.data.batches import Packing, assemble
-from megads.data.indexed import IndexedDataset
-from megads.data.samples import TrainSamples
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.sampling.loader import Packing, assemble
+from megads.data.sampling.samples import TrainSamples
 from scripts.bench.results import add_results_option, against_rate, record
 from scripts.bench.synthetic_dataset import write
 

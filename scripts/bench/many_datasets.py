@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from megads.data.batches import PLAIN, assemble
-from megads.data.blend import BlendedSamples, BlendPart
-from megads.data.blend_config import DatasetConfig, Order
-from megads.data.config import DataConfig
-from megads.data.datasets import open_datasets
-from megads.data.indexed import IndexedDatasetWriter
+from megads.data.config import DataConfig, DatasetConfig, Order
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.data.sampling.blend import BlendedSamples, BlendPart
+from megads.data.sampling.datasets import open_datasets
+from megads.data.sampling.loader import PLAIN, assemble
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 from scripts.bench.turns import add_judge_option, take_turns
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from megads.data.batches import PLAIN, assemble
-from megads.data.indexed import IndexedDataset, bin_path
-from megads.data.samples import TrainSamples
+from megads.data.indexed.dataset import IndexedDataset, bin_path
+from megads.data.sampling.loader import PLAIN, assemble
+from megads.data.sampling.samples import TrainSamples
 from scripts.bench.results import add_results_option, record
 from scripts.bench.synthetic_dataset import write
 

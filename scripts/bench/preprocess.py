@@ -29,10 +29,11 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
-from megads.data.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.indexed_header import HEADER, MAGIC, VERSION
-from megads.data.preprocess import preprocess
-from megads.data.tokenizer import load_tokenizer, train_tokenizer
+from megads.data.indexed.dataset import HEADER, MAGIC, VERSION
+from megads.data.indexed.sidecar import load_tokenizer
+from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
+from megads.data.prepare.preprocess import preprocess
+from megads.data.prepare.tokenizer import train_tokenizer
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
 from scripts.bench.results import Verdict, add_results_option, record
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.data.indexed import IndexedDatasetWriter, token_dtype
+from megads.data.indexed.dataset import token_dtype
+from megads.data.indexed.writer import IndexedDatasetWriter
 
 
 def write(prefix: Path, num_tokens: int, vocab_size: int) -> int:

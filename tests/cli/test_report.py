@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megads.data.indexed import IndexedDatasetWriter
+from megads.data.indexed.writer import IndexedDatasetWriter
 from tests.command import REPOSITORY
 from tests.command import run_megads as megads
 from tests.tools.report.written_runs import write_config

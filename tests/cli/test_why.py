@@ -11,9 +11,9 @@ import pytest
 
 from megads.cli.verb import Invocation
 from megads.cli.why import run
-from megads.data.carried_tokenizer import find_tokenizer
-from megads.data.indexed import IndexedDataset, bin_path
-from megads.data.packed import TurnWriter
+from megads.data.indexed.dataset import IndexedDataset, bin_path
+from megads.data.indexed.sidecar import find_tokenizer
+from megads.data.indexed.writer import TurnWriter
 from megads.errors import ConfigError, DataError
 from megads.tools.inspect.why import Explanation, explain
 from megads.tools.inspect.why_config import LossChoice, WhyConfig

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.writer import IndexedDatasetWriter
 
 MakeDataset = Callable[..., IndexedDataset]
 VOCAB_SIZE = 1000

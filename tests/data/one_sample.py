@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from megads.data.samples import TrainSamples, ValidationSamples
+from megads.data.sampling.samples import TrainSamples, ValidationSamples
 
 Samples = TrainSamples | ValidationSamples
 

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megads.batch import BatchInfo
-from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
+from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
 from megads.errors import ConfigError, DataError, NumericalError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import (

@@ -15,10 +15,11 @@ import pytest
 import zstandard
 
 from megads.config import RootConfig, check_config
-from megads.data.blend_config import DatasetConfig
-from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megads.data.samples import TrainSamples
-from megads.data.sidecar import Sidecar, read_sidecar, write_sidecar
+from megads.data.config import DatasetConfig
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.sidecar import Sidecar, read_sidecar, write_sidecar
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.frozen_config import derive_run_id, load_frozen
 from megads.launch.preflight import locate_data, resolve_run

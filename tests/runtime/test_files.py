@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megads.data.recorded import read_record
-from megads.data.sidecar import read_sidecar
+from megads.data.indexed.recorded import read_record
+from megads.data.indexed.sidecar import read_sidecar
 from megads.errors import ConfigError, DataError
 from megads.frozen_config import config_of_start, load_frozen
 from megads.runtime.files import atomic_writer, parse_json, read_regular

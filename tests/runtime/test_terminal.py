@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from megads.data.config import PreprocessConfig, TokenizerConfig
-from megads.data.preprocess import preprocess
-from megads.data.tokenizer import train_tokenizer
+from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.data.prepare.preprocess import preprocess
+from megads.data.prepare.tokenizer import train_tokenizer
 from megads.monitor.console import Console
 from megads.monitor.live_console import Look, PanelState, RunProgress, panel_lines
 from megads.runtime.metrics import EventWriter

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 from megads.batch import BatchInfo
 from megads.config import RootConfig
-from megads.data.blend_config import DatasetConfig
-from megads.data.tokenizer import load_tokenizer
+from megads.data.config import DatasetConfig
+from megads.data.indexed.sidecar import load_tokenizer
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import Completion, Stop

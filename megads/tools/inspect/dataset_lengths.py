@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from megads.data.examined import LengthStatistics
+from megads.data.indexed.actions import LengthStatistics
 from megads.errors import ConfigError, DataError
 from megads.runtime.visible_console import VisibleConsole
 

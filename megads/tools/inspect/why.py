@@ -20,15 +20,13 @@ from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, check_model, nearest_checkpoint
 from megads.checkpoint.unsharded import load_unsharded
 from megads.config import RootConfig, open_run_data
-from megads.data.batches import Packing, assemble
-from megads.data.blend_config import DatasetConfig, MixConfig
-from megads.data.carried_tokenizer import find_tokenizer
-from megads.data.indexed import IntArray, idx_path
-from megads.data.origin import SampleOrigin, Stretch, sample_origins
-from megads.data.recorded import DataRecord, read_record, record_data
-from megads.data.runs import TrainSource
-from megads.data.sampler import batch_hash, micro_batch_ids
-from megads.data.tokenizer import tokenizing
+from megads.data.config import DatasetConfig, MixConfig
+from megads.data.indexed.dataset import IntArray, idx_path
+from megads.data.indexed.recorded import DataRecord, read_record, record_data
+from megads.data.indexed.sidecar import find_tokenizer, tokenizing
+from megads.data.sampling.loader import Packing, assemble
+from megads.data.sampling.runs import SampleOrigin, Stretch, TrainSource, sample_origins
+from megads.data.sampling.sampler import batch_hash, micro_batch_ids
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import choose_device, choose_dtype

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from megads.data.origin import Stretch
+from megads.data.sampling.runs import Stretch
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.inspect.why import Explanation, Losses, ShownSample
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megads.data.indexed import IndexedDatasetWriter
+from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted
 from megads.launch.launcher import EXIT_KILLED
 from megads.runtime.environment import REHEARSAL_VARIABLE, exported, without_commands

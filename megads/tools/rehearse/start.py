@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megads.config import RootConfig, TrainConfig, check_config
-from megads.data.blend_config import DatasetConfig
-from megads.data.config import DataConfig, TextTokenizerConfig
+from megads.data.config import DataConfig, DatasetConfig
+from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.preflight import locate_data, place, require_data

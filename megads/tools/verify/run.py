@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.data.batch_size import BatchSizeSchedule
-from megads.data.batches import Packing
-from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megads.data.loader import TrainLoader
-from megads.data.samples import TrainSamples
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.data.sampling.loader import Packing, TrainLoader
+from megads.data.sampling.samples import TrainSamples
 from megads.engine.interface import Shard
 from megads.errors import NumericalError
 from megads.model.config import ModelConfig

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.data.sampler import micro_batch_ids
+from megads.data.sampling.sampler import micro_batch_ids
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.initialise import InitialValue, parameter_generator

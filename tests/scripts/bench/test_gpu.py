@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megads.data.indexed import IndexedDataset
+from megads.data.indexed.dataset import IndexedDataset
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from scripts.bench.gpu_items import ALWAYS, STAGES
 

@@ -6,8 +6,7 @@ import itertools
 from pathlib import Path
 
 from megads.config import RootConfig, TrainConfig, check_config
-from megads.data.blend_config import DatasetConfig
-from megads.data.config import DataConfig
+from megads.data.config import DataConfig, DatasetConfig
 from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.runtime.config import ClusterConfig, ClusterKind

@@ -1,0 +1,361 @@
+"""Tokenizes blocks into shards: what every preprocessing process does.
+
+Shards are what an interrupted preprocessing keeps, and what the dataset is joined from. A shard file: u32 length of the
+header, the header as JSON, int32 [sequences] lengths, the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+import xxhash
+from tokenizers import Tokenizer
+
+from megads.data.config import TextSpecialTokens
+from megads.data.indexed.sidecar import load_tokenizer, tokenizing
+from megads.data.indexed.writer import COPY_BYTES
+from megads.data.prepare.blocks import Block, LoadedBlock
+from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
+from megads.data.prepare.config import Engine
+from megads.data.prepare.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
+from megads.data.prepare.records import Fields
+from megads.data.prepare.text import PIECE_CHARACTERS, Document, RejectedLine, TextCutter
+from megads.errors import DataError
+from megads.runtime.files import parse_json, temporary_path
+
+_LENGTH = struct.Struct("<I")
+_BATCH_CHARACTERS = 1 << 20
+_LONG_CHARACTERS = 2 * PIECE_CHARACTERS
+"""Longer texts are cut. Pieces of plain text are not, which have up to so many."""
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """What decides, with the input, which tokens come out.
+
+    Attributes:
+        tokenizer_file: in the format of Hugging Face `tokenizers`.
+        tokenizer_sha256: of its content.
+        fields: those of a record that hold its text; each gives a sequence, all together a document.
+        end_id: token that ends every document, None for none.
+        dtype: token dtype, as numpy spells it.
+        engine: hf or fast.
+        text_special_tokens: whether text that spells a special token is text (ignore) or the token (parse).
+    """
+
+    tokenizer_file: str
+    tokenizer_sha256: str
+    fields: Fields
+    end_id: int | None
+    dtype: str
+    engine: str = Engine.hf.value
+    text_special_tokens: str = TextSpecialTokens.ignore.value
+
+    @cached_property
+    def identity(self) -> str:
+        """Hash of the settings and of the version of what tokenizes."""
+        settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 2}
+        return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One block is done.
+
+    Attributes:
+        documents: in its shard, parts included.
+        tokens: in its shard.
+        input_bytes: of input that it stands for.
+        kept: the shard was there already.
+        restarted: the engine gave other ids than the reference, which then made the shard.
+    """
+
+    documents: int
+    tokens: int
+    input_bytes: int
+    kept: bool
+    restarted: bool = False
+
+
+class BlockTokenizer:
+    """Turns blocks into shards in a folder.
+
+    Args:
+        settings: which tokens.
+        folder: where shards go; it must exist.
+
+    Raises:
+        DataError: the tokenizer file is missing, damaged, or was changed a moment ago.
+    """
+
+    def __init__(self, settings: TokenizeSettings, folder: Path) -> None:
+        self._settings = settings
+        self._folder = folder
+        tokenizer = _unchanged_tokenizer(settings)
+        self._cutter = TextCutter(tokenizer)
+        self._reference = HuggingFaceEngine(tokenizer)
+        self._engine: TextEngine
+        if settings.engine == Engine.fast.value:
+            self._engine = FastEngine(settings.tokenizer_file, self._reference)
+        else:
+            self._engine = _cached(tokenizer, self._reference)
+
+    def __call__(self, number: int, block: Block) -> Finished:
+        """Makes the shard of a block, unless an earlier start did.
+
+        Raises:
+            DataError: the input cannot be read, the tokenizer fails on it, or the disk is full.
+        """
+        try:
+            loaded = block.load()
+        except OSError as error:
+            raise DataError(f"{block}: reading failed: {error.strerror}; make it readable or leave it out") from error
+        identity = f"{self._settings.identity}-{loaded.digest()}"
+        path = shard_path(self._folder, number)
+        shard = _kept_shard(path, identity)
+        if shard is not None:
+            return Finished(shard.header.sequences, shard.header.tokens, loaded.input_bytes, kept=True)
+        restarted = False
+        try:
+            header = self._make(path, loaded, identity, self._engine)
+        except EngineMismatch:
+            # It is not asked again: what it does wrong need not be in the documents of a block that are checked.
+            self._engine = self._reference
+            header, restarted = self._make(path, loaded, identity, self._reference), True
+        return Finished(header.sequences, header.tokens, loaded.input_bytes, kept=False, restarted=restarted)
+
+    def _make(self, path: Path, block: LoadedBlock, identity: str, engine: TextEngine) -> ShardHeader:
+        built = _ShardBuilder(engine, self._settings)
+        with tokenizing(self._settings.tokenizer_file):
+            for row in block.rows(self._settings.fields, self._cutter.last_cut):
+                for part in self._parts(row):
+                    built.add(part)
+            return built.write(path, block, identity)
+
+    def _parts(self, row: Document | RejectedLine) -> Iterator[Document | RejectedLine]:
+        """Yields a long document in pieces: a tokenizer takes a hundred bytes of memory for a byte of text."""
+        if isinstance(row, RejectedLine) or len(row.text) <= _LONG_CHARACTERS:
+            yield row
+            return
+        piece = ""
+        for following in self._cutter.pieces(row.text):
+            if piece:
+                yield row._replace(text=piece, continues=True, turn=False)
+            piece = following
+        yield row._replace(text=piece)
+
+
+class _ShardBuilder:
+    """Collects the tokens of one block, a batch of documents at a time."""
+
+    def __init__(self, engine: TextEngine, settings: TokenizeSettings) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._tokens = bytearray()
+        self._lengths = array("i")
+        self._rejected: list[list[object]] = []
+        self._batch: list[Document] = []
+        self._batch_characters = self._text_bytes = self._max_token_id = 0
+        self._continues = False
+
+    def add(self, row: Document | RejectedLine) -> None:
+        """Takes one document, or a line that is none."""
+        if isinstance(row, RejectedLine):
+            self._rejected.append([row.source, row.line, row.why.reason, row.why.detail])
+            return
+        self._batch.append(row)
+        self._batch_characters += len(row.text)
+        if self._batch_characters >= _BATCH_CHARACTERS:
+            self._tokenize_batch()
+
+    def write(self, path: Path, block: LoadedBlock, identity: str) -> ShardHeader:
+        """Writes the shard of all that was added."""
+        self._tokenize_batch()
+        sizes = np.array(self._lengths, np.int32)
+        header = ShardHeader(
+            identity=identity,
+            sequences=sizes.size,
+            tokens=len(self._tokens) // np.dtype(self._settings.dtype).itemsize,
+            text_bytes=self._text_bytes,
+            max_token_id=self._max_token_id,
+            continues=self._continues,
+            first=block.first,
+            lines=block.num_lines,
+            rejected=self._rejected,
+            checksum=_shard_checksum(sizes, self._tokens),
+        )
+        _write_shard(path, header, sizes, self._tokens)
+        return header
+
+    def _tokenize_batch(self) -> None:
+        texts = [document.text for document in self._batch]
+        ids, lengths = self._engine.encode(texts)
+        if self._settings.end_id is not None:
+            ended = np.array([not (document.continues or document.turn) for document in self._batch], bool)
+            ids = np.insert(ids, np.cumsum(lengths, dtype=np.int64)[ended], self._settings.end_id)
+            lengths = [length + int(end) for length, end in zip(lengths, ended, strict=True)]
+        for document, length in zip(self._batch, lengths, strict=True):
+            self._lengths.append(self._lengths.pop() + length if self._continues else length)
+            self._continues = document.continues
+        self._tokens += ids.astype(self._settings.dtype).tobytes()
+        self._max_token_id = max(self._max_token_id, int(ids.max(initial=0)))
+        self._text_bytes += sum(len(text.encode()) for text in texts)
+        self._batch, self._batch_characters = [], 0
+
+
+def _cached(tokenizer: Tokenizer, reference: HuggingFaceEngine) -> TextEngine:
+    """Returns the reference with a cache of words, where it is known how the tokenizer splits text."""
+    try:
+        return CachingEngine(tokenizer, reference)
+    except UnknownPattern:
+        return reference
+
+
+def _unchanged_tokenizer(settings: TokenizeSettings) -> Tokenizer:
+    """Loads the tokenizer, set for special tokens in the text."""
+    tokenizer = load_tokenizer(settings.tokenizer_file)
+    if hashlib.sha256(Path(settings.tokenizer_file).read_bytes()).hexdigest() != settings.tokenizer_sha256:
+        raise DataError(
+            f"{settings.tokenizer_file}: changed while it was in use: start again when nothing writes to it"
+        )
+    tokenizer.encode_special_tokens = settings.text_special_tokens == TextSpecialTokens.ignore
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a shard holds."""
+
+    identity: str
+    """Hash of the block and of all settings: equal ones give equal shards."""
+    sequences: int
+    """Documents, a part of one at either end included."""
+    tokens: int
+    """Their tokens."""
+    text_bytes: int
+    """Their text in UTF-8."""
+    max_token_id: int
+    """Largest token, 0 for none."""
+    continues: bool
+    """The last document goes on in the next shard."""
+    first: bool
+    """Lines of rejections are counted from the start of a file; else from where the shard before ended."""
+    lines: int
+    """Lines of input."""
+    rejected: list[list[Any]]
+    """Source, line, reason and detail of every line that gave no document."""
+    checksum: str
+    """XXH3 of lengths and tokens."""
+
+
+@dataclass(frozen=True)
+class DatasetShard:
+    """A shard file, opened.
+
+    Attributes:
+        path: the file.
+        header: what it holds.
+        sizes: int32 [sequences] tokens of each.
+    """
+
+    path: Path
+    header: ShardHeader
+    sizes: npt.NDArray[np.int32]
+    token_offset: int
+
+    def tokens(self) -> Iterator[bytes]:
+        """Yields the tokens in pieces.
+
+        Raises:
+            DataError: they are not what was written; the file is removed, so that the next start makes it anew.
+        """
+        digest = xxhash.xxh3_64(self.sizes.tobytes())
+        with self.path.open("rb") as file:
+            file.seek(self.token_offset)
+            while piece := file.read(COPY_BYTES):
+                digest.update(piece)
+                yield piece
+        if digest.hexdigest() != self.header.checksum:
+            self.path.unlink()
+            raise DataError(
+                f"{self.path}: its checksum is {digest.hexdigest()}, {self.header.checksum} was written: the disk lost "
+                "bytes. It is removed; give the same command again, which makes this part anew"
+            )
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Returns the file of the block with a number."""
+    return folder / f"{number:08d}.shard"
+
+
+def _write_shard(path: Path, header: ShardHeader, sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> None:
+    """Writes a shard that is either complete under its name or not there.
+
+    Not forced onto the disk: after a loss of power its checksum tells.
+
+    Raises:
+        DataError: the disk does not take it.
+    """
+    content = json.dumps(asdict(header)).encode()
+    temporary = temporary_path(path)
+    try:
+        with temporary.open("xb") as file:
+            for part in (_LENGTH.pack(len(content)), content, sizes.astype("<i4").tobytes(), tokens):
+                file.write(part)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(
+            f"{path}: writing failed: {error.strerror}; free space there and give the same command again: what is "
+            "finished is kept"
+        ) from error
+
+
+def open_shard(path: Path) -> DatasetShard:
+    """Reads a shard's header and lengths.
+
+    Raises:
+        ValueError: it is no shard, or a truncated one.
+        OSError: as the system reports it.
+    """
+    with path.open("rb") as file:
+        start = file.read(_LENGTH.size)
+        if len(start) != _LENGTH.size:
+            raise ValueError("truncated")
+        try:
+            header = ShardHeader(**parse_json(file.read(_LENGTH.unpack(start)[0])))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        sizes = np.frombuffer(file.read(4 * header.sequences), "<i4")
+        return DatasetShard(path, header, sizes, file.tell())
+
+
+def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
+    """Returns the shard of an earlier start if it is what would be made now, to the last bit; else None."""
+    try:
+        shard = open_shard(path)
+        if shard.header.identity != identity or shard.sizes.size != shard.header.sequences:
+            return None
+        for _ in shard.tokens():
+            pass
+    except (OSError, ValueError, DataError):
+        return None
+    return shard
+
+
+def _shard_checksum(sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> str:
+    """Returns the checksum that a shard's header carries."""
+    digest = xxhash.xxh3_64(sizes.astype("<i4").tobytes())
+    digest.update(tokens)
+    return str(digest.hexdigest())

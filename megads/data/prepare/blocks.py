@@ -1,0 +1,290 @@
+"""Cuts the input into blocks that processes tokenize independently of each other.
+
+A block depends on the input and the tokenizer alone, not on who tokenizes it: the same input gives the same blocks in
+every run. Sampled documents from all over the input decide on the engine before the first block is tokenized.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+
+from megads.data.prepare.records import Fields, json_turns
+from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, readable, rows_of
+from megads.data.prepare.text_files import (
+    COMPRESSED_ENDINGS,
+    JSONL_ENDINGS,
+    TEXT_ENDINGS,
+    decompressed,
+    kind,
+    text_bytes_estimate,
+)
+
+STDIN = "-"
+SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 1 << 20, 1 << 25
+# Blocks that the feeding process reads wait in memory, several for every worker.
+LARGEST_FED_BYTES = 1 << 23
+_WANTED_BLOCKS = 64
+_FIRST_DOCUMENTS = 100
+"""Sampled from the first block."""
+PLACES, DOCUMENTS_OF_PLACE = 40, 5
+"""Places evenly spaced over the bytes of all files, and documents that are sampled from each on."""
+_WINDOW_BYTES = 1 << 18
+"""Read at each place; a longer line is passed over."""
+_LARGEST_TEXT_CHARACTERS = 1 << 18
+"""Of a sampled document; memory for more would grow with the longest."""
+_LARGEST_PLAIN_BYTES = 1 << 24
+"""A plain text is one document, which is checked to its end before it is believed to be text."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of JSON.
+
+    Attributes:
+        source: file they come from.
+        content: the lines, each with its newline, the file's last one perhaps without.
+        first: the first of them is the first of the file.
+        input_bytes: how much of the input it stands for, as it is on disk.
+    """
+
+    source: str
+    content: bytes
+    first: bool
+    input_bytes: int
+
+    def digest(self) -> str:
+        """Hash of all that decides what the block gives."""
+        digest = xxhash.xxh3_128(b"%d" % self.first)
+        digest.update(self.content)
+        return str(digest.hexdigest())
+
+    def rows(self, fields: Fields, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
+        """Yields the documents, long ones in pieces; lines are counted from 1 at the block's start."""
+        one_line = self.content.find(b"\n", 0, -1) < 0
+        # A long line is not copied.
+        for number, line in enumerate((self.content,) if one_line else io.BytesIO(self.content), start=1):
+            for texts in json_turns(line, fields):
+                yield from rows_of(texts, self.source, number, last_cut)
+
+    def load(self) -> Lines:
+        """Returns itself: the lines are here already."""
+        return self
+
+    @property
+    def num_lines(self) -> int:
+        """Lines, blank ones included."""
+        return self.content.count(b"\n")
+
+
+@dataclass(frozen=True)
+class LineRange:
+    """Lines of JSON that start in a range of bytes of an uncompressed file; read by whoever tokenizes them."""
+
+    source: str
+    begin: int
+    end: int
+
+    @property
+    def first(self) -> bool:
+        """The range starts with the file."""
+        return self.begin == 0
+
+    @property
+    def input_bytes(self) -> int:
+        """How much of the input it stands for."""
+        return self.end - self.begin
+
+    def load(self) -> Lines:
+        """Reads the lines, the last one to its end beyond the range."""
+        position, content = self.begin, b""
+        with Path(self.source).open("rb") as file:
+            if not self.first:
+                # The line that reaches into the range belongs to whoever has its start.
+                file.seek(self.begin - 1)
+                position = self.begin - 1
+                while position < self.end:
+                    part = file.readline(SMALLEST_BLOCK_BYTES)
+                    position += len(part)
+                    if part.endswith(b"\n") or not part:
+                        break
+            if position < self.end:
+                content = _whole_lines(file, position, self.end)
+        return Lines(self.source, content, self.first, self.input_bytes)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Documents read already, of plain text or parquet, and what was no document between them."""
+
+    content: list[Document | RejectedLine]
+    input_bytes: int
+
+    first = True
+    num_lines = 0
+
+    def digest(self) -> str:
+        """Hash of all that decides what the block gives."""
+        digest = xxhash.xxh3_128()
+        for row in self.content:
+            digest.update(repr((row.source, row.line)).encode())
+            digest.update(repr((row.continues, len(row.text)) if isinstance(row, Document) else row.why).encode())
+            digest.update(row.text.encode() if isinstance(row, Document) else b"")
+        return str(digest.hexdigest())
+
+    def rows(self, fields: Fields, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
+        """Yields the documents, with their lines in the file; they are in pieces already."""
+        yield from self.content
+
+    def load(self) -> Rows:
+        """Returns itself: the documents are here already."""
+        return self
+
+
+def _whole_lines(file: BinaryIO, begin: int, end: int) -> bytes:
+    """Reads from a line's start to the end of the line that reaches to `end`, which is measured first: a long one that
+    grows as it is read is in memory several times."""
+    file.seek(end - 1)
+    while (part := file.readline(SMALLEST_BLOCK_BYTES)) and not part.endswith(b"\n"):
+        pass
+    end = file.tell()
+    file.seek(begin)
+    return file.read(end - begin)
+
+
+LoadedBlock = Lines | Rows
+
+
+Block = LineRange | LoadedBlock
+
+
+def block_bytes_of(reader: DocumentReader) -> int:
+    """Returns the size of blocks: some dozens of them where the input is large enough, a function of it alone."""
+    wanted = text_bytes_estimate(reader.files) // _WANTED_BLOCKS
+    return min(LARGEST_BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, 1 << wanted.bit_length()))
+
+
+def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None = None) -> Iterator[Block]:
+    """Yields the blocks of the reader's files, in order.
+
+    Args:
+        reader: names the files; what is not JSON lines is read through it.
+        block_bytes: text in a block, about.
+        last_cut: where long texts may be cut, see `text_pieces`.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    pending: list[Document | RejectedLine] = []
+    fed_bytes = min(block_bytes, LARGEST_FED_BYTES)
+    pending_bytes = reported_bytes = 0
+    for path in reader.files:
+        if reader.custom is None and kind(path) in JSONL_ENDINGS:
+            if pending:
+                yield Rows(pending, reader.bytes_read - reported_bytes)
+                pending, pending_bytes = [], 0
+            yield from _line_blocks(path, reader, block_bytes, fed_bytes)
+            reader.bytes_read += path.stat().st_size
+            reported_bytes = reader.bytes_read
+            continue
+        for row in reader.read(path, last_cut):
+            pending.append(row)
+            pending_bytes += len(row.text) if isinstance(row, Document) else 100
+            # A prompt stays with its response.
+            whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and len(reader.fields) > 1))
+            if pending_bytes >= fed_bytes and whole:
+                yield Rows(pending, reader.bytes_read - reported_bytes)
+                reported_bytes = reader.bytes_read
+                pending, pending_bytes = [], 0
+    if pending:
+        yield Rows(pending, reader.bytes_read - reported_bytes)
+
+
+def stdin_blocks() -> Iterator[Lines]:
+    """Yields the blocks of JSON lines that come through a pipe."""
+    yield from _streamed(sys.stdin.buffer, sys.stdin.buffer, STDIN, LARGEST_FED_BYTES)
+
+
+def _line_blocks(path: Path, reader: DocumentReader, block_bytes: int, fed_bytes: int) -> Iterator[Block]:
+    if path.suffix.lower() in COMPRESSED_ENDINGS:
+        with path.open("rb") as raw, readable(path, reader.key, raw.tell), decompressed(raw, path) as file:
+            yield from _streamed(file, raw, str(path), fed_bytes)
+        return
+    size = path.stat().st_size
+    for begin in range(0, size, block_bytes):
+        yield LineRange(str(path), begin, min(begin + block_bytes, size))
+
+
+def _streamed(file: BinaryIO, raw: BinaryIO, source: str, fed_bytes: int) -> Iterator[Lines]:
+    first, reported_bytes, streamed_bytes = True, 0, 0
+    while content := file.read(fed_bytes):
+        if not content.endswith(b"\n"):
+            content += file.readline()
+        streamed_bytes += len(content)
+        position = raw.tell() if raw.seekable() else streamed_bytes
+        yield Lines(source, content, first, position - reported_bytes)
+        first, reported_bytes = False, position
+
+
+def texts_of_places(source: DocumentReader, fields: Fields) -> list[str]:
+    """Returns up to 200 texts from all over the files.
+
+    Of uncompressed JSON lines they come from evenly spaced places; of other files, which cannot be entered in their
+    middle, from the beginnings of those in which such places lie; of files that a plugin reads, from the first block.
+
+    Args:
+        source: the files.
+        fields: of a record that hold its text.
+    """
+    found: list[str] = []
+    for path, position in _places(source) if source.custom is None else ():
+        found += islice(_texts(_rows_at(path, position, fields)), DOCUMENTS_OF_PLACE)
+    return found
+
+
+def first_texts(blocks: Sequence[Block], fields: Fields) -> list[str]:
+    """Returns up to 100 texts of the first block: all that there is of a pipe.
+
+    Args:
+        blocks: the first ones.
+        fields: of a record that hold its text.
+    """
+    rows = chain.from_iterable(block.load().rows(fields) for block in blocks[:1])
+    return list(islice(_texts(rows), _FIRST_DOCUMENTS))
+
+
+def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
+    """Files and positions in them; the beginning of a file that is entered there only comes once."""
+    sizes = np.array([path.stat().st_size for path in source.files], np.int64)
+    ends = np.cumsum(sizes)
+    begun: set[Path] = set()
+    if not ends[-1]:
+        return
+    for byte in np.linspace(0, int(ends[-1]) - 1, PLACES).astype(np.int64):
+        number = int(np.searchsorted(ends, byte, side="right"))
+        path = source.files[number]
+        plain = kind(path) in TEXT_ENDINGS and path.stat().st_size > _LARGEST_PLAIN_BYTES
+        if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
+            yield path, int(byte - (ends[number] - sizes[number]))
+        elif path not in begun and not plain:
+            begun.add(path)
+            yield path, 0
+
+
+def _rows_at(path: Path, position: int, fields: Fields) -> Iterator[Document | RejectedLine]:
+    if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
+        return LineRange(str(path), position, position + _WINDOW_BYTES).load().rows(fields)
+    # A reader of its own: the one that feeds the workers counts what it has read.
+    return DocumentReader([str(path)], fields).read(path)
+
+
+def _texts(rows: Iterator[Document | RejectedLine]) -> Iterator[str]:
+    return (row.text[:_LARGEST_TEXT_CHARACTERS] for row in rows if not isinstance(row, RejectedLine))

@@ -1,0 +1,411 @@
+"""From a user's own text to a dataset and its tokenizer, made once and found again by the content of the text.
+
+Documents of a small corpus are cut into parts, so that one book can be split into training and validation. Digests of
+files are remembered: a file that did not change is not read again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megads.data.config import DataConfig
+from megads.data.indexed.dataset import IndexedDataset, idx_path
+from megads.data.indexed.sidecar import (
+    Sidecar,
+    carried_path,
+    embedding_rows,
+    file_checksum,
+    load_tokenizer,
+    read_sidecar,
+    write_sidecar,
+)
+from megads.data.indexed.verified_once import SETTLED_NS, FileState, file_state, require_unchanged
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.prepare.preprocess import Tokenizing, end_of_document_id
+from megads.data.prepare.text import DocumentReader, custom_reader
+from megads.data.prepare.text_files import text_bytes_estimate
+from megads.data.prepare.tokenizer import learn_tokenizer
+from megads.data.progress import ByteProgress
+from megads.errors import ConfigError, DataError, MegadsError
+from megads.runtime.files import atomic_writer, read_json, sync_directory
+from megads.runtime.registry import READERS
+
+# Part of the key: a change of what is made must not find what was made before.
+FORMAT_VERSION = 2
+TOKENS = "tokens"
+# Where the dataset carries its tokenizer, whichever way it was made.
+_TOKENIZER_FILE = carried_path(TOKENS).name
+SMALLEST_DEFAULT_VOCABULARY, LARGEST_DEFAULT_VOCABULARY = 512, 32_768
+# More text than this teaches a tokenizer nothing and takes memory: of a larger corpus, every n-th document is learnt.
+_TOKENIZER_TEXT_BYTES = 1 << 29
+# Of documents that are cut, where there are few.
+_WANTED_PARTS, _SMALLEST_PART_TOKENS = 100, 256
+_BLOCK_BYTES = 1 << 22
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared corpus.
+
+    Attributes:
+        prefix: its dataset, for data.train.
+        tokenizer_file: for tokenizer.path.
+        sidecar: its numbers.
+    """
+
+    prefix: Path
+    tokenizer_file: Path
+    sidecar: Sidecar
+
+    def __str__(self) -> str:
+        made = self.sidecar
+        text = (
+            f"{made.documents:,} documents, {made.tokens:,} tokens of {made.text_bytes / 1e6:,.1f} MB of text, "
+            f"vocabulary {made.vocab_size:,}, in {self.prefix.parent}"
+        )
+        if made.rejected_lines:
+            text += f"; {made.rejected_lines:,} lines rejected, the first: {made.rejected_examples[0]}"
+        return text
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be made of data.raw, and where; `plan_preparation` makes one.
+
+    Attributes:
+        folder: where the prepared corpus is, or will be; its name is a hash of the text and of the settings.
+        data: which text.
+        tokenizer: which tokenizer.
+        states: the files as they were when their content was hashed.
+        vocab_size: tokens of a given tokenizer, or those that one is to learn, which may find fewer.
+        tokenizer_content: a given tokenizer's file; None learns one.
+    """
+
+    folder: Path
+    data: DataConfig
+    tokenizer: TextTokenizerConfig
+    states: dict[Path, FileState]
+    vocab_size: int
+    tokenizer_content: bytes | None
+
+    @property
+    def prefix(self) -> Path:
+        """Prefix of the dataset, for data.train."""
+        return self.folder / TOKENS
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The tokenizer, for tokenizer.path."""
+        return self.folder / _TOKENIZER_FILE
+
+    def __str__(self) -> str:
+        size = sum(state[0] for state in self.states.values())
+        given = self.tokenizer.path
+        tokenizer = f"tokenizer {given}" if given else f"a tokenizer of up to {self.vocab_size:,} tokens learnt from it"
+        files = f"{len(self.states):,} file{'s' if len(self.states) > 1 else ''}"
+        return f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
+
+    def find(self) -> Prepared | None:
+        """Returns what an earlier start prepared, None where there is nothing.
+
+        Raises:
+            DataError: something is there, but damaged.
+        """
+        if not self.folder.is_dir():
+            return None
+        dataset = IndexedDataset(self.prefix)
+        sidecar = read_sidecar(self.prefix)
+        found = None if sidecar is None else (sidecar.documents, sidecar.tokens)
+        if sidecar is None or found != (dataset.num_documents, dataset.num_tokens):
+            raise DataError(f"{self.prefix}: the dataset and its sidecar do not belong together")
+        load_tokenizer(self.tokenizer_file)
+        if _sha256(self.tokenizer_file.read_bytes()) != sidecar.tokenizer_sha256:
+            raise DataError(f"{self.tokenizer_file}: is not the tokenizer that made the dataset beside it")
+        return Prepared(self.prefix, self.tokenizer_file, sidecar)
+
+    def make(self, say: Say) -> Prepared:
+        """Prepares the text, unless another process does so meanwhile; it appears whole under its name or not at all.
+
+        Args:
+            say: told what takes time.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+            DataError: the text cannot be read, has no documents, or changed meanwhile.
+        """
+        with _locked(self.folder, say):
+            try:
+                found = self.find()
+            except DataError as error:
+                say(f"what was prepared before is damaged and made anew: {error}")
+                found = None
+            if found is not None:
+                return found
+            partial = self.folder.with_name(f".{self.folder.name}.partial")
+            try:
+                self._make_in(partial, say)
+                for path, state in self.states.items():
+                    require_unchanged(path, state)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                partial.rename(self.folder)
+                sync_directory(self.folder.parent)
+            except MegadsError:
+                # Nothing in it is of use; after a kill or Ctrl-C finished blocks are.
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        made = self.find()
+        assert made is not None
+        return made
+
+    def _make_in(self, folder: Path, say: Say) -> None:
+        # A process that was killed leaves one, of the same text and settings: the name is their hash. Nobody else is
+        # here, the lock says.
+        folder.mkdir(exist_ok=True)
+        for cut in folder.glob(".*.partial"):
+            cut.unlink()
+        tokenizer_file = folder / _TOKENIZER_FILE
+        if tokenizer_file.is_file():
+            say("going on from what an earlier start had finished")
+        elif self.tokenizer_content is not None:
+            with atomic_writer(tokenizer_file) as file:
+                file.write(self.tokenizer_content)
+        else:
+            every = -(-text_bytes_estimate(list(self.states)) // _TOKENIZER_TEXT_BYTES)
+            learn_tokenizer(
+                self._reader(),
+                tokenizer_file,
+                self.vocab_size,
+                self.tokenizer.min_frequency,
+                self.tokenizer.end_of_document,
+                max(1, every),
+            )
+        tokenizing = Tokenizing(
+            str(tokenizer_file),
+            str(folder / TOKENS),
+            self.tokenizer.end_of_document,
+            "tokenizer.end_of_document",
+            self.tokenizer.text_special_tokens,
+        )
+        sidecar = tokenizing.run(self._reader(), (self.data.text_field,), None, self.tokenizer.engine)
+        if tokenizing.kept_shards:
+            say(f"{tokenizing.kept_shards} parts kept from an earlier start")
+        cut_few_documents(folder / TOKENS, sidecar)
+
+    def _reader(self) -> DocumentReader:
+        # The files that were hashed, not the patterns, which may match more by now.
+        return _reader(self.data, [str(path) for path in self.states])
+
+
+def plan_preparation(
+    data: DataConfig,
+    tokenizer: TextTokenizerConfig,
+    model_vocab_size: int | None,
+    cache_dir: Path,
+    *,
+    remember: bool = True,
+) -> Preparation:
+    """Finds the files of data.raw and hashes them; a start after the first reads only files that changed.
+
+    Args:
+        data: which text.
+        tokenizer: which tokenizer.
+        model_vocab_size: a tokenizer whose size is not set learns no more than the model takes.
+        cache_dir: where prepared corpora are.
+        remember: write down the files' hashes for the next start.
+
+    Raises:
+        ConfigError: the tokenizer's settings do not fit it.
+        DataError: no such files, or one that cannot be read; a given tokenizer that is none.
+    """
+    reader = _reader(data, data.raw_patterns)
+    content: bytes | None = None
+    if tokenizer.path is not None:
+        given = load_tokenizer(tokenizer.path)
+        content = Path(tokenizer.path).read_bytes()
+        end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
+        vocab_size = embedding_rows(given)
+    elif tokenizer.vocab_size is not None:
+        vocab_size = tokenizer.vocab_size
+    else:
+        vocab_size = min(default_vocab_size(text_bytes_estimate(reader.files)), model_vocab_size or 1 << 30)
+    digests = ContentDigests(cache_dir / "content-digests.json")
+    hashed = digests.of(reader.files)
+    if remember:
+        _make_folder(cache_dir)
+        digests.save()
+    identity = {
+        "format_version": FORMAT_VERSION,
+        "files": [
+            ("".join(path.suffixes[-2:]), digest) for path, (_, digest) in zip(reader.files, hashed, strict=True)
+        ],
+        "text_field": data.text_field,
+        "end_of_document": tokenizer.end_of_document,
+        "text_special_tokens": tokenizer.text_special_tokens.value,
+        "tokenizer": _sha256(content) if content is not None else [vocab_size, tokenizer.min_frequency],
+    }
+    if data.reader.name != "auto":
+        identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
+    key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]
+    states = {path: state for path, (state, _) in zip(reader.files, hashed, strict=True)}
+    return Preparation(cache_dir / key, data, tokenizer, states, vocab_size, content)
+
+
+def _reader(data: DataConfig, patterns: Sequence[str]) -> DocumentReader:
+    return DocumentReader(patterns, (data.text_field,), "data.raw", custom_reader(data.reader))
+
+
+def default_vocab_size(text_bytes: int) -> int:
+    """Returns the power of two below three times the root of the text's bytes: 2,048 for 1 MB, 16,384 for 100 MB."""
+    root = int(3 * text_bytes**0.5)
+    return max(SMALLEST_DEFAULT_VOCABULARY, min(LARGEST_DEFAULT_VOCABULARY, 1 << max(root, 1).bit_length() - 1))
+
+
+@contextmanager
+def _locked(folder: Path, say: Say) -> Iterator[None]:
+    """Keeps two processes from preparing the same; the kernel frees the lock when its holder dies."""
+    _make_folder(folder.parent)
+    descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+            say(f"waiting for process {holder}, which prepares the same text")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(0, "no permission to write")
+    except OSError as error:
+        raise ConfigError(
+            f"prepared text cannot be kept in {folder} ({error.strerror}): choose another folder with "
+            "data.cache_dir=<path>"
+        ) from error
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def cut_few_documents(prefix: Path, sidecar: Sidecar) -> Sidecar:
+    """Cuts the documents of a dataset of fewer than a hundred into about a hundred parts of equal length.
+
+    No token is added or lost: parts of one document have no end-of-document token between them.
+
+    Args:
+        prefix: the dataset, which is replaced.
+        sidecar: its sidecar.
+
+    Returns:
+        The new sidecar, as written; the old one where the documents are many, or too short to be cut.
+    """
+    if sidecar.documents >= _WANTED_PARTS:
+        return sidecar
+    dataset = IndexedDataset(prefix)
+    part_tokens = max(_SMALLEST_PART_TOKENS, -(-dataset.num_tokens // _WANTED_PARTS))
+    with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
+        for document in range(dataset.num_documents):
+            tokens = dataset.document_tokens(document)
+            parts = max(1, tokens.size // part_tokens)
+            for part in range(parts):
+                writer.append(tokens[tokens.size * part // parts : tokens.size * (part + 1) // parts])
+    index = None if sidecar.idx_checksum is None else file_checksum(idx_path(prefix))
+    cut = dataclasses.replace(sidecar, documents=writer.num_documents, idx_checksum=index)
+    write_sidecar(prefix, cut)
+    return cut
+
+
+class ContentDigests:
+    """Computes digests; the content decides, size and times only say whether it must be read.
+
+    Args:
+        memory: file that remembers digests from one process to the next.
+    """
+
+    def __init__(self, memory: Path) -> None:
+        self._memory = memory
+        self._known = _read_memory(memory)
+        self._learnt = False
+
+    def of(self, files: Sequence[Path]) -> list[tuple[FileState, str]]:
+        """Returns the state and the digest of every file, in order.
+
+        Raises:
+            DataError: a file cannot be read, or is being written to.
+        """
+        found: dict[Path, tuple[FileState, str]] = {}
+        unknown: list[Path] = []
+        for path in files:
+            state = file_state(path)
+            known = self._known.get(str(path.absolute()))
+            if known is not None and tuple(known[:4]) == state:
+                found[path] = state, str(known[4])
+            else:
+                unknown.append(path)
+        with ByteProgress("reading", sum(path.stat().st_size for path in unknown)) as progress:
+            done_bytes = 0
+            for path in unknown:
+                state = file_state(path)
+                found[path] = state, _digest(path, progress, done_bytes)
+                require_unchanged(path, state)
+                done_bytes += state[0]
+                self._remember(path, *found[path])
+        return [found[path] for path in files]
+
+    def save(self) -> None:
+        """Writes what was learnt; a disk that does not take it costs only the next start's time."""
+        if self._learnt:
+            with suppress(OSError), atomic_writer(self._memory) as file:
+                file.write(json.dumps(self._known).encode())
+
+    def _remember(self, path: Path, state: FileState, digest: str) -> None:
+        if time.time_ns() - max(state[1], state[2]) > SETTLED_NS:
+            self._known[str(path.absolute())] = [*state, digest]
+            self._learnt = True
+
+
+def _digest(path: Path, progress: ByteProgress, done_bytes: int) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                done_bytes += len(block)
+                progress.update(done_bytes)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable or leave it out") from error
+    return str(digest.hexdigest())
+
+
+def _read_memory(memory: Path) -> dict[str, list[Any]]:
+    """Returns what is remembered, nothing where the file is missing or damaged."""
+    try:
+        content = read_json(memory)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {path: entry for path, entry in content.items() if isinstance(entry, list) and len(entry) == 5}

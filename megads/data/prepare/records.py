@@ -1,0 +1,320 @@
+"""The texts of one record of JSON lines or parquet, or why it has none.
+
+Texts of hundreds of megabytes are decoded a stretch at a time: a `str` has up to four bytes for a character of one, and
+a record is copied a few times on its way to one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import itertools
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from megads.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+LONG_BYTES = 1 << 20
+"""Shorter texts are read whole."""
+_STRETCH_BYTES = 1 << 17
+# Whole characters and escapes; both halves of a surrogate pair are one. It stops before what is none of these.
+_WHOLE = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB]..\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
+    re.DOTALL,
+)
+_UTF8_MARK = b"\xef\xbb\xbf"
+Fields = tuple[str, ...]
+"""Names of a record's fields that make a document: the text, or what is given and what is learnt by turns."""
+_ROWS, _BATCH_BYTES = 256, 1 << 24
+"""Rows of parquet that are decoded at a time, and bytes of them where the rows are longest."""
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LongText:
+    """A text that is not in memory as one `str`.
+
+    Attributes:
+        stretches: decodes it anew, from its begin to its end.
+    """
+
+    stretches: Callable[[], Iterator[str]]
+
+    def is_valid(self) -> bool:
+        """Whether all of it can be decoded; only then are its stretches for use."""
+        try:
+            for _ in self.stretches():
+                pass
+        except ValueError:
+            return False
+        return True
+
+
+Text = str | LongText
+T = TypeVar("T", str, Text)
+
+
+def _utf8_stretches(content: memoryview) -> Iterator[str]:
+    """Decodes UTF-8; raises UnicodeDecodeError where it is none."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for begin in range(0, len(content), _STRETCH_BYTES):
+        yield decoder.decode(content[begin : begin + _STRETCH_BYTES])
+    yield decoder.decode(b"", final=True)
+
+
+def _long_strings_apart(line: bytes) -> tuple[bytes, dict[str, LongText]]:
+    """Takes the long strings out of a line of JSON.
+
+    Args:
+        line: the line; it need not be JSON.
+
+    Returns:
+        The line with a placeholder for every long string, and the text that each placeholder stands for. A string that
+        does not end stays.
+    """
+    parts: list[bytes] = []
+    found: dict[str, LongText] = {}
+    name = uuid.uuid4().hex
+    copied, begin = 0, line.find(b'"')
+    while begin >= 0 and (end := _closing_quote(line, begin + 1)) >= 0:
+        if end - begin > LONG_BYTES:
+            placeholder = f"{name}-{len(found)}"
+            found[placeholder] = _json_string(line, begin + 1, end)
+            parts += [line[copied : begin + 1], placeholder.encode()]
+            copied = end
+        begin = line.find(b'"', end + 1)
+    return b"".join([*parts, line[copied:]]), found
+
+
+def _closing_quote(line: bytes, begin: int) -> int:
+    """Position of the first quote from `begin` on that no backslash escapes; -1 where there is none."""
+    end = line.find(b'"', begin)
+    while end >= 0:
+        backslashes = end
+        while backslashes > begin and line[backslashes - 1] == ord("\\"):
+            backslashes -= 1
+        if (end - backslashes) % 2 == 0:
+            break
+        end = line.find(b'"', end + 1)
+    return end
+
+
+def _json_string(line: bytes, begin: int, end: int) -> LongText:
+    return LongText(lambda: _unescaped(line, begin, end))
+
+
+def _unescaped(line: bytes, begin: int, end: int) -> Iterator[str]:
+    """Decodes what is between the quotes of a string; raises ValueError where that is no text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while begin < end:
+        whole = _WHOLE.match(line, begin, min(begin + _STRETCH_BYTES, end))
+        assert whole is not None
+        if whole.end() == begin:
+            raise ValueError("half a surrogate pair, or an escape that is none")
+        begin = whole.end()
+        text: str = json.loads(f'"{decoder.decode(whole[0], final=begin == end)}"')
+        yield text
+
+
+@dataclass(frozen=True)
+class NotText:
+    """Why a record gives no document.
+
+    Attributes:
+        reason: one of a few, to count by.
+        detail: what is particular to this record.
+    """
+
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return self.reason + (f" ({self.detail})" if self.detail else "")
+
+
+def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotText]:
+    """Yields the texts of one line of JSON, or why it has none; nothing for a blank line.
+
+    Files that are joined by `cat` keep their byte order marks, which then stand at the start of some line, or between
+    two records where a file did not end with a newline. Marks within a text are part of it.
+
+    Args:
+        line: the line, its newline included or not.
+        fields: those of the object that hold the texts. The last one must not be empty.
+    """
+    yield from _long_turns(line, fields) or _turns(line, fields)
+
+
+def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
+    for record in _records_between_marks(line) if _UTF8_MARK in line else (line,):
+        if record.strip():
+            yield _record_turns(record, fields)
+
+
+def _long_turns(line: bytes, fields: Fields) -> list[tuple[Text, ...]]:
+    """Texts of a line with long ones; none where it has no long ones, or has a fault: that is described by its place
+    in the line, which is read whole for it."""
+    short, long = _long_strings_apart(line) if len(line) > LONG_BYTES else (line, {})
+    if not long or not all(text.is_valid() for text in long.values()):
+        return []
+    found: list[tuple[Text, ...]] = []
+    for turns in _turns(short, fields):
+        if isinstance(turns, NotText):
+            return []
+        found.append(tuple(long.get(text, text) for text in turns))
+    return found
+
+
+def _records_between_marks(line: bytes) -> Iterator[bytes]:
+    while True:
+        while (line := line.lstrip()).startswith(_UTF8_MARK):
+            line = line.removeprefix(_UTF8_MARK)
+        try:
+            text = line.decode()
+            _, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError):
+            yield line
+            return
+        record, rest = text[:end].encode(), text[end:].lstrip().encode()
+        if not rest.startswith(_UTF8_MARK):
+            yield line
+            return
+        yield record
+        line = rest
+
+
+def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
+    try:
+        record = json.loads(line.decode())
+        if not isinstance(record, dict):
+            return NotText("not a JSON object", type(record).__name__)
+        for field in fields:
+            text = record.get(field)
+            if text is None:
+                return NotText(f"no field {field!r}")
+            if not isinstance(text, str):
+                return NotText(f"field {field!r} is not text", type(text).__name__)
+            # JSON can spell half a surrogate pair, which is no character and which no tokenizer takes.
+            text.encode()
+    except UnicodeDecodeError as error:
+        return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
+    except UnicodeEncodeError:
+        return NotText("not Unicode: half a surrogate pair")
+    except (ValueError, RecursionError) as error:
+        return NotText("not JSON", str(error)[:100])
+    return filled(fields, tuple(record[field] for field in fields))
+
+
+def filled(fields: Fields, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
+    """Returns the texts unless there is nothing to learn; a prompt may be empty."""
+    if texts[-1]:
+        return texts
+    return NotText("empty text" if len(fields) == 1 else f"empty field {fields[-1]!r}")
+
+
+def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
+    """Reads columns of text in constant memory, however large the row groups are.
+
+    Args:
+        path: the file.
+        columns: their names, at the top level of the schema.
+
+    Yields:
+        The share of rows read so far, and the texts or why there are none.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: the file is damaged or has no such column of text.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading parquet needs pyarrow, which is not installed ({error}): pip install 'megads[parquet]'"
+        ) from error
+    try:
+        with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
+            for column in columns:
+                _require_text(file, path, column, "text_field" if len(columns) == 1 else "prompt_field, response_field")
+            rows, done = max(file.metadata.num_rows, 1), 0
+            for batch in file.iter_batches(
+                _rows_of_batch(file.metadata, columns), columns=list(columns), use_threads=False
+            ):
+                for texts in zip(*(_texts(batch.column(column)) for column in columns), strict=True):
+                    done += 1
+                    yield done / rows, _record(columns, texts)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: reading parquet failed: {str(error).splitlines()[0]}; the file is truncated, damaged or no "
+            "parquet: make it again or leave it out"
+        ) from error
+
+
+def _rows_of_batch(metadata: pq.FileMetaData, columns: Fields) -> int:
+    """Rows that hold about _BATCH_BYTES where the rows are longest, and at most _ROWS."""
+    longest = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        chunks = [group.column(place) for place in range(group.num_columns)]
+        text_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in columns)
+        longest = max(longest, text_bytes // max(group.num_rows, 1))
+    return max(1, min(_ROWS, _BATCH_BYTES // longest))
+
+
+def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> None:
+    import pyarrow as pa
+
+    schema = file.schema_arrow
+    index = schema.get_field_index(column)
+    if index < 0:
+        raise DataError(
+            f"{path}: no column {column!r}; it has {', '.join(schema.names) or 'none'}: name the one that holds the "
+            f"text with {key}"
+        )
+    kind = schema.field(index).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(
+            f"{path}: column {column!r} holds {kind}, not text; it has {', '.join(schema.names)}: name another with "
+            f"{key}"
+        )
+
+
+def _record(columns: Fields, texts: tuple[Text | NotText, ...]) -> tuple[Text, ...] | NotText:
+    fault = next((text for text in texts if isinstance(text, NotText)), None)
+    return fault or filled(columns, tuple(text for text in texts if not isinstance(text, NotText)))
+
+
+def _texts(column: pa.Array) -> Iterator[Text | NotText]:
+    """Yields the texts of a column out of its own memory: Arrow's scalars are copies."""
+    import pyarrow as pa
+
+    column = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column
+    column = column.cast(pa.large_binary())
+    _, ends, content = column.buffers()
+    bounds = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1].tolist()
+    everything = memoryview(content or b"")
+    for valid, (begin, end) in zip(column.is_valid().to_pylist(), itertools.pairwise(bounds), strict=True):
+        yield _text(everything[begin:end]) if valid else NotText("null")
+
+
+def _text(content: memoryview) -> Text | NotText:
+    if len(content) > LONG_BYTES:
+        long = LongText(functools.partial(_utf8_stretches, content))
+        return long if long.is_valid() else NotText("not UTF-8")
+    try:
+        return str(content, "utf-8")
+    except UnicodeDecodeError:
+        return NotText("not UTF-8")

@@ -1,0 +1,118 @@
+"""Trains byte-level BPE tokenizers, written in the format of Hugging Face `tokenizers`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megads.data.prepare.config import TokenizerConfig, check_learning
+from megads.data.prepare.text import DocumentReader, Rejections
+from megads.data.progress import ByteProgress
+from megads.errors import DataError
+from megads.runtime.files import atomic_writer
+
+
+@dataclass(frozen=True)
+class TokenizerReport:
+    """What `train_tokenizer` made.
+
+    Attributes:
+        output: the file.
+        asked: the size asked for.
+        learnt: the size it has.
+        rejected: lines that gave no document.
+    """
+
+    output: str
+    asked: int
+    learnt: int
+    rejected: Rejections
+
+    def __str__(self) -> str:
+        short = "" if self.learnt == self.asked else f" (the text has no more pairs; {self.asked} were asked for)"
+        return f"{self.output}: {self.learnt} tokens{short}; {self.rejected}"
+
+
+def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
+    """Learns a byte-level BPE vocabulary and writes the tokenizer file.
+
+    Args:
+        config: input, output and size.
+
+    Returns:
+        What was made.
+
+    Raises:
+        ConfigError: vocab_size has no room for the bytes, or more than a vocabulary can have.
+        DataError: the input has no documents, or the output cannot be written.
+    """
+    check_learning("", config.vocab_size, config.min_frequency)
+    reader = DocumentReader(config.input, (config.text_field,))
+    learnt = learn_tokenizer(
+        reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
+    )
+    return TokenizerReport(config.output, config.vocab_size, learnt, reader.rejected)
+
+
+def learn_tokenizer(
+    reader: DocumentReader,
+    output: Path,
+    vocab_size: int,
+    min_frequency: int,
+    end_of_document: str | None,
+    every: int = 1,
+) -> int:
+    """Learns a vocabulary from documents and writes the tokenizer file.
+
+    The 256 bytes are always in it, so every text can be encoded and decodes to itself. The end-of-document token has
+    id 0. The same documents give the same file, byte for byte.
+
+    Args:
+        reader: the documents.
+        output: the file to write.
+        vocab_size: tokens to learn, the special one included; at least SMALLEST_VOCABULARY.
+        min_frequency: pairs seen less often are not merged.
+        end_of_document: the special token, or None for none.
+        every: learns from one document in so many.
+
+    Returns:
+        Tokens learnt, fewer than vocab_size where the text has no more pairs.
+
+    Raises:
+        DataError: there are no documents, or the output cannot be written.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    on_terminal = sys.stderr.isatty()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[] if end_of_document is None else [end_of_document],
+        # Sorted: the order of the alphabet is the order of its ids.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=on_terminal,
+    )
+    tokenizer.train_from_iterator(_texts(reader, every, quiet=on_terminal), trainer)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(output) as file:
+            file.write(tokenizer.to_str(pretty=True).encode())
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error.strerror}; choose another output") from error
+    learnt: int = tokenizer.get_vocab_size()
+    return learnt
+
+
+def _texts(reader: DocumentReader, every: int, quiet: bool) -> Iterator[str]:
+    """Yields the texts, with progress unless the trainer shows its own."""
+    with ByteProgress("reading", reader.total_bytes if not quiet else 0) as progress:
+        for number, document in enumerate(reader):
+            if number % every == 0:
+                yield document.text
+            if not quiet:
+                progress.update(reader.bytes_read)

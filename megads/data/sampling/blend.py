@@ -1,0 +1,367 @@
+"""Several datasets in one stream of samples: which dataset gives which sample is a function of the sample's number.
+
+Nothing is built, cached or counted: any rank of any layout, at any resume, computes the same answer.
+
+A mix that is changed in the middle of a run would count from its beginning: samples would be trained twice, and others
+never. A change therefore counts from the sample at which it is made. The mixes before it stay in data.history, and
+every dataset goes on where it was.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import floor
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.data.config import DataConfig, MixConfig
+from megads.data.indexed.dataset import IntArray
+from megads.data.sampling.packed import PackedSamples
+from megads.data.sampling.runs import Runs, blended_runs, rows_by_part
+from megads.data.sampling.sampler import Skips
+from megads.data.sampling.samples import TrainSamples
+from megads.errors import ConfigError
+
+# So many samples at a time go down the tree together: enough for the work at its nodes to count, and
+# few enough for the processor's cache.
+CHUNK = 1 << 18
+FEW = 4
+"""Up to so many samples a dataset go down the tree one by one."""
+BlendPart = TrainSamples | PackedSamples
+"""The stream of one dataset."""
+
+
+class Interleaving(Protocol):
+    """Deals consecutive numbers to datasets."""
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns, int64 [n] each, the dataset of each of n numbers, and how many it had before that one."""
+
+    def counts(self, total: int) -> IntArray:
+        """Returns int64 [datasets], how many of the numbers below `total` each dataset has."""
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A dataset, or two nodes that share what comes; `share` is the left one's part."""
+
+    weight: Fraction
+    dataset: int = -1
+    left: _Node | None = None
+    right: _Node | None = None
+
+    @cached_property
+    def share(self) -> float:
+        assert self.left is not None
+        return float(self.left.weight / self.weight)
+
+
+class BalancedOrder:
+    """Deals by a Huffman tree of the weights: at each node the left side has had round(n * share) of the first n.
+
+    A node's count is off by at most 1/2 and passes on its share of that, so dataset d is never further from its exact
+    proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is about 1 for
+    weights of like size and was below 2 for any tried, at every prefix, while a random choice strays without limit.
+    A sample takes the time of the weights' entropy, and the order no memory. Weights are added as fractions, exactly:
+    every version of Python makes the same tree with the same shares.
+
+    Args:
+        weights: one a dataset, above or equal to 0; need not sum to 1.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._datasets = len(weights)
+        self._root = _huffman(weights)
+
+    @cached_property
+    def bound(self) -> npt.NDArray[np.float64]:
+        """float64 [datasets], samples by which a dataset may be off its exact proportion at any prefix."""
+        bounds = np.zeros(self._datasets)
+
+        def visit(node: _Node, inherited: float) -> None:
+            if node.left is None or node.right is None:
+                bounds[node.dataset] = inherited
+                return
+            for child in (node.left, node.right):
+                visit(child, 0.5 + inherited * float(child.weight / node.weight))
+
+        visit(self._root, 0.0)
+        return bounds
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """See `Interleaving`."""
+        if numbers.size <= FEW * self._datasets:
+            return self._place_few(numbers)
+        datasets, places = np.empty_like(numbers), np.empty_like(numbers)
+        for begin in range(0, numbers.size, CHUNK):
+            part = slice(begin, begin + CHUNK)
+            asked = numbers[part]
+            if asked[-1] - asked[0] == asked.size - 1 and (np.diff(asked) == 1).all():
+                _deal_run(self._root, int(asked[0]), np.arange(asked.size), datasets[part], places[part])
+            else:
+                _deal(self._root, asked.astype(np.float64), np.arange(asked.size), datasets[part], places[part])
+        return datasets, places
+
+    def _place_few(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """The same one by one, down the tree: NumPy's calls at every node would take longer."""
+        found = []
+        for number in numbers.tolist():
+            node, place = self._root, number
+            while (left := node.left) is not None and (right := node.right) is not None:
+                before = floor(place * node.share + 0.5)
+                goes_left = floor((place + 1) * node.share + 0.5) != before
+                node, place = (left, before) if goes_left else (right, place - before)
+            found.append((node.dataset, place))
+        datasets, places = np.array(found, np.int64).reshape(-1, 2).T
+        return datasets, places
+
+    def counts(self, total: int) -> IntArray:
+        """See `Interleaving`."""
+        counts = np.zeros(self._datasets, np.int64)
+
+        def visit(node: _Node, count: float) -> None:
+            if node.left is None or node.right is None:
+                counts[node.dataset] = int(count)
+                return
+            left = float(_left_count(np.array([count]), node.share)[0])
+            visit(node.left, left)
+            visit(node.right, count - left)
+
+        visit(self._root, float(total))
+        return counts
+
+
+def _huffman(weights: Sequence[float]) -> _Node:
+    # The serial number settles equal weights: nodes themselves have no order.
+    serial = itertools.count()
+    exact = [Fraction(weight) for weight in weights]
+    heap = [(w, next(serial), _Node(w, dataset)) for dataset, w in enumerate(exact) if w > 0]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, _, small), (_, _, large) = heapq.heappop(heap), heapq.heappop(heap)
+        node = _Node(small.weight + large.weight, left=small, right=large)
+        heapq.heappush(heap, (node.weight, next(serial), node))
+    return heap[0][2]
+
+
+def _left_count(numbers: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.float64]:
+    """How many of a node's first numbers go left. Exact integers in float64 up to 2**53; IEEE makes it the same
+    everywhere."""
+    product = numbers * share
+    product += 0.5
+    return np.floor(product, out=product)
+
+
+def _deal(node: _Node, numbers: npt.NDArray[np.float64], at: IntArray, datasets: IntArray, places: IntArray) -> None:
+    """Fills datasets and places at `at` for any numbers of a node's own."""
+    if node.left is None or node.right is None:
+        datasets[at], places[at] = node.dataset, numbers
+        return
+    before = _left_count(numbers, node.share)
+    goes_left = _left_count(numbers + 1, node.share) != before
+    left, right = np.flatnonzero(goes_left), np.flatnonzero(~goes_left)
+    if left.size:
+        _deal(node.left, before[left], at[left], datasets, places)
+    if right.size:
+        _deal(node.right, numbers[right] - before[right], at[right], datasets, places)
+
+
+def _deal_run(node: _Node, first: int, at: IntArray, datasets: IntArray, places: IntArray) -> None:
+    """The same for consecutive numbers from `first` on, several times as fast: they stay consecutive on both sides."""
+    if node.left is None or node.right is None:
+        datasets[at] = node.dataset
+        places[at] = np.arange(first, first + at.size)
+        return
+    before = _left_count(np.arange(first, first + at.size + 1, dtype=np.float64), node.share)
+    goes_left = before[1:] != before[:-1]
+    left, right = at.take(np.flatnonzero(goes_left)), at.take(np.flatnonzero(~goes_left))
+    first_left = int(before[0])
+    if left.size:
+        _deal_run(node.left, first_left, left, datasets, places)
+    if right.size:
+        _deal_run(node.right, first - first_left, right, datasets, places)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A mix that holds from a sample on.
+
+    Attributes:
+        first_sample: number of its first sample.
+        order: deals the samples from there, numbered from 0.
+    """
+
+    first_sample: int
+    order: Interleaving
+
+
+class Mix:
+    """Mixes that follow each other; every dataset goes on where the phase before left it.
+
+    Args:
+        phases: in order; the first one starts at sample 0.
+    """
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        assert phases[0].first_sample == 0
+        self._phases = list(phases)
+        self._starts = np.array([phase.first_sample for phase in phases], np.int64)
+        had = [np.zeros_like(phases[0].order.counts(0))]
+        for phase, following in itertools.pairwise(phases):
+            had.append(had[-1] + phase.order.counts(following.first_sample - phase.first_sample))
+        self._had = had
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """See `Interleaving`."""
+        datasets, places = np.empty_like(numbers), np.empty_like(numbers)
+        phases = np.searchsorted(self._starts, numbers, side="right") - 1
+        for phase in np.unique(phases):
+            inside = phases == phase
+            found, within = self._phases[phase].order.place(numbers[inside] - self._starts[phase])
+            datasets[inside], places[inside] = found, within + self._had[phase][found]
+        return datasets, places
+
+    def counts(self, total: int) -> IntArray:
+        """See `Interleaving`."""
+        phase = int(np.searchsorted(self._starts, total, side="right")) - 1
+        return self._had[phase] + self._phases[phase].order.counts(total - int(self._starts[phase]))
+
+
+class BlendedSamples:
+    """The stream of a run's training samples out of one or several datasets, with ranges left out.
+
+    Args:
+        parts: the datasets' own streams, all of one sequence length.
+        order: deals the samples to them.
+        skips: what is left out; None is nothing.
+    """
+
+    def __init__(self, parts: Sequence[BlendPart], order: Interleaving, skips: Skips | None = None) -> None:
+        self.parts = list(parts)
+        self.seq_len = parts[0].seq_len
+        self._order = order
+        self.skips = skips or Skips()
+
+    def place(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """Returns, int64 [n] each, the dataset of each of n samples and its number in that dataset's stream."""
+        return self._order.place(self.skips.apply(samples))
+
+    def taken(self, samples: int) -> IntArray:
+        """Returns int64 [datasets], how many of the run's first samples each dataset gives.
+
+        Left-out ranges are subtracted, so that the sum is `samples`.
+        """
+        end = self._end(samples)
+        taken = self._order.counts(end)
+        for first, last in self.skips.left_out():
+            taken = taken - self._order.counts(min(last, end)) + self._order.counts(min(first, end))
+        return taken
+
+    def dataset_samples(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n, 3], (dataset, epoch, row of the epoch's sample index) of each of n samples.
+
+        With one dataset it is [n, 2], as without a blend, so that the hash of its batches is the same.
+        """
+        datasets, places = self.place(samples)
+        if len(self.parts) == 1:
+            return self.parts[0].dataset_samples(places)
+        found = np.empty((samples.size, 3), np.int64)
+        found[:, 0] = datasets
+        for dataset, rows in rows_by_part(datasets):
+            found[rows, 1:] = self.parts[dataset].dataset_samples(places[rows])
+        return found
+
+    def build_maps(self, samples: int) -> int:
+        """See `TrainSource`."""
+        counts = self._order.counts(self._end(samples))
+        return sum(part.build_maps(int(count)) for part, count in zip(self.parts, counts, strict=True))
+
+    def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
+        """See `TrainSource`."""
+        # What is read ahead of the end has no place in an order that was made for so many samples.
+        read = self._order.counts(self._end(samples if end is None else min(samples, end))).tolist()
+        ends = [None] * len(read) if end is None else self._order.counts(self._end(end)).tolist()
+        for part, of_part, end_of_part in zip(self.parts, read, ends, strict=True):
+            if not stop.is_set():
+                part.build_next_maps(of_part, end_of_part, stop)
+
+    def _end(self, samples: int) -> int:
+        """One more than the number in the whole stream of the last of the run's first samples."""
+        return int(self.skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
+
+    def runs(self, samples: IntArray) -> list[Runs]:
+        """Where the tokens of samples are, see `SampleSource`."""
+        return blended_runs(self.parts, *self.place(samples))
+
+
+def mixes(data: DataConfig, weights: Sequence[float]) -> list[MixConfig]:
+    """All mixes of a run, past and planned, in order; the first one starts at sample 0.
+
+    Args:
+        data: what the run reads.
+        weights: of data.train, see `megads.data.sampling.datasets.blend_weights`.
+    """
+    paths = [item.path for item in data.train]
+    past = list(data.history) or [MixConfig(0, dict(zip(paths, weights, strict=True)))]
+    phases = [MixConfig(phase.from_sample, dict(zip(paths, phase.weights, strict=True))) for phase in data.phases]
+    return past + [mix for mix in phases if mix.from_sample > past[-1].from_sample]
+
+
+def continued(
+    now: DataConfig,
+    before: DataConfig,
+    samples: int,
+    weigh: Callable[[DataConfig], Sequence[float]],
+    renamed: Mapping[str, str],
+) -> DataConfig:
+    """Returns `now` with the mixes that the run had before; the same as before where nothing else is asked for.
+
+    Args:
+        now: what the user asks for.
+        before: of the start whose checkpoint the run goes on from.
+        samples: consumed by then, ranges of data.skip included.
+        weigh: returns the weights of data.train.
+        renamed: new paths of datasets by their old ones.
+
+    Raises:
+        ConfigError: the mix changes, and a dataset is there twice.
+    """
+    if _asked(now) == _asked(before):
+        return replace(now, history=list(before.history))
+    if samples == 0:
+        return now
+    paths = [item.path for item in now.train]
+    twice = [path for path in paths if paths.count(path) > 1]
+    if twice:
+        raise ConfigError(
+            f"data.train names {twice[0]} twice, in a mix that changes at sample {samples}: nobody could tell which of "
+            "the two goes on; name it once, with the sum of the weights"
+        )
+    past = [
+        MixConfig(mix.from_sample, {renamed.get(path, path): weight for path, weight in mix.weights.items()})
+        for mix in mixes(before, weigh(before))
+        if mix.from_sample < samples
+    ]
+    current = [mix for mix in mixes(now, weigh(now)) if mix.from_sample <= samples][-1]
+    if _shares(current) != _shares(past[-1]):
+        past.append(MixConfig(samples, dict(current.weights)))
+    return replace(now, history=past)
+
+
+def _asked(data: DataConfig) -> tuple[object, ...]:
+    """What of a config decides on the mix."""
+    train = [(item.path, item.weight) for item in data.train]
+    return train, data.weights, data.temperature, [(phase.from_sample, phase.weights) for phase in data.phases]
+
+
+def _shares(mix: MixConfig) -> dict[str, Fraction]:
+    total = sum(map(Fraction, mix.weights.values()))
+    return {path: Fraction(weight) / total for path, weight in mix.weights.items() if weight}

@@ -1,0 +1,327 @@
+"""Large arrays that follow from their name: cached on disk, memory-mapped, shared by the processes of a node.
+
+`MapWriter` writes them piece by piece, so that an index map needs no more memory than a piece of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from megads.data.indexed.dataset import Array
+from megads.data.indexed.verified_once import SETTLED_NS, verify_once
+from megads.errors import ConfigError, DataError
+from megads.runtime.environment import user_cache_dir
+from megads.runtime.files import atomic_writer, read_json
+
+Arrays = dict[str, Array]
+OpenArray = Callable[[str], AbstractContextManager[BinaryIO]]
+"""Opens the file of one array, by its name, which must be written in NumPy's format."""
+MOST_BYTES_IN_MEMORY = 1 << 30
+"""Arrays that no folder takes are built in the memory of every rank up to this size."""
+MOST_BYTES_VERIFIED_BY_ALL = 1 << 30
+_ABANDONED_S = 3600.0
+_HASH = "xxh3"
+"""Of new records; those of earlier versions have sha256."""
+Append = Callable[[Array], None]
+"""Writes the next piece of an array; one of another dtype is cast."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CachedArrays:
+    """Which arrays.
+
+    Attributes:
+        name: of their files; differs wherever their content may.
+        key: all that determines them, which is recorded for those who wonder.
+        arrays: their names.
+        what: they are, in words, for messages.
+        size_bytes: of all of them; 0 where they are small or nobody knows.
+    """
+
+    name: str
+    key: Mapping[str, Any]
+    arrays: Sequence[str]
+    what: str
+    size_bytes: int = 0
+
+
+class ArrayCache:
+    """Arrays on disk: memory-mapped, shared by the ranks of a node, rebuilt where damaged.
+
+    One process of a node builds, the others wait for it. Each array is a `.npy` file; a `.json` with their sizes and
+    checksums is written last, to which they are held once a node and boot. All are renamed into place and their content
+    is determined by the name, so builders on several nodes that share a disk do no harm.
+
+    Args:
+        prefix: a dataset's; the cache is `<prefix>.cache/`, or the user's cache where that is not writable.
+        cache_dir: takes its place; must be writable.
+    """
+
+    def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
+        self._configured = cache_dir
+        self._directories = [Path(cache_dir)] if cache_dir is not None else [Path(f"{prefix}.cache"), user_cache_dir()]
+
+    def get(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> Arrays | None:
+        """Returns the arrays, from the cache or written to it first; None where no folder takes them.
+
+        Args:
+            wanted: which.
+            write: writes them all; may be called for a second folder, or not at all.
+
+        Raises:
+            ConfigError: no folder takes them and they are too large for the memory of every rank, or data.cache_dir was
+                given and cannot be written.
+        """
+        for directory in self._directories:
+            found = _load(directory, wanted)
+            if found is not None:
+                return found
+        refusals = []
+        for directory in self._directories:
+            try:
+                with _one_builder(directory, wanted, wait=True):
+                    # Another rank of this node may have built them while this one waited.
+                    found = _load(directory, wanted)
+                    if found is None:
+                        _save(directory, wanted, write)
+            except OSError as error:
+                refusals.append(self._refusal(directory, wanted, error))
+                continue
+            return found or _load(directory, wanted)
+        if wanted.size_bytes > MOST_BYTES_IN_MEMORY:
+            raise ConfigError(
+                f"no folder takes the {wanted.what} of {wanted.size_bytes / 1e9:.1f} GB: {'; '.join(refusals)}. Give "
+                "data.cache_dir=<a folder with room that all nodes see>"
+            )
+        return None
+
+    def build_ahead(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
+        """Writes the arrays where nobody has written them and nobody else is at it; for the rest see `get`.
+
+        Raises:
+            ConfigError: data.cache_dir was given and cannot be written.
+        """
+        if any(_record_path(directory, wanted).is_file() for directory in self._directories):
+            return
+        for directory in self._directories:
+            try:
+                with _one_builder(directory, wanted, wait=False) as chosen:
+                    if chosen and not _record_path(directory, wanted).is_file():
+                        _save(directory, wanted, write)
+                return
+            except OSError as error:
+                self._refusal(directory, wanted, error)
+
+    def _refusal(self, directory: Path, wanted: CachedArrays, error: OSError) -> str:
+        """Why a folder does not take the arrays; raises ConfigError where the user chose it."""
+        reason = error.strerror or str(error)
+        if self._configured is not None:
+            raise ConfigError(
+                f"data.cache_dir = {self._configured}: cannot write the {wanted.what} there "
+                f"({reason}); give a writable folder, or null"
+            ) from error
+        log.info("no %s cache in %s: %s", wanted.what, directory, reason)
+        return f"{directory} ({reason})"
+
+
+@contextmanager
+def _one_builder(directory: Path, wanted: CachedArrays, wait: bool) -> Iterator[bool]:
+    """Lets one process build while the others wait, or turn to something else; a killed builder's lock goes with it.
+
+    They are those of a node, and of all nodes where the file system has locks that nodes share. Where it has none
+    several build the same thing, which does no harm.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{wanted.name}.lock"
+    with path.open("a+b") as file:
+        if not (chosen := _lock(file, wait=False)) and wait:
+            file.seek(0)
+            holder = file.read().decode(errors="replace") or "another process"
+            log.info("waiting for %s, which builds the %s %s", holder, wanted.what, directory / wanted.name)
+            chosen = _lock(file, wait=True)
+        if chosen:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
+            file.flush()
+            _remove_abandoned(directory, wanted)
+        yield chosen
+    if chosen:
+        # A process that still waits holds the open file: it finds the arrays, or builds them once more.
+        path.unlink(missing_ok=True)
+
+
+def _lock(file: BinaryIO, wait: bool) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks.
+        return True
+    return True
+
+
+def _remove_abandoned(directory: Path, wanted: CachedArrays) -> None:
+    """Removes what builders left that were killed: a large map's is gigabytes."""
+    for path in directory.glob(f".{wanted.name}-*.partial"):
+        with suppress(OSError):
+            # On a file system without locks another node may be at work, which writes every few seconds.
+            if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                path.unlink()
+
+
+def _save(directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
+    room = shutil.disk_usage(directory)
+    # Some network file systems do not tell, and say that they have nothing at all.
+    if room.total and wanted.size_bytes > room.free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{os.strerror(errno.ENOSPC)}: {wanted.size_bytes / 1e9:.1f} GB wanted, {room.free / 1e9:.1f} GB free",
+        )
+    paths = _array_paths(directory, wanted)
+    try:
+        write(lambda name: atomic_writer(paths[name]))
+        files = _file_records(paths, dict.fromkeys(paths, _HASH))
+        with atomic_writer(_record_path(directory, wanted)) as file:
+            file.write(json.dumps({"key": wanted.key, "files": files}, indent=1).encode())
+    except BaseException:
+        # Arrays without a record are of use to nobody, and may be gigabytes.
+        if not _record_path(directory, wanted).is_file():
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+        raise
+    if sum(path.stat().st_size for path in paths.values()) > MOST_BYTES_VERIFIED_BY_ALL:
+        # What is younger is verified by every rank, see `computed_once`. These bytes have just been read.
+        time.sleep(SETTLED_NS / 1e9)
+        verify_once(list(paths.values()), _claim(files), lambda: None)
+
+
+def _load(directory: Path, wanted: CachedArrays) -> Arrays | None:
+    """Returns cached arrays, memory-mapped, or None when there are none or they are damaged."""
+    record_path = _record_path(directory, wanted)
+    if not record_path.is_file():
+        return None
+    try:
+        expected = read_json(record_path)["files"]
+        paths = _array_paths(directory, wanted)
+
+        def verify() -> None:
+            hashes = {name: "sha256" if "sha256" in expected[name] else _HASH for name in paths}
+            for name, found in _file_records(paths, hashes).items():
+                if found != expected[name]:
+                    raise ValueError(f"{paths[name].name} does not match its checksum")
+
+        verify_once(list(paths.values()), _claim(expected), verify)
+        # Plain arrays over the maps: slicing np.memmap objects costs several times as much.
+        return {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
+        log.warning("%s: the cached %s is damaged (%s) and will be rebuilt", record_path, wanted.what, error)
+        return None
+
+
+def _claim(files: Mapping[str, Any]) -> str:
+    return f"checksums: {json.dumps(files, sort_keys=True)}"
+
+
+def _file_records(paths: Mapping[str, Path], hashes: Mapping[str, str]) -> dict[str, dict[str, int | str]]:
+    """Size and checksum of every file; they are read at the same time."""
+
+    def record(name: str) -> dict[str, int | str]:
+        with paths[name].open("rb") as file:
+            digest = hashlib.file_digest(file, hashlib.sha256 if hashes[name] == "sha256" else xxhash.xxh3_128)
+            return {"bytes": file.tell(), hashes[name]: digest.hexdigest()}
+
+    with ThreadPoolExecutor(len(paths)) as threads:
+        return dict(zip(paths, threads.map(record, paths), strict=True))
+
+
+def _array_paths(directory: Path, wanted: CachedArrays) -> dict[str, Path]:
+    return {name: directory / f"{wanted.name}-{name}.npy" for name in wanted.arrays}
+
+
+def _record_path(directory: Path, wanted: CachedArrays) -> Path:
+    return directory / f"{wanted.name}.json"
+
+
+class MapWriter:
+    """Writes the arrays of a map.
+
+    Args:
+        open_array: opens the file of an array, by its name.
+        threads: that build.
+        report: told how many bytes there are so far, every few MB; what it raises ends the build.
+    """
+
+    def __init__(self, open_array: OpenArray, threads: int, report: Callable[[int], None]) -> None:
+        self._open_array = open_array
+        self.threads = threads
+        self._report = report
+        self._written = 0
+
+    @contextmanager
+    def pieces(self, name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> Iterator[Append]:
+        """Opens an array that is appended to, along its first axis, until it has its shape.
+
+        Raises:
+            OSError: as the system reports it (full disk, no permission).
+        """
+        left = int(np.prod(shape))
+        with self._open_array(name) as file:
+            _write_header(file, dtype, shape)
+
+            def append(piece: Array) -> None:
+                nonlocal left
+                cast = np.ascontiguousarray(piece, dtype)
+                left -= cast.size
+                file.write(cast.data)
+                self._tell(cast.nbytes)
+
+            yield append
+            assert not left, f"{name} lacks {left} of {shape}"
+
+    @contextmanager
+    def mapped(self, name: str, dtype: npt.DTypeLike, count: int) -> Iterator[Array]:
+        """Opens an array of one axis that is written in any order, in pages that the system may put on disk.
+
+        Raises:
+            OSError: as in `pieces`.
+        """
+        with self._open_array(name) as file:
+            _write_header(file, dtype, (count,))
+            begin = file.tell()
+            # Writing to a page that the disk has no room for would be a SIGBUS.
+            os.posix_fallocate(file.fileno(), begin, max(np.dtype(dtype).itemsize * count, 1))
+            array = np.memmap(file.name, dtype, "r+", begin, (count,))
+            yield array.view(np.ndarray)
+            array.flush()
+            self._tell(array.nbytes)
+
+    def _tell(self, more_bytes: int) -> None:
+        self._written += more_bytes
+        self._report(self._written)
+
+
+def _write_header(file: BinaryIO, dtype: npt.DTypeLike, shape: Sequence[int]) -> None:
+    description = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    header = {"descr": description, "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(file, header)
+    file.flush()

@@ -1,0 +1,361 @@
+"""Opens the datasets that a run's config names; with data.stage_to, from copies on the node's own disk."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megads.data.config import DataConfig, Order, PackingMode, Weighting
+from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from megads.data.indexed.recorded import DataRecord, holds_the_same
+from megads.data.indexed.sidecar import Sidecar, carried_path, read_sidecar, sidecar_path
+from megads.data.indexed.verified_once import file_state, require_unchanged
+from megads.data.progress import ByteProgress
+from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.data.sampling.blend import BalancedOrder, BlendedSamples, BlendPart, Interleaving, Mix, Phase, mixes
+from megads.data.sampling.cached_arrays import ArrayCache
+from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
+from megads.data.sampling.packed import PackedSamples, PackedValidation
+from megads.data.sampling.sampler import skips_of
+from megads.data.sampling.samples import TrainSamples, ValidationSamples, split_documents
+from megads.errors import ConfigError, DataError
+from megads.runtime.files import atomic_writer, read_json
+
+_COPIED_BYTES = 1 << 23
+"""At a time, when a dataset is staged."""
+HELD_OUT = "held_out"
+"""Name of the validation set where the config gives none."""
+log = logging.getLogger(__name__)
+
+
+def open_datasets(
+    config: DataConfig,
+    seq_len: int,
+    seed: int,
+    vocab_size: int,
+    samples: int = 0,
+    schedule: BatchSizeSchedule | None = None,
+    record: DataRecord | None = None,
+) -> tuple[BlendPart | BlendedSamples, dict[str, ValidationSamples | PackedValidation]]:
+    """Opens training and validation data and checks that they fit the model and each other.
+
+    With data.valid set, training takes all documents of its datasets; else data.split divides each.
+
+    Args:
+        config: which data.
+        seq_len: tokens that a sample predicts.
+        seed: of the training order.
+        vocab_size: the model's; every token must be below it.
+        samples: that the run is planned for; 0 when that is not known, and no dataset is too small then.
+        schedule: which samples a step trains on; None is one a step.
+        record: what the run's data held; None where nobody recorded it.
+
+    Returns:
+        Training samples, and validation windows by the set's name; none when data.split gives validation nothing.
+
+    Raises:
+        ConfigError: the config names no data, or the run takes more of a dataset than it may.
+        DataError: data is missing, corrupt, too small, or made for another vocabulary.
+    """
+    config.check()
+    items = config.blended
+    datasets = [open_dataset(config, item.path, record) for item in items]
+    valid_datasets = {name: open_dataset(config, path, record) for name, path in config.valid_paths.items()}
+    _check_sidecars([*datasets, *valid_datasets.values()], vocab_size)
+    if valid_datasets:
+        train_documents = [range(dataset.num_documents) for dataset in datasets]
+        held_out = {name: (dataset, range(dataset.num_documents)) for name, dataset in valid_datasets.items()}
+    else:
+        splits = [split_documents(dataset, config.split) for dataset in datasets]
+        train_documents = [train for train, _ in splits]
+        held_out = {
+            item.shown_name if len(config.train) > 1 else HELD_OUT: (dataset, split[1])
+            for item, dataset, split in zip(items, datasets, splits, strict=True)
+            if item in config.train
+        }
+    train = _train_samples(config, datasets, train_documents, seq_len, seed, samples, schedule or BatchSizeSchedule(1))
+    valid = {
+        name: validation_source(config, dataset, documents, seq_len)
+        for name, (dataset, documents) in held_out.items()
+        if documents
+    }
+    return train, valid
+
+
+def train_weights(config: DataConfig) -> list[float]:
+    """Opens data.train and returns each dataset's weight, see `blend_weights`; one alone is not opened."""
+    if len(config.train) == 1:
+        return [1.0]
+    datasets = [IndexedDataset(item.path) for item in config.train]
+    whole = bool(config.valid_paths)
+    documents = [range(some.num_documents) if whole else split_documents(some, config.split)[0] for some in datasets]
+    return blend_weights(config, datasets, documents)
+
+
+def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], documents: Sequence[range]) -> list[float]:
+    """Returns each dataset's weight; they do not sum to 1.
+
+    Nothing is divided by a sum of floats: Python 3.11, Python 3.12 and NumPy have three for the same weights.
+
+    Args:
+        config: where the weights come from.
+        datasets: those of data.train.
+        documents: what of each is trained on.
+    """
+    if len(datasets) == 1:
+        return [1.0]
+    if config.weights is Weighting.explicit:
+        return [item.weight or 0.0 for item in config.train]
+    if config.weights is Weighting.documents:
+        return [float(len(part)) for part in documents]
+    tokens = [float(dataset.stream(part).size) for dataset, part in zip(datasets, documents, strict=True)]
+    if config.weights is Weighting.tokens:
+        return tokens
+    # The last digits of a power are the C library's.
+    return [round((count / max(tokens)) ** (1 / config.temperature), 12) for count in tokens]
+
+
+def _train_samples(
+    config: DataConfig,
+    datasets: Sequence[IndexedDataset],
+    documents: Sequence[range],
+    seq_len: int,
+    seed: int,
+    samples: int,
+    schedule: BatchSizeSchedule,
+) -> BlendPart | BlendedSamples:
+    weights = blend_weights(config, datasets, documents) if not config.history else [1.0] * len(datasets)
+    skips = skips_of(config.skip, schedule)
+    # The end of the run's stream, what is left out included.
+    total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
+    megatron = config.order is Order.megatron
+    if megatron:
+        weights = megatron_weights(weights)
+    parts: list[BlendPart] = []
+    for dataset, part, weight in zip(datasets, documents, weights, strict=True):
+        if megatron:
+            # As there, a dataset that is alone gets the surplus only where a weight makes it a blend of one.
+            blended = len(datasets) > 1 or config.train[0].weight is not None
+            wanted = megatron_share(total, weight) if blended else total
+            parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
+        else:
+            parts.append(train_source(config, dataset, part, seq_len, seed))
+    if len(parts) == 1 and not skips.ranges and config.train[0].max_epochs is None:
+        return parts[0]
+    order: Interleaving
+    if megatron and len(parts) > 1:
+        order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
+    else:
+        order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
+    _check_epochs(config, parts, order, total)
+    return BlendedSamples(parts, order, skips)
+
+
+def _mixes(config: DataConfig, weights: Sequence[float]) -> list[tuple[int, Sequence[float]]]:
+    """The first sample of each mix, and a weight for each of config.blended."""
+    if not config.history:
+        return [(0, weights), *((phase.from_sample, phase.weights) for phase in config.phases)]
+    by_path = [(mix.from_sample, mix.weights) for mix in mixes(config, ())]
+    return [(first, [some.get(item.path, 0.0) for item in config.blended]) for first, some in by_path]
+
+
+def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interleaving, total: int) -> None:
+    """Refuses a run that reads more of a dataset than it may: a small one would be learnt by heart unnoticed."""
+    taken = order.counts(total)
+    for place, (item, part) in enumerate(zip(config.blended, parts, strict=True)):
+        named = f"data.train[{config.train.index(item)}] ({item.path})" if item in config.train else item.path
+        allowed = item.max_epochs if item.max_epochs is not None else (1.0 if len(parts) > 1 else None)
+        count = int(taken[place])
+        if allowed is None or count <= int(allowed * part.samples_per_epoch):
+            continue
+        limit = int(allowed * part.samples_per_epoch)
+        enough = bisect_right(range(total), limit, key=lambda number: int(order.counts(number)[place])) - 1
+        raise ConfigError(
+            f"{named} has {part.samples_per_epoch} samples an epoch and the run of {total} "
+            f"samples takes {count} of it, {count / part.samples_per_epoch:.2f} epochs; max_epochs = {allowed:g} "
+            f"allows {limit}: set its max_epochs to {count / part.samples_per_epoch + 0.005:.2f}, lower its weight, or "
+            f"train on at most {enough} samples"
+        )
+
+
+def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None) -> IndexedDataset:
+    """The dataset at a prefix, or its copy on this node where data.stage_to asks for one.
+
+    Args:
+        config: of the run's data.
+        path: the prefix.
+        record: what the run's data held, to which files are held that are written to from now on.
+    """
+    found = next((some for some in record.datasets if some.path == path), None) if record is not None else None
+    prefix = path if config.stage_to is None else staged(path, config.stage_to)
+    return IndexedDataset(prefix, partial(holds_the_same, found) if found is not None else None)
+
+
+def train_source(
+    config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int, seed: int
+) -> TrainSamples | PackedSamples:
+    """Training samples of some documents of one dataset, as data.packing says."""
+    if config.packing is PackingMode.best_fit:
+        return PackedSamples(dataset, documents, seq_len, seed, config.cache_dir)
+    return TrainSamples(dataset, documents, seq_len, seed, config.cache_dir)
+
+
+def validation_source(
+    config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int
+) -> ValidationSamples | PackedValidation:
+    """Validation windows of some documents of one dataset, as data.packing says."""
+    if config.packing is PackingMode.best_fit:
+        return PackedValidation(dataset, documents, seq_len, config.cache_dir)
+    return ValidationSamples(dataset, documents, seq_len)
+
+
+def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None:
+    sidecar = read_sidecar(dataset.prefix)
+    if sidecar is None:
+        return None
+    path = sidecar_path(dataset.prefix)
+    if (sidecar.documents, sidecar.tokens) != (dataset.num_documents, dataset.num_tokens):
+        raise DataError(
+            f"{path}: describes {sidecar.documents} documents of {sidecar.tokens} tokens, the dataset has "
+            f"{dataset.num_documents} of {dataset.num_tokens}: they do not belong together; make the dataset anew with "
+            "`megads preprocess overwrite=true`"
+        )
+    carried = carried_path(dataset.prefix)
+    if carried.is_file() and (found := hashlib.sha256(carried.read_bytes()).hexdigest()) != sidecar.tokenizer_sha256:
+        raise DataError(
+            f"{carried}: its sha256 starts with {found[:12]}, {path} says {sidecar.tokenizer_sha256[:12]}: it is not "
+            "the tokenizer that made the dataset, and decodes it to other text; put the right one back, or delete it"
+        )
+    if sidecar.max_token_id >= vocab_size:
+        raise DataError(
+            f"{path}: the dataset's largest token is {sidecar.max_token_id} and its tokenizer has {sidecar.vocab_size} "
+            f"tokens, model.vocab_size is {vocab_size}; set model.vocab_size={sidecar.vocab_size}"
+        )
+    return sidecar
+
+
+def _check_sidecars(datasets: Sequence[IndexedDataset], vocab_size: int) -> None:
+    """Each dataset must fit its own description and the model, and all of them one tokenizer."""
+    first: tuple[str, Sidecar] | None = None
+    for dataset in datasets:
+        sidecar = _checked_sidecar(dataset, vocab_size)
+        if sidecar is None:
+            continue
+        if first is None:
+            first = (dataset.prefix, sidecar)
+        elif sidecar.tokenizer_sha256 != first[1].tokenizer_sha256:
+            raise DataError(
+                f"{sidecar_path(dataset.prefix)}: made with the tokenizer {sidecar.tokenizer_sha256[:12]}, "
+                f"{Path(first[0]).name} with {first[1].tokenizer_sha256[:12]}; preprocess both with one tokenizer"
+            )
+
+
+def staged(prefix: str, folder: str) -> str:
+    """Returns the prefix of a dataset's copy on this node, made by the first process that asks; the others wait.
+
+    The copy's name follows from the index, and from size and time of the tokens, so changed data is copied anew. A
+    process that is killed leaves nothing that passes for a copy: the record with the checksums is written last, after
+    the copy was read back. A lock that the system releases with the process lets the next one begin.
+
+    Args:
+        prefix: the dataset.
+        folder: on a disk of this node.
+
+    Raises:
+        ConfigError: the folder cannot be written to or has too little room.
+        DataError: the dataset cannot be read, changes meanwhile, or the copy is not like it.
+    """
+    fingerprint = IndexedDataset(prefix).fingerprint()
+    sources = [path for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)) if path.exists()]
+    content = [fingerprint, *(file_state(path)[:2] for path in sources)]
+    name = f"{Path(prefix).name}-{hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]}"
+    copy = Path(folder) / name
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(copy.with_name(f"{name}.lock")):
+            if not _is_complete(copy):
+                _copy(sources, prefix, copy)
+    except OSError as error:
+        raise ConfigError(
+            f"data.stage_to = {folder}: {prefix} cannot be copied there: {error.strerror}; give a writable folder on a "
+            "disk of the node, or null"
+        ) from error
+    return str(copy)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _record_path(copy: Path) -> Path:
+    return Path(f"{copy}.staged.json")
+
+
+def _is_complete(copy: Path) -> bool:
+    """Whether the record and files of the sizes that it tells are there."""
+    try:
+        sizes = read_json(_record_path(copy))["bytes"]
+        return all(copy.with_name(name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
+    # What a killed process left would fill the disk.
+    for unfinished in copy.parent.glob(f".{copy.name}.*.partial"):
+        unfinished.unlink(missing_ok=True)
+    total = sum(path.stat().st_size for path in sources)
+    free = shutil.disk_usage(copy.parent).free
+    if total > free:
+        raise ConfigError(
+            f"data.stage_to = {copy.parent}: {prefix} takes {total / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free; make "
+            "room, give another folder, or null"
+        )
+    sizes, digests, done_bytes = {}, {}, 0
+    with ByteProgress(f"staging {Path(prefix).name}", total) as progress:
+        for source in sources:
+            target = Path(f"{copy}{source.name.removeprefix(Path(prefix).name)}")
+            state = file_state(source)
+            digests[target.name] = _copy_file(source, target, progress, done_bytes)
+            require_unchanged(source, state)
+            if (found := _digest(target)) != digests[target.name]:
+                raise DataError(
+                    f"{target}: reads back as {found}, {source} is {digests[target.name]}: the disk of "
+                    f"data.stage_to = {copy.parent} is damaged; give another folder"
+                )
+            sizes[target.name] = state[0]
+            done_bytes += state[0]
+    with atomic_writer(_record_path(copy)) as file:
+        file.write(json.dumps({"source": prefix, "bytes": sizes, "xxh3_128": digests}, indent=1).encode())
+    log.info("staged %s to %s: %.1f MB", prefix, copy, total / 1e6)
+
+
+def _copy_file(source: Path, target: Path, progress: ByteProgress, done_bytes: int) -> str:
+    """Copies in large sequential reads; returns the digest of what was read."""
+    digest = xxhash.xxh3_128()
+    with source.open("rb", buffering=0) as file, atomic_writer(target) as out:
+        while block := file.read(_COPIED_BYTES):
+            digest.update(block)
+            out.write(block)
+            done_bytes += len(block)
+            progress.update(done_bytes)
+    return str(digest.hexdigest())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

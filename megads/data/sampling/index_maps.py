@@ -1,0 +1,384 @@
+"""Which tokens make up which sample of which epoch, and the cache of that answer.
+
+The order of an epoch depends on the dataset, the seed and the epoch alone: a longer run sees the same samples first.
+Each document and each sample has a random key, and the keys in order give the order; large maps are built in bounded
+memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.data.indexed.dataset import IndexedDataset, IntArray
+from megads.data.progress import ByteProgress
+from megads.data.sampling.cached_arrays import ArrayCache, CachedArrays, MapWriter, OpenArray
+from megads.ops.build import KernelsUnavailable
+from megads.ops.sorted_keys import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
+from megads.runtime.environment import available_cores
+
+FORMAT_VERSION = 1
+# A map this small is built faster than it is read and checked.
+SMALL_MAP_ENTRIES = 1 << 16
+ROWS = 1 << 18
+"""Rows of a sample index that are worked out at a time."""
+_NICENESS = 10
+"""Added to that of a thread which builds while others train."""
+MEMORY_BYTES = 1 << 30
+"""Of random keys at a time."""
+PIECE = 1 << 18
+"""Items of a random order that come together: what is made of them stays in the processor's cache."""
+# Key, item and place while they are sorted, each also in the parts that they were drawn in.
+_NUMPY_BYTES = 48
+_DRAWN = 1 << 17
+log = logging.getLogger(__name__)
+
+
+class _BuildStopped(Exception):
+    """A map that nobody waits for was not finished."""
+
+
+def build_sample_index(sizes: npt.NDArray[np.integer[Any]], seq_len: int) -> IntArray:
+    """Cuts a stream of documents into samples of seq_len + 1 tokens, neighbours sharing one.
+
+    Args:
+        sizes: [documents] tokens in each document, in the order in which they are read.
+        seq_len: tokens that a sample predicts.
+
+    Returns:
+        int64 [samples + 1, 2]: (position in the document order, token offset in that document) of each sample's first
+        token, which is the last token of the sample before; the final row is where the last sample ends.
+    """
+    total = int(np.sum(sizes, dtype=np.int64))
+    cutter = SampleCutter(total, seq_len)
+    index = np.zeros((cutter.rows, 2), np.int64)
+    done = 0
+    for begin in range(0, len(sizes), PIECE):
+        for rows in cutter.cut(sizes[begin : begin + PIECE]):
+            index[done : done + len(rows)] = rows
+            done += len(rows)
+    return index
+
+
+class SampleCutter:
+    """Cuts documents into samples as they come, see `build_sample_index`.
+
+    Args:
+        tokens: of all documents together.
+        seq_len: tokens that a sample predicts.
+    """
+
+    def __init__(self, tokens: int, seq_len: int) -> None:
+        self.rows = max(tokens - 1, 0) // seq_len + 1
+        """Of the whole index."""
+        self._seq_len = seq_len
+        self._documents = self._tokens = self._row = 0
+
+    def cut(self, sizes: npt.NDArray[np.integer[Any]]) -> Iterator[IntArray]:
+        """Yields int64 [n, 2], the rows whose first tokens are in the documents that come next."""
+        ends = np.cumsum(sizes, dtype=np.int64) + self._tokens
+        end_token = int(ends[-1]) if ends.size else self._tokens
+        end_row = min(-(-end_token // self._seq_len), self.rows)
+        # A sample's position is the number of documents that end at or before its first token, those without tokens
+        # too. Counting them in one pass is faster than a search for each sample.
+        first_row_after = (ends + (self._seq_len - 1)) // self._seq_len
+        for begin in range(self._row, end_row, ROWS):
+            end = min(begin + ROWS, end_row)
+            before, inside = np.searchsorted(first_row_after, (begin, end)).tolist()
+            rows = np.empty((end - begin, 2), np.int64)
+            ended = np.bincount(first_row_after[before:inside] - begin, minlength=end - begin)
+            positions = before + np.cumsum(ended)
+            starts = ends[positions] - sizes[positions]
+            rows[:, 0] = positions + self._documents
+            np.subtract(np.arange(begin, end) * self._seq_len, starts, out=rows[:, 1])
+            yield rows
+        self._row = max(end_row, self._row)
+        self._documents += len(sizes)
+        self._tokens = end_token
+
+
+@dataclass(frozen=True)
+class EpochMapKey:
+    """All that determines an epoch's map."""
+
+    fingerprint: str
+    """Of the dataset."""
+    first_document: int
+    """Start of the range of documents."""
+    end_document: int
+    """End of the range of documents, exclusive."""
+    seq_len: int
+    """Tokens that a sample predicts."""
+    seed: int
+    """Seed of the run's data order."""
+    epoch: int
+    """Number of the pass over the documents, from 0."""
+
+    def name(self) -> str:
+        """Returns a file name that differs wherever the map may."""
+        content = json.dumps(asdict(self) | {"format": FORMAT_VERSION}, sort_keys=True)
+        return f"{hashlib.sha256(content.encode()).hexdigest()[:16]}-epoch{self.epoch:05d}"
+
+    def build(self, dataset: IndexedDataset) -> EpochMap:
+        """Computes the map of one epoch over a range of the dataset's documents."""
+        random = np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))
+        documents = range(self.first_document, self.end_document)
+        order = permutation(random, len(documents))
+        sample_index = build_sample_index(dataset.document_sizes(documents)[order], self.seq_len)
+        return EpochMap(
+            document_order=order + order.dtype.type(self.first_document),
+            sample_index=sample_index,
+            shuffle=permutation(random, len(sample_index) - 1),
+        )
+
+    def size_bytes(self, dataset: IndexedDataset) -> int:
+        """Returns the bytes of the map's arrays."""
+        documents, samples = _counts(dataset, self)
+        return sum(_order_dtype(count).itemsize * count for count in (documents, samples)) + 16 * (samples + 1)
+
+    def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
+        """Writes what `build` computes, in bounded memory."""
+        random = np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))
+        documents, samples = _counts(dataset, self)
+        cutter = SampleCutter(_tokens(dataset, self), self.seq_len)
+        with (
+            writer.pieces("document_order", _order_dtype(documents), (documents,)) as append_documents,
+            writer.pieces("sample_index", "<i8", (cutter.rows, 2)) as append_rows,
+        ):
+            for piece in random_order(random, documents, writer.threads, dataset, self.first_document):
+                assert piece.sizes is not None
+                append_documents(piece.items + self.first_document)
+                for rows in cutter.cut(piece.sizes):
+                    append_rows(rows)
+        with writer.pieces("shuffle", _order_dtype(samples), (samples,)) as append_samples:
+            for piece in random_order(random, samples, writer.threads):
+                append_samples(piece.items)
+
+
+class MapKey(Protocol):
+    """All that determines a map, which it can build."""
+
+    @property
+    def first_document(self) -> int: ...
+
+    @property
+    def end_document(self) -> int: ...
+
+    @property
+    def seq_len(self) -> int: ...
+
+    def name(self) -> str:
+        """Returns a file name that differs wherever the map may."""
+
+    def build(self, dataset: IndexedDataset) -> EpochMap:
+        """Computes the map in memory."""
+
+    def size_bytes(self, dataset: IndexedDataset) -> int:
+        """Returns the bytes of the map's arrays."""
+
+    def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
+        """Writes what `build` computes, in bounded memory."""
+
+
+@dataclass(frozen=True)
+class EpochMap:
+    """The order of one epoch.
+
+    Attributes:
+        document_order: integer [documents], document numbers as they are read.
+        sample_index: int64 [samples + 1, 2], see `build_sample_index`.
+        shuffle: integer [samples], row of sample_index for each sample in the order of training.
+    """
+
+    document_order: npt.NDArray[np.integer[Any]]
+    sample_index: IntArray
+    shuffle: npt.NDArray[np.integer[Any]]
+
+
+def _tokens(dataset: IndexedDataset, key: MapKey) -> int:
+    return dataset.stream(range(key.first_document, key.end_document)).size
+
+
+def _counts(dataset: IndexedDataset, key: MapKey) -> tuple[int, int]:
+    """Documents and samples of one pass."""
+    return key.end_document - key.first_document, max(_tokens(dataset, key) - 1, 0) // key.seq_len
+
+
+class EpochMapCache:
+    """Epoch maps in an `ArrayCache`; small ones are built whenever they are asked for.
+
+    Args:
+        prefix: the dataset's, see `ArrayCache`.
+        cache_dir: see there.
+    """
+
+    def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
+        self._prefix = prefix
+        self._arrays = ArrayCache(prefix, cache_dir)
+
+    def get(self, dataset: IndexedDataset, key: MapKey) -> EpochMap:
+        """Returns the map of one epoch, from the cache or built and cached.
+
+        Raises:
+            ConfigError: no folder takes it, and it is too large for the memory of every rank; or data.cache_dir was
+                given and cannot be written.
+        """
+        if sum(_counts(dataset, key)) < SMALL_MAP_ENTRIES:
+            return key.build(dataset)
+        size = key.size_bytes(dataset)
+
+        def write(open_array: OpenArray) -> None:
+            with ByteProgress(f"index map of {self._prefix}", size) as progress:
+                key.write(dataset, MapWriter(open_array, available_cores(), progress.update))
+
+        found = self._arrays.get(_cached(key, size), write)
+        return EpochMap(**found) if found is not None else key.build(dataset)
+
+    def build_ahead(self, dataset: IndexedDataset, key: MapKey, stop: threading.Event) -> None:
+        """Builds a map that nobody waits for, in one thread of low priority, unless another process does or it exists.
+
+        Args:
+            dataset: whose.
+            key: which.
+            stop: ends the build when it is set.
+
+        Raises:
+            ConfigError: data.cache_dir was given and cannot be written.
+        """
+        if sum(_counts(dataset, key)) < SMALL_MAP_ENTRIES:
+            return
+
+        def report(_: int) -> None:
+            if stop.is_set():
+                raise _BuildStopped
+
+        with suppress(_BuildStopped):
+            self._arrays.build_ahead(
+                _cached(key, key.size_bytes(dataset)),
+                lambda open_array: key.write(dataset, MapWriter(open_array, 1, report)),
+            )
+
+
+def yield_to_others() -> None:
+    """Lowers the priority of this thread, and of those that it starts, for good."""
+    # Only Linux gives each thread a priority of its own.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+
+
+def _cached(key: MapKey, size_bytes: int) -> CachedArrays:
+    names = [field.name for field in fields(EpochMap)]
+    return CachedArrays(key.name(), asdict(cast(Any, key)), names, "index map", size_bytes)
+
+
+def permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[Any]]:
+    """Returns a random order of 0..count-1, by sorting random keys; `random_order` gives the same in less memory.
+
+    NumPy promises the raw stream of a bit generator for ever, but lets Generator.permutation change between versions:
+    an update must not change the order of a run's data.
+    """
+    return np.argsort(random.random_raw(count), kind="stable").astype(_order_dtype(count))
+
+
+def _order_dtype(count: int) -> np.dtype[Any]:
+    """Returns the dtype of an order of so many items."""
+    return np.dtype("<i4" if count < 2**31 else "<i8")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Items that follow each other in a random order.
+
+    Attributes:
+        items: integer [n].
+        sizes: int64 [n], tokens of each where the items are documents; else None.
+    """
+
+    items: npt.NDArray[np.integer[Any]]
+    sizes: IntArray | None
+
+
+def random_order(
+    random: np.random.PCG64, count: int, threads: int, dataset: IndexedDataset | None = None, first: int = 0
+) -> Iterator[_Piece]:
+    """Yields a random order of 0..count-1 in pieces.
+
+    Keys are not stored: a pass draws all of them anew and keeps those of a range that fits into MEMORY_BYTES. It also
+    reads the sizes of the documents, from first to last, so that the index need not fit into memory.
+
+    Args:
+        random: draws one number an item; stands after them when the last piece is taken.
+        count: of items; at least one.
+        threads: that sort.
+        dataset: whose documents the items are; None where they are none.
+        first: number of document 0 of the order.
+    """
+    sort = _compiled() if count < MOST_ITEMS else None
+    if sort is not None:
+        yield from _compiled_pieces(sort, random, count, threads, dataset, first)
+    else:
+        yield from _numpy_pieces(random, count, dataset, first)
+    random.advance(count)
+
+
+def _compiled() -> KeySort | None:
+    try:
+        return compiled_key_sort(log.info)
+    except KernelsUnavailable as error:
+        log.warning("sorting index maps by NumPy, some ten times as slow: %s", error)
+        return None
+
+
+def _compiled_pieces(
+    sort: KeySort, random: np.random.PCG64, count: int, threads: int, dataset: IndexedDataset | None, first: int
+) -> Iterator[_Piece]:
+    documents = dataset.addresses(first) if dataset is not None else None
+    for entries in sort.passes(random, count, MEMORY_BYTES // ENTRY.itemsize, threads, documents):
+        for begin in range(0, entries.size, PIECE):
+            part = entries[begin : begin + PIECE]
+            items, sizes = part["item"].astype(np.int64), None
+            if dataset is not None:
+                sizes = part["size"].astype(np.int64)
+                long = np.flatnonzero(part["size"] == np.iinfo(np.uint32).max)
+                if long.size:
+                    sizes[long] = _sizes(dataset, items[long] + first)
+            yield _Piece(items, sizes)
+
+
+def _numpy_pieces(random: np.random.PCG64, count: int, dataset: IndexedDataset | None, first: int) -> Iterator[_Piece]:
+    passes = -(-count * _NUMPY_BYTES // MEMORY_BYTES)
+    for low, end in itertools.pairwise((number << 64) // passes for number in range(passes + 1)):
+        order = _numpy_pass(random, count, np.uint64(low), np.uint64(end - 1))
+        for begin in range(0, order.size, PIECE):
+            items = order[begin : begin + PIECE]
+            yield _Piece(items, None if dataset is None else _sizes(dataset, items + first))
+
+
+def _numpy_pass(random: np.random.PCG64, count: int, lowest: np.uint64, highest: np.uint64) -> IntArray:
+    """The items whose keys are in a range, in the order of the keys."""
+    generator = np.random.PCG64()
+    generator.state = random.state
+    keys, items = [], []
+    for begin in range(0, count, _DRAWN):
+        drawn = generator.random_raw(min(_DRAWN, count - begin))
+        inside = np.flatnonzero((drawn >= lowest) & (drawn <= highest))
+        keys.append(drawn[inside])
+        items.append(inside + begin)
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    return np.concatenate(items)[order]
+
+
+def _sizes(dataset: IndexedDataset, documents: IntArray) -> IntArray:
+    starts, ends = dataset.document_bounds(documents)
+    return ends - starts

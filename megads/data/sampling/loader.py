@@ -1,0 +1,314 @@
+"""From sample numbers to checked micro-batches, read ahead by a thread.
+
+Tokens stay in the dataset's narrow dtype until the last cast. Shape suffixes: m = micro-batches, b = micro-batch size,
+n = m * b samples, s = sequence length, t = s + 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.data.indexed.dataset import Array, IntArray
+from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.data.sampling.index_maps import yield_to_others
+from megads.data.sampling.runs import (
+    Runs,
+    SampleSource,
+    TrainSource,
+    ValidationSource,
+    copy_tokens,
+    document_starts,
+    loss_mask,
+    token_at,
+    widest_dtype,
+)
+from megads.data.sampling.sampler import batch_hash, micro_batch_ids
+from megads.errors import DataError
+
+POLL_S = 0.1
+LOOK_AHEAD_S = 10.0
+"""How often it is asked whether an index map will be needed soon."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What a micro-batch says of the documents that share a sample.
+
+    Attributes:
+        document_mask: fill BatchInfo.document_starts.
+        reset_positions: fill BatchInfo.position_ids_bs, from 0 in every document.
+        mask_eod: no loss on the first token of a document that starts within a sample.
+    """
+
+    document_mask: bool = False
+    reset_positions: bool = False
+    mask_eod: bool = False
+
+
+PLAIN = Packing()
+"""Samples without borders."""
+
+
+def assemble(
+    source: SampleSource, ids_mb: IntArray, vocab_size: int, needs_tokens: bool, packing: Packing
+) -> list[MicroBatch]:
+    """Makes the micro-batches of samples; no Python work a sample but one copy a document.
+
+    Args:
+        source: where the samples come from.
+        ids_mb: int64 [m, b], their numbers.
+        vocab_size: every token must be below it.
+        needs_tokens: False gives the info only; no token is read then.
+        packing: what is told of document borders.
+
+    Returns:
+        m micro-batches. A sample that the source does not have, and what follows a sample's last token, holds token 0
+        and is masked.
+
+    Raises:
+        DataError: a token is not in the vocabulary; dataset, document and offset are named. Or a file was cut short or
+            written to.
+    """
+    if not (needs_tokens or packing.document_mask or packing.reset_positions):
+        return [MicroBatch(BatchInfo(torch.from_numpy(ids_b), seq_len=source.seq_len)) for ids_b in ids_mb]
+    runs = source.runs(ids_mb.reshape(-1))
+    infos = _infos(runs, ids_mb, source.seq_len, packing)
+    if not needs_tokens:
+        return [MicroBatch(info) for info in infos]
+    tokens_nt = np.zeros((ids_mb.size, source.seq_len + 1), widest_dtype(runs))
+    # Before, for a message in place of a signal; afterwards, because the lost end of a page reads as zeros.
+    for part in runs:
+        part.dataset.require_whole()
+    copy_tokens(runs, tokens_nt)
+    for part in runs:
+        part.dataset.require_unwritten()
+    _check_tokens(runs, tokens_nt, vocab_size)
+    mask_ns = loss_mask(runs, ids_mb.size, source.seq_len, packing.mask_eod)
+    size = ids_mb.shape[1]
+    return [
+        _micro_batch(info, tokens_nt[first : first + size], mask_ns[first : first + size])
+        for info, first in zip(infos, range(0, ids_mb.size, size), strict=True)
+    ]
+
+
+def _infos(runs: Sequence[Runs], ids_mb: IntArray, seq_len: int, packing: Packing) -> list[BatchInfo]:
+    count, size = ids_mb.shape
+    starts: Sequence[IntArray | None] = [None] * count
+    if packing.document_mask or packing.reset_positions:
+        starts = list(document_starts(runs, ids_mb.size, seq_len).reshape(count, size, seq_len))
+    return [_info(ids_b, starts_bs, seq_len, packing) for ids_b, starts_bs in zip(ids_mb, starts, strict=True)]
+
+
+def _info(ids_b: IntArray, starts_bs: IntArray | None, seq_len: int, packing: Packing) -> BatchInfo:
+    if starts_bs is None:
+        return BatchInfo(torch.from_numpy(ids_b), seq_len=seq_len)
+    positions_bs = np.arange(seq_len) - starts_bs if packing.reset_positions else None
+    return BatchInfo(
+        torch.from_numpy(ids_b),
+        position_ids_bs=None if positions_bs is None else torch.from_numpy(positions_bs),
+        document_starts=torch.from_numpy(starts_bs) if packing.document_mask else None,
+        seq_len=seq_len,
+    )
+
+
+def _micro_batch(info: BatchInfo, tokens_bt: Array, mask_bs: npt.NDArray[np.float32]) -> MicroBatch:
+    return MicroBatch(
+        info,
+        torch.from_numpy(tokens_bt[:, :-1].astype(np.int64)),
+        torch.from_numpy(tokens_bt[:, 1:].astype(np.int64)),
+        torch.from_numpy(mask_bs),
+    )
+
+
+def _check_tokens(runs: Sequence[Runs], tokens_nt: Array, vocab_size: int) -> None:
+    if tokens_nt.min() >= 0 and tokens_nt.max() < vocab_size:
+        return
+    row, place = (int(at) for at in np.argwhere((tokens_nt < 0) | (tokens_nt >= vocab_size))[0])
+    dataset, document, offset = token_at(runs, row, place)
+    raise DataError(
+        f"{dataset.prefix}: document {document} holds token {tokens_nt[row, place]}, model.vocab_size is "
+        f"{vocab_size} (at token {offset} of the document); use the vocabulary size of the tokenizer that made the "
+        "dataset, or make the dataset anew with `megads preprocess`"
+    )
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of one step.
+
+    Attributes:
+        micro_batches: in the order of computation.
+        samples: global batch size of the step, over all ranks.
+        batch_hash: hash of the step's global samples; the same on every rank.
+        first_sample: samples consumed before the step.
+    """
+
+    micro_batches: list[MicroBatch]
+    samples: int
+    batch_hash: str
+    first_sample: int
+
+
+class TrainLoader:
+    """Iterates over steps for ever; one daemon thread reads ahead, another builds the index maps of the next epoch.
+
+    An exception in the thread reaches the consumer as it is, at the step that it spoilt.
+
+    Args:
+        source: where the samples come from.
+        schedule: global batch size of each step.
+        micro_batch_size: samples in one forward pass of this rank.
+        dp_rank: this rank's place among the data-parallel ranks.
+        dp: data-parallel ranks.
+        vocab_size: every token must be below it.
+        start_sample: samples consumed before the first step.
+        needs_tokens: False on pipeline stages that are neither first nor last: they get the info only.
+        prefetch_steps: steps that wait in the queue.
+        packing: what every stage is told of document borders.
+        end_sample: what is read from it on is read ahead only; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        source: TrainSource,
+        schedule: BatchSizeSchedule,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp: int,
+        vocab_size: int,
+        start_sample: int = 0,
+        needs_tokens: bool = True,
+        prefetch_steps: int = 2,
+        packing: Packing = PLAIN,
+        end_sample: int | None = None,
+    ) -> None:
+        self._source = source
+        self._schedule = schedule
+        self._micro_batch_size = micro_batch_size
+        self._dp_rank, self._dp = dp_rank, dp
+        self._vocab_size = vocab_size
+        self._needs_tokens = needs_tokens
+        self._packing = packing
+        self._queue: queue.Queue[StepBatch | BaseException] = queue.Queue(maxsize=prefetch_steps)
+        self._closed = threading.Event()
+        self._read_samples, self._end_sample = start_sample, end_sample
+        self._threads = [
+            threading.Thread(target=self._produce, args=(start_sample,), name="train-loader", daemon=True),
+            threading.Thread(target=self._build_ahead, name="index-maps", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        while not self._closed.is_set():
+            try:
+                item = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(item, BaseException):
+                self.close()
+                raise item
+            return item
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the threads; the iterator is exhausted from then on."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> TrainLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _produce(self, first_sample: int) -> None:
+        try:
+            while not self._closed.is_set():
+                batch = self._load(first_sample)
+                self._put(batch)
+                first_sample += batch.samples
+                self._read_samples = first_sample
+        except BaseException as error:
+            # Whatever it is, the consumer must not wait for a thread that is gone.
+            self._put(error)
+
+    def _build_ahead(self) -> None:
+        """Builds maps before they are needed; what goes wrong is told, and told again when one is needed."""
+        yield_to_others()
+        while not self._closed.wait(LOOK_AHEAD_S):
+            try:
+                self._source.build_next_maps(self._read_samples, self._end_sample, self._closed)
+            except Exception as error:
+                log.warning("the next index map could not be built ahead of time: %s", error)
+
+    def _put(self, item: StepBatch | BaseException) -> None:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=POLL_S)
+            except queue.Full:
+                continue
+            return
+
+    def _load(self, first_sample: int) -> StepBatch:
+        size = self._schedule.at(first_sample)
+        ids = micro_batch_ids(first_sample, size, self._micro_batch_size, self._dp_rank, self._dp)
+        order = self._source.dataset_samples(np.arange(first_sample, first_sample + size))
+        return StepBatch(
+            micro_batches=assemble(self._source, ids, self._vocab_size, self._needs_tokens, self._packing),
+            samples=size,
+            batch_hash=batch_hash(order),
+            first_sample=first_sample,
+        )
+
+
+def validation_batches(
+    valid: ValidationSource,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp: int,
+    vocab_size: int,
+    needs_tokens: bool,
+    micro_batches_per_call: int,
+    packing: Packing = PLAIN,
+) -> Iterator[list[MicroBatch]]:
+    """Deals the whole validation set to the ranks as the training sampler would.
+
+    Args:
+        valid: the windows.
+        micro_batch_size: windows in one forward pass of one rank.
+        dp_rank: this rank's place among the data-parallel ranks.
+        dp: data-parallel ranks.
+        vocab_size: every token must be below it.
+        needs_tokens: False gives the info only.
+        micro_batches_per_call: micro-batches in each list; the last list may be shorter.
+        packing: what every stage is told of document borders.
+
+    Yields:
+        Lists of micro-batches, as many and as long on every rank. Places beyond the last window are fully masked;
+        their sample_ids go on counting.
+
+    Raises:
+        DataError: a token is not in the vocabulary.
+    """
+    block = micro_batch_size * dp
+    ids = micro_batch_ids(0, -(-len(valid) // block) * block, micro_batch_size, dp_rank, dp)
+    for begin in range(0, len(ids), micro_batches_per_call):
+        yield assemble(valid, ids[begin : begin + micro_batches_per_call], vocab_size, needs_tokens, packing)

@@ -1,0 +1,135 @@
+"""Which samples each rank reads in a step, and which data.skip leaves out: functions of the samples consumed so far."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megads.data.config import SkipConfig
+from megads.data.indexed.dataset import IntArray
+from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.errors import ConfigError
+
+
+def micro_batch_ids(
+    first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp: int
+) -> IntArray:
+    """Deals the samples of one step to one data-parallel rank.
+
+    Micro-batch m of rank r holds first_sample + m*micro*dp + r*micro + (0..micro-1): the union over ranks is the same
+    consecutive run of samples in every layout.
+
+    Args:
+        first_sample: samples consumed before the step.
+        global_batch_size: samples in the step.
+        micro_batch_size: samples in one forward pass of one rank.
+        dp_rank: r, the rank that asks.
+        dp: data-parallel ranks.
+
+    Returns:
+        int64 [micro-batches, micro_batch_size], numbers of samples in the run's global order.
+
+    Raises:
+        ConfigError: the batch does not divide into micro-batches.
+    """
+    block = micro_batch_size * dp
+    if global_batch_size % block:
+        raise ConfigError(
+            f"a global batch of {global_batch_size} samples is no multiple of train.micro_batch_size * dp = "
+            f"{micro_batch_size} * {dp} = {block}"
+        )
+    first_of_micro_batch = np.arange(global_batch_size // block, dtype=np.int64)[:, None] * block
+    return first_sample + dp_rank * micro_batch_size + first_of_micro_batch + np.arange(micro_batch_size)
+
+
+def batch_hash(dataset_samples: IntArray | Sequence[tuple[int, int]]) -> str:
+    """Hashes a step's samples; equal across layouts and across a resume.
+
+    Args:
+        dataset_samples: integers [global batch size, 2], (epoch, row of the sample index) in global order.
+
+    Returns:
+        16 hex digits.
+    """
+    return hashlib.sha256(np.asarray(dataset_samples, dtype="<i8").tobytes()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Skips:
+    """Ranges left out of a stream; what follows moves up, so nothing else is lost or repeated.
+
+    Attributes:
+        ranges: (first number, end) in the stream as it is with the ranges before it left out.
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    def apply(self, samples: IntArray) -> IntArray:
+        """Returns int64 [n], the numbers in the whole stream of a run's samples."""
+        # The last range is told in numbers that all others have made, so it is undone first.
+        for first, end in reversed(self.ranges):
+            samples = samples + (samples >= first) * np.int64(end - first)
+        return samples
+
+    def left_out(self) -> list[tuple[int, int]]:
+        """Returns (first number, end) in the whole stream of what is left out, in order, each number once."""
+        found: list[tuple[int, int]] = []
+        for place, (first, end) in enumerate(self.ranges):
+            numbers = Skips(self.ranges[:place]).apply(np.arange(first, end, dtype=np.int64))
+            breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+            found += [(int(part[0]), int(part[-1]) + 1) for part in np.split(numbers, breaks)]
+        return sorted(found)
+
+    def left_out_before(self, samples: int) -> list[tuple[int, int]]:
+        """Returns the same as far as it lies before the last of the run's first samples, neighbours joined."""
+        end = int(self.apply(np.array([samples - 1]))[0]) if samples else 0
+        found: list[tuple[int, int]] = []
+        for first, last in self.left_out():
+            if first >= end:
+                continue
+            joined = found.pop()[0] if found and found[-1][1] == first else first
+            found.append((joined, last))
+        return found
+
+
+def require_same_past(before: Skips, now: Skips, samples: int) -> None:
+    """Refuses a change of what is left out among samples that are trained already.
+
+    Args:
+        before: in force when they were trained.
+        now: what the config says.
+        samples: consumed so far.
+
+    Raises:
+        ConfigError: the samples to come would not be those that follow.
+    """
+    left_out, wanted = before.left_out_before(samples), now.left_out_before(samples)
+    if left_out != wanted:
+        raise ConfigError(
+            f"data.skip leaves out {_shown(wanted)} of the first samples, the {samples} that are trained already left "
+            f"out {_shown(left_out)}: what follows would be shifted, some of it repeated or lost. Name ranges from "
+            f"sample {samples} on, or go back: delete the checkpoints after the one that you want to continue from"
+        )
+
+
+def _shown(ranges: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{first} to {end - 1}" for first, end in ranges) or "nothing"
+
+
+def skips_of(config: Sequence[SkipConfig], schedule: BatchSizeSchedule) -> Skips:
+    """Translates data.skip into ranges of samples.
+
+    Args:
+        config: checked.
+        schedule: tells which samples a step trains on.
+    """
+    ranges = []
+    for item in config:
+        if item.steps is not None:
+            ranges.append((schedule.samples_after(item.steps[0] - 1), schedule.samples_after(item.steps[1])))
+        elif item.samples is not None:
+            ranges.append((item.samples[0], item.samples[1]))
+    return Skips(tuple(ranges))

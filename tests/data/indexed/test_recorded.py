@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data.config import DataConfig, DatasetConfig
+from megads.data.indexed.dataset import bin_path
+from megads.data.indexed.recorded import (
+    WHOLE_BYTES,
+    DataRecord,
+    content_digest,
+    read_record,
+    record_data,
+    require_recorded,
+    write_record,
+)
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.errors import DataError
+from megads.runtime.run_dir import DATA_FILE
+
+
+def write(prefix: Path, sizes: list[int], first: int = 0) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for number, size in enumerate(sizes):
+            writer.append(np.arange(size) + first + number)
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "grown": (lambda prefix: write(prefix, [9, 5, 7, 4]), "had 3 documents of 21 tokens, now 4 of 25"),
+    "cut elsewhere": (lambda prefix: write(prefix, [5, 9, 7]), "has other document lengths than before"),
+    "other tokens": (lambda prefix: write(prefix, [9, 5, 7], 1), "holds other tokens than before"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
+    """Catches a run that goes on with other data, and a message that leaves open what happened to it."""
+    prefix = tmp_path / "data"
+    config = DataConfig(train=[DatasetConfig(str(prefix))], valid={"same": str(prefix)})
+    write(prefix, [9, 5, 7])
+    write_record(tmp_path, record_data(config))
+    write(prefix, [9, 5, 7])
+    require_recorded(tmp_path, record_data(config))
+    make, expected = CHANGES[change]
+    make(prefix)
+    with pytest.raises(DataError, match=f"changed since it began: {prefix}.*{expected}") as caught:
+        require_recorded(tmp_path, record_data(config))
+    assert str(tmp_path / DATA_FILE) in str(caught.value) and caught.value.exit_code == 3
+
+
+def test_text_of_the_same_name_that_gives_another_dataset(tmp_path: Path) -> None:
+    """Catches a run of a fixed run.id that goes on with other text: its dataset has a name of its own, so no dataset
+    changed. Another data.raw is the user's wish."""
+    records = []
+    for name, raw in (("a", "my"), ("b", "my"), ("b", "other")):
+        write(tmp_path / name, [9, 5])
+        records.append(record_data(DataConfig(train=[DatasetConfig(str(tmp_path / name))]), [raw]))
+    [change] = records[0].changes(records[1])
+    assert change.startswith(f"data.raw = my gives {tmp_path / 'b'}, before it gave {tmp_path / 'a'}")
+    assert records[0].changes(records[2]) == []
+
+
+def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:
+    """Catches a digest of a large file's beginning only, and one that takes as long as reading all of it."""
+    path = bin_path(tmp_path / "large")
+    with path.open("wb") as file:
+        file.truncate(WHOLE_BYTES + 12345)
+    seen = {content_digest(path)}
+    for position in (0, 263_000, WHOLE_BYTES + 12344):
+        with path.open("r+b") as file:
+            file.seek(position)
+            file.write(b"x")
+        seen.add(content_digest(path))
+    assert len(seen) == 4
+
+
+def test_no_record_and_a_damaged_one(tmp_path: Path) -> None:
+    """Catches a run of an earlier version that is refused for lack of a record, and half a record taken for none."""
+    assert read_record(tmp_path) is None
+    require_recorded(tmp_path, DataRecord(()))
+    (tmp_path / DATA_FILE).write_text('{"datasets": [{"path": "a"}], "raw": []}')
+    with pytest.raises(DataError, match="is no record of a run's data"):
+        read_record(tmp_path)

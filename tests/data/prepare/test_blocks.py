@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megads.data.prepare.blocks import block_bytes_of, blocks_of, first_texts, texts_of_places
+from megads.data.prepare.text import DocumentReader
+
+
+def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
+    """Catches an engine that is believed for a corpus of code because its first documents are prose; and a reader whose
+    count of bytes, which progress is shown by, moves before the work begins."""
+    lines = [json.dumps({"text": f"{number:05d} " + "word " * 60}) + "\n" for number in range(20_000)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[:5000]).encode(), 0))
+    pq.write_table(pa.table({"text": ["from parquet " + "x" * 300] * 9000}), tmp_path / "c.parquet", compression="none",
+                   use_dictionary=False)  # fmt: skip
+    (tmp_path / "d.txt").write_text("plain text " * 50_000)
+    reader = DocumentReader([str(tmp_path)], ("text",))
+    first = list(blocks_of(DocumentReader([str(tmp_path)], ("text",)), block_bytes_of(reader)))[:2]
+    texts = [*first_texts(first, ("text",)), *texts_of_places(reader, ("text",))]
+    assert 200 < len(texts) <= 300 and reader.bytes_read == 0
+    numbers = [int(text[:5]) for text in texts if text[:5].isdigit()]
+    assert numbers[:100] == list(range(100)), "the first block is asked too"
+    assert max(numbers) > 19_000 and np.diff(sorted(numbers)).max() < 2000
+    assert sum(text.startswith("from parquet") for text in texts) == 5
+    assert sum(text.startswith("plain text") for text in texts) > 0
+    assert first_texts(first, ("text",)) == [f"{number:05d} " + "word " * 60 for number in range(100)]
+
+
+def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
+    """Catches a place beyond the last file, where an empty one or none has any text."""
+    (tmp_path / "a.jsonl").write_text("")
+    assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == []
+    (tmp_path / "b.txt").write_text("x")
+    (tmp_path / "c.jsonl").write_text("")
+    assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == ["x"]

@@ -1,0 +1,365 @@
+"""Raw text to a prepared corpus: real tokenizers, real files, real processes killed and waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data.config import DataConfig, TextSpecialTokens
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.sidecar import Sidecar, load_tokenizer, read_sidecar
+from megads.data.indexed.verified_once import file_state, require_unchanged
+from megads.data.prepare import preparation
+from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.prepare.preparation import (
+    ContentDigests,
+    Preparation,
+    Prepared,
+    cut_few_documents,
+    default_vocab_size,
+    plan_preparation,
+)
+from megads.data.sampling.samples import split_documents
+from megads.errors import ConfigError, DataError, MegadsError
+from tests.data.conftest import MakeDataset
+
+REPOSITORY = Path(__file__).parents[3]
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "models", "learn", "to", "write"]
+PROGRAM = """
+import sys
+from pathlib import Path
+from megads.data.config import DataConfig
+from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.prepare.preparation import plan_preparation
+preparation = plan_preparation(DataConfig(raw="text"), TextTokenizerConfig(vocab_size=600), None, Path("cache"))
+prepared = preparation.make(lambda line: print(line, flush=True))
+print(Path(f"{prepared.prefix}.bin").stat().st_ino)
+"""
+
+
+def prose(number: int, words: int = 400) -> str:
+    return " ".join(WORDS[(number * 7 + word * word) % len(WORDS)] for word in range(words)) + ".\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with text/ of three kinds of files."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text(prose(1))
+    (text / "b.md").write_text(prose(2))
+    (text / "c.jsonl").write_text(
+        "".join(json.dumps({"text": prose(n), "body": prose(n + 9)}) + "\n" for n in range(9))
+    )
+    return tmp_path
+
+
+def plan(
+    raw: object = "text", model_vocab_size: int | None = None, cache: str = "cache", **changes: object
+) -> Preparation:
+    data, tokenizer = DataConfig(raw=raw), TextTokenizerConfig()
+    for name, value in changes.items():
+        setattr(data if hasattr(data, name) else tokenizer, name, value)
+    return plan_preparation(data, tokenizer, model_vocab_size, Path(cache))
+
+
+def make(raw: object = "text", **changes: object) -> Prepared:
+    return plan(raw, **changes).make(lambda _: None)
+
+
+def states(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_what_is_made_holds_the_text(folder: Path) -> None:
+    """Catches lost text, a tokenizer that is not the dataset's, and leftovers."""
+    prepared = make()
+    dataset = IndexedDataset(prepared.prefix)
+    tokens = dataset.stream(range(dataset.num_documents)).tolist()
+    tokenizer = load_tokenizer(prepared.tokenizer_file)
+    texts = [prose(1), prose(2), *(prose(n) for n in range(9))]
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == "".join(text + "<|endoftext|>" for text in texts)
+    assert prepared.sidecar.vocab_size == tokenizer.get_vocab_size() <= 512
+    assert sorted(path.name for path in prepared.prefix.parent.iterdir()) == [
+        "tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json",
+    ]  # fmt: skip
+    assert [path.name for path in Path("cache").glob(".*")] == []
+
+
+def test_a_second_start_finds_it(folder: Path) -> None:
+    """Catches text that is tokenized again at every start, and a key that depends on where the text is."""
+    first = make()
+    before = states(first.prefix.parent)
+    assert plan().find() == first and make() == first
+    (folder / "text").rename(folder / "moved")
+    assert plan(raw=["moved"]).find() == first
+    assert states(first.prefix.parent) == before
+
+
+def test_other_text_or_settings_make_another(folder: Path) -> None:
+    """Catches tokens of the old text, field or tokenizer in a run of the new."""
+    made = make()
+    given = folder / "given.json"
+    given.write_bytes(made.tokenizer_file.read_bytes())
+    keys = [
+        plan(**changes).folder
+        for changes in (
+            {}, {"text_field": "body"}, {"vocab_size": 300}, {"min_frequency": 3}, {"end_of_document": None},
+            {"text_special_tokens": TextSpecialTokens.parse},
+            {"path": str(given)}, {"raw": ["text/c.jsonl", "text/a.txt"]}, {"raw": ["text/a.txt", "text/c.jsonl"]},
+        )
+    ]  # fmt: skip
+    (folder / "text" / "a.txt").write_text(prose(1).upper())
+    keys.append(plan().folder)
+    (folder / "text" / "a.txt").rename(folder / "text" / "a.jsonl")
+    keys.append(plan().folder)
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_given_tokenizer_is_used_and_kept(folder: Path) -> None:
+    """Catches a given tokenizer that is ignored, and a run that cannot decode once the user's file is gone."""
+    make(vocab_size=270).tokenizer_file.rename("mine.json")
+    prepared = make(path="mine.json")
+    assert prepared.sidecar.vocab_size == 270
+    assert prepared.tokenizer_file.read_bytes() == Path("mine.json").read_bytes()
+
+
+def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
+    """Catches a default size that the model the user asked for refuses."""
+    assert plan().vocab_size == 512
+    assert plan(model_vocab_size=300).vocab_size == 300
+    assert plan(model_vocab_size=9999, vocab_size=700).vocab_size == 700
+    sizes = [default_vocab_size(size) for size in (0, 10**5, 10**6, 10**7, 10**8, 10**12)]
+    assert sizes == [512, 512, 2048, 8192, 16384, 32768]
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> None:
+    """Catches a run on half a dataset, or one that fails for what it can make again."""
+    prepared = make()
+    whole = {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()}
+    path = prepared.prefix.parent / name
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[name][: len(whole[name]) // 2] if damage == "cut" else b'{"version": "1.0"}')
+    said: list[str] = []
+    assert plan().make(said.append) == prepared
+    assert {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()} == whole
+    assert len(said) == 1 and "damaged and made anew" in said[0]
+
+
+def test_text_that_changes_meanwhile_is_refused(folder: Path) -> None:
+    """Catches tokens of the new text under the hash of the old one."""
+    preparation = plan()
+    (folder / "text" / "a.txt").write_text("something else")
+    with pytest.raises(DataError, match=r"a.txt: changed while it was read"):
+        preparation.make(lambda _: None)
+    assert preparation.find() is None and not list(Path("cache").glob(".*"))
+
+
+def start() -> subprocess.Popen[str]:
+    """Starts a process that prepares text/ in the current folder."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> None:
+    """Catches half a dataset that the next start trains on, leftovers that stop it, finished blocks that are made
+    again, and what goes on from them and comes out otherwise."""
+    (folder / "text" / "large.jsonl").write_text("".join(json.dumps({"text": prose(n) * 6}) + "\n" for n in range(150)))
+    process = start()
+    deadline = time.monotonic() + 60
+    while not list(Path("cache").glob(".*.partial/.tokens.bin.*.partial")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    preparation = plan(vocab_size=600)
+    assert preparation.find() is None
+    assert list(Path("cache").glob(".*.partial"))
+    said: list[str] = []
+    made = preparation.make(said.append)
+    whole = {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()}
+    assert not list(Path("cache").glob(".*"))
+    assert said[0] == "going on from what an earlier start had finished"
+    assert said[1].endswith("parts kept from an earlier start")
+    shutil.rmtree(made.prefix.parent)
+    preparation.make(lambda _: None)
+    assert {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()} == whole
+
+
+def test_two_processes_make_it_once(folder: Path) -> None:
+    """Catches two launches that write the same files, or the second failing because the first is at work."""
+    preparation = plan(vocab_size=600)
+    Path("cache").mkdir(exist_ok=True)
+    with preparation.folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        processes = [start(), start()]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("waiting for process")
+    made = [process.communicate(timeout=60)[0].split()[-1] for process in processes]
+    assert made[0] == made[1] == str(Path(f"{preparation.prefix}.bin").stat().st_ino)
+
+
+BAD_TEXTS: list[tuple[str, bytes, str]] = [
+    ("a.txt", b"", "no documents, 1 lines rejected: 1 x empty text"),
+    ("a.txt", bytes(range(256)) * 9, "no documents, 1 lines rejected: 1 x not UTF-8"),
+    ("a.jsonl", bytes(range(256)) * 9, "no documents, .* lines rejected"),
+    ("a.jsonl", b'{"body": "x"}\n', "no field 'text'.*another is named with text_field"),
+    ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "reading failed"),
+    ("a.parquet", b"PAR1", "reading parquet failed"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_TEXTS)
+def test_bad_text_is_refused_and_leaves_nothing(folder: Path, name: str, content: bytes, message: str) -> None:
+    """Catches a traceback, or half a corpus taken for whole by the next start."""
+    Path(name).write_bytes(content)
+    preparation = plan(raw=name)
+    with pytest.raises(DataError, match=message):
+        preparation.make(lambda _: None)
+    assert preparation.find() is None and not list(Path("cache").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"raw": "none/*.txt"}, DataError, r"data.raw none/\*.txt: matches no file"),
+        ({"path": "none.json"}, DataError, "none.json: no such tokenizer file"),
+        ({"path": "text/a.txt"}, DataError, "is not a tokenizer file"),
+        ({"path": "mine.json", "end_of_document": "</s>"}, ConfigError, "tokenizer.end_of_document = </s>: .* special"),
+        ({"cache": "text/a.txt/cache"}, ConfigError, "choose another folder with data.cache_dir"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_refused_at_once(
+    folder: Path, changes: dict[str, object], kind: type[MegadsError], message: str
+) -> None:
+    """Catches a failure after an hour of tokenizing, and a message that names another verb's key."""
+    Path("mine.json").write_bytes(make(vocab_size=300, cache="other").tokenizer_file.read_bytes())
+    with pytest.raises(kind, match=message):
+        plan(**changes)  # type: ignore[arg-type]
+
+
+def test_a_plan_says_what_it_would_do(folder: Path) -> None:
+    """Catches a dry run that leaves the user in the dark."""
+    assert str(plan(raw="text/a.txt")).startswith("1 file, 0.0 MB, a tokenizer of up to 512 tokens learnt from it")
+    given = dataclasses.replace(plan(), tokenizer=TextTokenizerConfig(path="mine.json"))
+    assert str(given) == "3 files, 0.0 MB, tokenizer mine.json"
+
+
+def describe(dataset: IndexedDataset) -> Sidecar:
+    return Sidecar("ab", 999, 998, 0, dataset.num_documents, dataset.num_tokens, 9, 0, {}, [], [])
+
+
+@pytest.mark.parametrize("sizes", [[50_000], [30_000, 70, 20_000, 0]])
+def test_the_same_tokens_in_about_a_hundred_parts(make_dataset: MakeDataset, sizes: list[int]) -> None:
+    """Catches a book that cannot be split, or whose validation share is a third of it; and lost tokens."""
+    dataset = make_dataset(sizes)
+    before = np.array(dataset.stream(range(len(sizes))))
+    cut = cut_few_documents(Path(dataset.prefix), describe(dataset))
+    after = IndexedDataset(dataset.prefix)
+    assert np.array_equal(after.stream(range(after.num_documents)), before)
+    assert 80 < after.num_documents <= 103
+    assert cut == read_sidecar(dataset.prefix) == dataclasses.replace(describe(dataset), documents=after.num_documents)
+    _, valid = split_documents(after, [0.98, 0.02])
+    assert 0.01 < after.stream(valid).size / before.size < 0.04
+
+
+@pytest.mark.parametrize("sizes", [[500], [10] * 100])
+def test_short_and_many_documents_stay_as_they_are(make_dataset: MakeDataset, sizes: list[int]) -> None:
+    """Catches ends of documents that vanish where nothing had to be cut."""
+    dataset = make_dataset(sizes)
+    fingerprint = dataset.fingerprint()
+    assert cut_few_documents(Path(dataset.prefix), describe(dataset)).documents == len(sizes)
+    assert IndexedDataset(dataset.prefix).fingerprint() == fingerprint
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A memory that trusts the times of files at once."""
+    monkeypatch.setattr(preparation, "SETTLED_NS", -1)
+    return tmp_path / "memory.json"
+
+
+def digest(memory: Path, path: Path) -> str:
+    digests = ContentDigests(memory)
+    [(_, found)] = digests.of([path])
+    digests.save()
+    return found
+
+
+def forge(memory: Path, old: str, new: str) -> None:
+    """Changes what is remembered, so that an answer from memory shows."""
+    memory.write_text(memory.read_text().replace(old, new))
+
+
+def test_an_unchanged_file_is_not_read_again(memory: Path, tmp_path: Path) -> None:
+    """Catches a second start that reads a terabyte to find that nothing changed."""
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = digest(memory, path)
+    assert digest(memory, path) == first
+    forge(memory, first, "remembered")
+    assert digest(memory, path) == "remembered"
+
+
+def test_content_decides_where_times_changed(memory: Path, tmp_path: Path) -> None:
+    """Catches a touched file that is tokenized again, and a change hidden by its old time and size."""
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = digest(memory, path)
+    os.utime(path, (1, 1))
+    assert digest(memory, path) == first
+    path.write_text("two")
+    os.utime(path, (1, 1))
+    assert digest(memory, path) != first
+
+
+def test_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
+    """Catches a second write within one tick of the clock, which leaves size and times as they were."""
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    digest(tmp_path / "memory.json", path)
+    assert not (tmp_path / "memory.json").exists()
+
+
+def test_damaged_memory_is_forgotten(memory: Path, tmp_path: Path) -> None:
+    """Catches a start that fails because of a file that is only there to save time."""
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = digest(memory, path)
+    for content in (b"", b"[]", b'{"a": 1}', b"\xff"):
+        memory.write_bytes(content)
+        assert digest(memory, path) == first
+
+
+def test_a_file_that_changes_or_vanishes_is_refused(tmp_path: Path) -> None:
+    """Catches tokens of one text under the hash of another."""
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    state = file_state(path)
+    require_unchanged(path, state)
+    path.write_text("more")
+    with pytest.raises(DataError, match="changed while it was read"):
+        require_unchanged(path, state)
+    path.unlink()
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        require_unchanged(path, state)

@@ -1,0 +1,217 @@
+"""Many processes, kills and pipes: real processes on real files, held to a dozen lines that anybody can check."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.data.prepare.preprocess import parts_path, preprocess
+from megads.data.prepare.tokenizer import train_tokenizer
+from megads.errors import ConfigError, DataError
+
+REPOSITORY = Path(__file__).parents[3]
+
+WORDS = ["the", "quick", "brown fox", "naïve", "jumps\n\n", "🚀", "over", "a", "lazy", "dog", "learns", "to", "write"]
+MEBIBYTE = 1 << 20
+
+
+def prose(number: int) -> str:
+    random = np.random.default_rng(number)
+    return " ".join(WORDS[choice] for choice in random.integers(0, len(WORDS), random.integers(20, 900)))
+
+
+def lines_of(start: int, size: int) -> bytes:
+    """About `size` bytes of JSON lines, with blank and broken ones between them."""
+    made = bytearray()
+    number = start
+    while len(made) < size:
+        number += 1
+        made += b"\n" if number % 50 == 0 else b"{broken\n" if number % 97 == 0 else b""
+        made += json.dumps({"text": prose(number)}, ensure_ascii=number % 2 == 0).encode() + b"\n"
+    return bytes(made)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of every kind of file, larger than several blocks, and a tokenizer beside it."""
+    root = tmp_path_factory.mktemp("parallel")
+    folder = root / "text"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines_of(0, 2 * MEBIBYTE).rstrip(b"\n"))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(10_000, 5 * MEBIBYTE // 4), 1))
+    (folder / "c.txt").write_text(" ".join(prose(number) for number in range(20_000, 20_600)))
+    (folder / "d.txt").write_text(prose(30_000))
+    # One line that spans several blocks, and an empty file.
+    (folder / "e.jsonl").write_text(json.dumps({"text": prose(7) * 700}) + '\n{"text": "after"}\n[]\n')
+    (folder / "f.jsonl").write_text("")
+    pq.write_table(pa.table({"text": [prose(number) for number in range(40_000, 40_300)]}), folder / "g.parquet")
+    train_tokenizer(TokenizerConfig(input=[str(folder / "d.txt")], output=str(root / "tokenizer.json"), vocab_size=400))
+    return root
+
+
+def config_of(corpus: Path, output: Path, **changes: object) -> PreprocessConfig:
+    config = PreprocessConfig(
+        input=[str(corpus / "text")], tokenizer=str(corpus / "tokenizer.json"), output=str(output)
+    )
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def documents_of(folder: Path) -> tuple[list[str], list[str]]:
+    """What the files hold and what is broken in them, read in the plainest way."""
+    documents, broken = [], []
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".txt":
+            documents.append(path.read_text())
+        elif path.suffix == ".parquet":
+            documents += pq.read_table(path)["text"].to_pylist()
+        else:
+            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            for number, line in enumerate(content.decode("utf-8-sig").split("\n"), start=1):
+                if line.startswith(("{broken", "[")):
+                    broken.append(f"{path}:{number}: " + ("not a JSON object" if line == "[]" else "not JSON"))
+                elif line:
+                    documents.append(json.loads(line)["text"])
+    return documents, broken
+
+
+def megatron_bytes(texts: list[str], tokenizer_file: Path) -> tuple[bytes, bytes]:
+    """.bin and .idx as the format's description has them, one text at a time."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    ids = [[*tokenizer.encode(text, add_special_tokens=False).ids, 0] for text in texts]
+    sizes = np.array([len(one) for one in ids], np.int32)
+    offsets = 2 * np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)[:-1]))
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(ids), len(ids) + 1)
+    index = header + sizes.tobytes() + offsets.tobytes() + np.arange(len(ids) + 1, dtype=np.int64).tobytes()
+    return np.concatenate([np.array(one, np.uint16) for one in ids]).tobytes(), index
+
+
+def made_at(output: Path) -> tuple[bytes, bytes]:
+    return Path(f"{output}.bin").read_bytes(), Path(f"{output}.idx").read_bytes()
+
+
+@pytest.mark.distributed
+def test_any_number_of_workers_gives_megatrons_bytes(corpus: Path, tmp_path: Path) -> None:
+    """Catches documents lost, doubled or reordered where blocks meet, and wrong numbers of broken lines behind them."""
+    texts, broken = documents_of(corpus / "text")
+    expected = megatron_bytes(texts, corpus / "tokenizer.json")
+    sidecars = []
+    for workers in (1, 3):
+        made = preprocess(config_of(corpus, tmp_path / f"by{workers}", workers=workers)).sidecar
+        assert made_at(tmp_path / f"by{workers}") == expected
+        assert not parts_path(str(tmp_path / f"by{workers}")).exists()
+        assert [example.split(" (")[0] for example in made.rejected_examples] == broken[:100]
+        assert made.rejected_lines == len(broken) > 10
+        assert made.text_bytes == sum(len(text.encode()) for text in texts)
+        sidecars.append(made)
+    assert sidecars[0] == sidecars[1]
+
+
+def run(corpus: Path, output: Path, *more: str) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "megads.cli.main", "preprocess", f"input=[{corpus / 'text'}]", "workers=2",
+        f"tokenizer={corpus / 'tokenizer.json'}", f"output={output}", *more,
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=output.parent, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
+    """Catches work lost to a kill, orphaned workers, and a damaged part in the dataset."""
+    output = tmp_path / "corpus"
+    process = run(corpus, output)
+    workers = []
+    deadline = time.monotonic() + 60
+    while len(shards := sorted(parts_path(str(output)).glob("*.shard"))) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        workers = psutil.Process(process.pid).children(recursive=True) or workers
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    gone, alive = psutil.wait_procs(workers, timeout=20)
+    assert len(gone) >= 2 and not alive
+    assert not Path(f"{output}.idx").exists()
+    # One finished part is damaged, as by a loss of power; the others must be kept as they are.
+    before = {path.name: path.stat().st_ino for path in shards}
+    damaged = bytearray(shards[0].read_bytes())
+    damaged[-9] ^= 1
+    shards[0].write_bytes(damaged)
+    process = run(corpus, output)
+    said = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 0, said
+    assert made_at(output) == megatron_bytes(documents_of(corpus / "text")[0], corpus / "tokenizer.json")
+    kept = int(said.split(" parts kept from an earlier start")[0].split()[-1])
+    assert 2 <= kept < 20 and len(before) >= 3
+    assert [path.name for path in tmp_path.iterdir() if "parts" in path.name] == []
+
+
+def test_parts_of_other_text_are_not_taken(corpus: Path, tmp_path: Path) -> None:
+    """Catches a start that takes the parts of a text that has changed since."""
+    text = tmp_path / "text"
+    text.mkdir()
+    lines = lines_of(5, 5 * MEBIBYTE // 2)
+    (text / "a.jsonl").write_bytes(lines)
+    (text / "b.jsonl.gz").write_bytes(gzip.compress(lines)[:-100])
+    config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1)
+    with pytest.raises(DataError, match=r"b.jsonl.gz: reading failed after"):
+        preprocess(config)
+    assert len(list(parts_path(config.output).glob("*.shard"))) > 2
+    (text / "a.jsonl").write_bytes(lines.replace(b"quick", b"QUICK"))
+    (text / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "good"}'))
+    made = preprocess(config)
+    assert made.kept_shards == 0
+    assert made_at(tmp_path / "out") == megatron_bytes(documents_of(text)[0], corpus / "tokenizer.json")
+
+
+@pytest.mark.distributed
+def test_a_pipe_is_an_input(corpus: Path, tmp_path: Path) -> None:
+    """Catches a standard input that is read as a file named -, or whose last line is lost."""
+    lines = lines_of(77, MEBIBYTE).rstrip(b"\n")
+    process = run(corpus, tmp_path / "out", "input=[-]")
+    said = process.communicate(lines, timeout=60)[0].decode()
+    assert process.returncode == 0, said
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_bytes(lines)
+    expected = megatron_bytes(documents_of(tmp_path / "text")[0], corpus / "tokenizer.json")
+    assert made_at(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"workers": 0}, "workers = 0"), ({"input": ["-", "a.jsonl"]}, "must stand alone")]
+)
+def test_bad_settings_are_refused(corpus: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    """Catches settings that fail in the middle, or in a worker."""
+    with pytest.raises(ConfigError, match=message):
+        preprocess(config_of(corpus, tmp_path / "out", **change))
+
+
+def test_two_starts_do_not_mix(corpus: Path, tmp_path: Path) -> None:
+    """Catches two processes that write the same parts."""
+    import fcntl
+
+    config = config_of(corpus, tmp_path / "out")
+    parts_path(config.output).mkdir()
+    descriptor = os.open(parts_path(config.output), os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="another process is making it"):
+        preprocess(config)
+    os.close(descriptor)

@@ -1,0 +1,242 @@
+"""Long texts of JSON lines and parquet: the same text, faults and tokens as of short ones, in less memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megads.data.prepare import records
+from megads.data.prepare import text as text_module
+from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.data.prepare.preprocess import preprocess
+from megads.data.prepare.records import Fields, LongText, NotText, Text, json_turns, parquet_rows
+from megads.data.prepare.tokenizer import train_tokenizer
+from megads.errors import ConfigError, DataError
+
+pa = pytest.importorskip("pyarrow", reason="needs megads[parquet]")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs megads[parquet]")
+
+
+def make_long(patch: pytest.MonkeyPatch, long_bytes: int) -> None:
+    """Sets from which size on texts are long; stretches end within characters and escapes."""
+    patch.setattr(records, "LONG_BYTES", long_bytes)
+    patch.setattr(records, "_STRETCH_BYTES", 13)
+
+
+def whole(texts: tuple[Text, ...] | NotText) -> tuple[str, ...] | NotText:
+    if isinstance(texts, NotText):
+        return texts
+    return tuple(text if isinstance(text, str) else "".join(text.stretches()) for text in texts)
+
+
+def turns_of(line: bytes, fields: Fields, long_bytes: int) -> list[tuple[str, ...] | NotText]:
+    with pytest.MonkeyPatch.context() as patch:
+        make_long(patch, long_bytes)
+        return [whole(texts) for texts in json_turns(line, fields)]
+
+
+hard_parts = ["\\", '"', "\n", "漢", "🚀", "a", "\ufeff", "\x7f", "/", " ", "\ud83d", "\ude00", "u00e9", "\x00"]
+hard_text = st.lists(st.sampled_from(hard_parts), max_size=60).map("".join)
+json_records = st.dictionaries(st.sampled_from(["text", "more", "id"]), st.one_of(hard_text, st.integers(), st.none()))
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> bytes:
+    """One or two records as JSON, with marks before and between them; half of the lines damaged."""
+    parts = [
+        json.dumps(record, ensure_ascii=draw(st.booleans())) for record in draw(st.lists(json_records, max_size=2))
+    ]
+    mark = draw(st.sampled_from(["", "\ufeff"]))
+    line = bytearray((mark + mark.join(parts)).encode(errors="surrogatepass"))
+    if line and draw(st.booleans()):
+        place = draw(st.integers(0, len(line) - 1))
+        if draw(st.booleans()):
+            del line[place:]
+        else:
+            line[place : place + 1] = draw(st.sampled_from([b"\\", b'"', b"\xff", b"\x01", b"", b"\\ud800", b"\\u12"]))
+    return bytes(line)
+
+
+@given(lines(), st.sampled_from([("text",), ("more", "text")]))
+@example(b'{"text": "' + b"\\\\" * 50 + b'"}', ("text",))
+@example(b'{"text": "' + b"\\ud83d\\ude80" * 9 + b'"}', ("text",))
+@example(b'{"text": "' + b"\\ud83d" * 9 + b'"}', ("text",))
+@example(b'{"text": "first, which a second one hides", "text": "the second of the two"}', ("text",))
+def test_long_texts_are_read_as_short_ones(line: bytes, fields: Fields) -> None:
+    """Catches a stretch that ends within a character, an escape or a surrogate pair, a quote taken for the end, a fault
+    that is passed over, and one that is described by another place or reason."""
+    assert turns_of(line, fields, 10) == turns_of(line, fields, 10**9)
+
+
+def test_long_texts_are_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a way around that always takes the old one."""
+    make_long(monkeypatch, 10)
+    [texts] = json_turns(b'{"id": 1, "more": "short", "text": "long \\u00e9nough"}', ("more", "text"))
+    assert isinstance(texts, tuple) and texts[0] == "short" and isinstance(texts[1], LongText)
+
+
+KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_texts_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType) -> None:
+    """Catches rows that are lost or moved by offsets, nulls that shift them, and a bad byte that is trained on."""
+    texts = ["long " + "é漢🚀" * 20, None, "", "short", "\ufefflong " + "x" * 99, None]
+    table = pa.table({"text": pa.array(texts, pa.string()).cast(kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
+    column = pa.array([b"good", b"long " * 9 + b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "bad.parquet")
+
+    def read(name: str) -> list[tuple[str, ...] | NotText]:
+        return [whole(found) for _, found in parquet_rows(tmp_path / name, ("text",))]
+
+    expected = [read("a.parquet"), read("bad.parquet")]
+    assert expected[0] == [(text,) if text else NotText("null" if text is None else "empty text") for text in texts]
+    make_long(monkeypatch, 10)
+    assert [read("a.parquet"), read("bad.parquet")] == expected
+    assert isinstance(next(parquet_rows(tmp_path / "a.parquet", ("text",)))[1][0], LongText)
+
+
+def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches other tokens where a long text is cut, ends of documents within it, pairs that are torn apart between two
+    parts, and a part of an earlier start that is not found again."""
+    draw = random.Random(0)
+    words = ["word ", "don't", " 12", "é漢", "🚀", "...", " \n", "\n\n", "\t"]
+    records = [{"prompt": "".join(draw.choices(words, k=k)), "text": "".join(draw.choices(words, k=k + 3))}
+               for k in (5, 2000, 30, 900, 0)]  # fmt: skip
+    content = "".join(json.dumps(record, ensure_ascii=number % 2 == 0) + "\n" for number, record in enumerate(records))
+    (tmp_path / "a.jsonl").write_text(content)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "c.parquet")
+    tokenizer = str(tmp_path / "tokenizer.json")
+    train_tokenizer(TokenizerConfig(input=[str(tmp_path / "a.jsonl")], output=tokenizer, vocab_size=400))
+
+    def made(name: str, prompt: str | None) -> list[bytes]:
+        given_inputs = [str(tmp_path / pattern) for pattern in ("a.jsonl", "*.gz", "*.parquet")]
+        config = PreprocessConfig(input=given_inputs, tokenizer=tokenizer, output=str(tmp_path / name), workers=1)
+        if prompt is not None:
+            config.prompt_field, config.response_field = prompt, "text"
+        preprocess(config)
+        return [(tmp_path / f"{name}.{ending}").read_bytes() for ending in ("bin", "idx")]
+
+    expected = [made("whole", None), made("pairs", "prompt")]
+    make_long(monkeypatch, 500)
+    monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(text_module, "REACH", 40)
+    monkeypatch.setattr("megads.data.prepare.blocks.LARGEST_FED_BYTES", 300)
+    assert [made("long", None), made("long_pairs", "prompt")] == expected
+
+
+@pytest.mark.parametrize(("ending", "megabytes"), [("jsonl", 90), ("parquet", 140)])
+def test_memory_is_that_of_the_record_and_little_more(tmp_path: Path, ending: str, megabytes: int) -> None:
+    """Catches a record that is in memory as one str, eight times its size. What Arrow takes for a row of parquet, three
+    to six times its size, is its own."""
+    text = "a text of many words 🚀\n" * 1_500_000
+    assert len(text.encode()) == 39_000_000
+    if ending == "jsonl":
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    else:
+        pq.write_table(pa.table({"text": [text]}), tmp_path / "a.parquet")
+    # Not getrusage: its peak is that of whoever started the process, where that was larger.
+    program = """
+import sys
+from pathlib import Path
+import pyarrow
+import pyarrow.parquet
+from megads.data.prepare.blocks import blocks_of
+from megads.data.prepare.text import DocumentReader
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+reader = DocumentReader(sys.argv[1:], ("text",))
+before, characters = peak(), 0
+for block in blocks_of(reader, 1 << 25):
+    loaded = block.load()
+    loaded.digest()
+    characters += sum(len(row.text) for row in loaded.rows(("text",)))
+print(peak() - before - pyarrow.default_memory_pool().max_memory() // 1024, characters)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / f"a.{ending}")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    kilobytes, characters = map(int, done.stdout.split())
+    assert characters == len(text)
+    # Pieces of parquet wait in two blocks of 8 million characters, of four bytes here.
+    assert kilobytes < megabytes * 1000, done.stdout
+
+
+TEXTS = ["one", "two é", None, "", "\x00 fünf"]
+
+
+def write(path: Path, texts: object, kind: object = None, row_group_size: int = 2) -> Path:
+    column = pa.array(texts, kind) if kind is not None else pa.array(texts)
+    pq.write_table(pa.table({"text": column, "id": list(range(len(column)))}), path, row_group_size=row_group_size)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_texts_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
+    """Catches lost rows between row groups, a null that becomes the text 'None', and a type of text not known."""
+    kinds = {"string": pa.string(), "large_string": pa.large_string()}
+    column = pa.array(TEXTS).dictionary_encode() if kind == "dictionary" else pa.array(TEXTS, kinds[kind])
+    path = write(tmp_path / "a.parquet", column)
+    rows = list(parquet_rows(path, ("text",)))
+    texts = [text if isinstance(text, tuple) else str(text) for _, text in rows]
+    assert texts == [("one",), ("two é",), "null", "empty text", ("\x00 fünf",)]
+    assert [isinstance(text, NotText) for _, text in rows] == [False, False, True, True, False]
+    assert [share for share, _ in rows] == [0.2, 0.4, 0.6, 0.8, 1.0]
+
+
+def test_bytes_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
+    """Catches one bad row that ends a run of hours."""
+    column = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
+    rows = [text for _, text in parquet_rows(write(tmp_path / "a.parquet", column), ("text",))]
+    assert rows[0] == ("good",) and isinstance(rows[1], NotText) and str(rows[1]) == "not UTF-8"
+
+
+def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
+    """Catches a row group read whole: 64 MB of text in one must not pass through memory at once."""
+    path = tmp_path / "large.parquet"
+    table = pa.table({"text": [chr(97 + number % 26) * 1024 + str(number) for number in range(1 << 16)]})
+    pq.write_table(table, path, row_group_size=1 << 16, use_dictionary=False, compression="none")
+    del table
+    before = peak = pa.total_allocated_bytes()
+    for number, _ in enumerate(parquet_rows(path, ("text",))):
+        if number % 512 == 0:
+            peak = max(peak, pa.total_allocated_bytes())
+    assert path.stat().st_size > 64 << 20
+    assert peak - before < 16 << 20
+
+
+def test_a_missing_column_names_those_there(tmp_path: Path) -> None:
+    """Catches an error that leaves the user to find out what the columns are called."""
+    path = write(tmp_path / "a.parquet", TEXTS)
+    with pytest.raises(DataError, match=r"no column 'body'; it has text, id: .*text_field"):
+        list(parquet_rows(path, ("body",)))
+    with pytest.raises(DataError, match=r"column 'id' holds int64, not text"):
+        list(parquet_rows(path, ("id",)))
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_damaged_file_is_refused(tmp_path: Path, kept: float) -> None:
+    """Catches a traceback of pyarrow."""
+    path = write(tmp_path / "a.parquet", ["some text"] * 1000)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(DataError, match=r"a.parquet: reading parquet failed: .*truncated, damaged"):
+        list(parquet_rows(path, ("text",)))
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an ImportError for a user of the lean installation."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'megads\[parquet\]'"):
+        list(parquet_rows(tmp_path / "a.parquet", ("text",)))

@@ -1,0 +1,161 @@
+"""The cache of large arrays on disk: who builds, what a full disk does, and which files are believed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megads.data.sampling import cached_arrays
+from megads.data.sampling.cached_arrays import ArrayCache, CachedArrays, OpenArray
+from megads.errors import ConfigError
+
+WANTED = CachedArrays("abc", {"seed": 1}, ("first", "second"), "index map", 1 << 20)
+
+
+def write(open_array: OpenArray) -> None:
+    for number, name in enumerate(WANTED.arrays):
+        with open_array(name) as file:
+            np.save(file, np.full(1 << 16, number))
+
+
+def forbidden(_: OpenArray) -> None:
+    pytest.fail("built again")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArrayCache:
+    """An empty cache beside a dataset, and a user's cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    return ArrayCache(str(tmp_path / "corpus"))
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Files can only grow to so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def files(folder: Path) -> list[Path]:
+    """All but locks."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_arrays_that_fit_nowhere_are_refused(
+    cache: ArrayCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a full disk that makes every rank build gigabytes in its memory, and halves of maps that stay there."""
+
+    def second_is_larger(open_array: OpenArray) -> None:
+        write(open_array)
+        with open_array("second") as file:
+            file.write(bytes(1 << 20))
+
+    with largest_file(700_000):
+        assert cache.get(WANTED, second_is_larger) is None, "small ones are built in memory"
+        monkeypatch.setattr(cached_arrays, "MOST_BYTES_IN_MEMORY", 1 << 19)
+        with pytest.raises(ConfigError, match=r"no folder takes the index map .*corpus.cache .*File too large.*users"):
+            cache.get(WANTED, second_is_larger)
+    assert files(tmp_path) == []
+
+
+def test_room_is_looked_for_before_hours_of_work(tmp_path: Path) -> None:
+    """Catches a build that fails at its last byte where it could have said so at once."""
+    huge = CachedArrays("abc", {}, ("first",), "index map", 1 << 60)
+    with pytest.raises(ConfigError, match=r"data.cache_dir.*No space left on device: 1152921504.* GB wanted"):
+        ArrayCache("", str(tmp_path)).get(huge, forbidden)
+
+
+def test_caches_of_earlier_versions_are_verified_by_their_own_checksums(
+    cache: ArrayCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches maps of before that are built again, or believed without a look."""
+    cache.get(WANTED, write)
+    record = tmp_path / "corpus.cache" / "abc.json"
+    content = json.loads(record.read_text())
+    for name, entry in content["files"].items():
+        whole = (tmp_path / "corpus.cache" / f"abc-{name}.npy").read_bytes()
+        content["files"][name] = {"bytes": entry["bytes"], "sha256": hashlib.sha256(whole).hexdigest()}
+    record.write_text(json.dumps(content))
+    assert cache.get(WANTED, forbidden) is not None
+    array = tmp_path / "corpus.cache" / "abc-second.npy"
+    damaged = bytearray(array.read_bytes())
+    damaged[-1] ^= 1
+    array.write_bytes(damaged)
+    found = cache.get(WANTED, write)
+    assert found is not None and found["second"][-1] == 1
+    assert "abc-second.npy does not match its checksum" in caplog.text
+
+
+def test_who_waits_says_for_whom(
+    cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches ranks that stand still and do not say why; and a second builder."""
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def slowly(open_array: OpenArray) -> None:
+        at_work.set()
+        assert go_on.wait(60)
+        write(open_array)
+
+    builder = threading.Thread(target=lambda: cache.get(WANTED, slowly))
+    builder.start()
+    assert at_work.wait(60)
+    cache.build_ahead(WANTED, forbidden)
+    with caplog.at_level(logging.INFO):
+        waiting = threading.Thread(target=lambda: cache.get(WANTED, forbidden))
+        waiting.start()
+        while "waiting for" not in caplog.text:
+            time.sleep(0.01)
+    go_on.set()
+    builder.join()
+    waiting.join()
+    assert f"waiting for process {os.getpid()} of " in caplog.text
+    assert cache.get(WANTED, forbidden) is not None
+
+
+def test_what_killed_builders_left_is_removed(cache: ArrayCache, tmp_path: Path) -> None:
+    """Catches gigabytes that stay for ever; and the files of a builder at work on another node."""
+    folder = tmp_path / "corpus.cache"
+    folder.mkdir()
+    old, young, foreign = (
+        folder / f".{name}.partial" for name in ("abc-first.npy.1", "abc-first.npy.2", "abd-x.npy.1")
+    )
+    for path in (old, young, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 7200,) * 2)
+    cache.get(WANTED, write)
+    assert (old.exists(), young.exists(), foreign.exists()) == (False, True, True)
+
+
+def test_the_builder_has_verified(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the ranks of a node that all read gigabytes which one of them has just written."""
+    monkeypatch.setattr(cached_arrays, "MOST_BYTES_VERIFIED_BY_ALL", 0)
+    read: list[Any] = []
+    records = cached_arrays._file_records
+
+    def counting(*given: Any) -> Any:
+        read.append(given)
+        return records(*given)
+
+    monkeypatch.setattr(cached_arrays, "_file_records", counting)
+    for _ in range(3):
+        assert cache.get(WANTED, write) is not None
+    assert len(read) == 1

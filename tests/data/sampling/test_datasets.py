@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data.config import DataConfig, DatasetConfig
+from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from megads.data.indexed.sidecar import Sidecar, carried_path, sidecar_path, write_sidecar
+from megads.data.sampling.datasets import open_datasets, staged
+from megads.data.sampling.samples import TrainSamples
+from megads.errors import ConfigError, DataError
+from tests.data.conftest import VOCAB_SIZE, MakeDataset
+
+SEQ_LEN = 8
+
+
+def describe(dataset: IndexedDataset) -> Sidecar:
+    """Writes a sidecar that fits the dataset."""
+    tokens = dataset.num_tokens
+    sidecar = Sidecar("ab", VOCAB_SIZE, VOCAB_SIZE - 1, 0, dataset.num_documents, tokens, tokens, 0, {}, [], [])
+    write_sidecar(dataset.prefix, sidecar)
+    return sidecar
+
+
+def config_of(dataset: IndexedDataset, **changes: object) -> DataConfig:
+    config = DataConfig(train=[DatasetConfig(dataset.prefix)])
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_split_of_one_dataset(make_dataset: MakeDataset) -> None:
+    """Catches training on validation documents."""
+    dataset = make_dataset([20] * 100)
+    describe(dataset)
+    train, valid = open_datasets(config_of(dataset, split=[0.9, 0.1]), SEQ_LEN, 1, VOCAB_SIZE)
+    assert isinstance(train, TrainSamples)
+    assert (train.documents, valid["held_out"].documents) == (range(90), range(90, 100))
+
+
+def test_no_validation_share(make_dataset: MakeDataset) -> None:
+    """Catches an error where the user wants no validation."""
+    train, valid = open_datasets(config_of(make_dataset([20] * 3), split=[1.0, 0.0]), SEQ_LEN, 1, VOCAB_SIZE)
+    assert isinstance(train, TrainSamples)
+    assert valid == {} and train.documents == range(3)
+
+
+def test_a_validation_dataset_of_its_own(make_dataset: MakeDataset) -> None:
+    """Catches a split that still takes documents from training."""
+    dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
+    train, valid = open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
+    assert isinstance(train, TrainSamples)
+    found = valid["held_out"]
+    assert (train.documents, found.documents, found.dataset.prefix) == (range(10), range(2), held_out.prefix)
+
+
+def test_seed_and_cache_folder_arrive(make_dataset: MakeDataset) -> None:
+    """Catches a seed that is not passed on."""
+    config = config_of(make_dataset([20] * 100))
+    orders = [open_datasets(config, SEQ_LEN, seed, VOCAB_SIZE)[0].dataset_samples(np.arange(50)) for seed in (1, 1, 2)]
+    assert orders[0].tolist() == orders[1].tolist() != orders[2].tolist()
+
+
+def test_missing_data_names_the_command(tmp_path: Path) -> None:
+    """Catches an error that leaves a new user without a next step."""
+    config = DataConfig(train=[DatasetConfig(str(tmp_path / "none"))])
+    with pytest.raises(DataError, match=r"none.idx: no such file; make the dataset with `megads preprocess"):
+        open_datasets(config, SEQ_LEN, 1, VOCAB_SIZE)
+    with pytest.raises(ConfigError, match=r"data.train has 0 datasets"):
+        open_datasets(DataConfig(), SEQ_LEN, 1, VOCAB_SIZE)
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused_at_the_start(make_dataset: MakeDataset) -> None:
+    """Catches a run that dies at the first rare token instead of at its start."""
+    dataset = make_dataset([20] * 100)
+    describe(dataset)
+    with pytest.raises(DataError, match=r"set model.vocab_size=1000"):
+        open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE - 1)
+
+
+def test_a_sidecar_of_another_dataset_is_refused(make_dataset: MakeDataset) -> None:
+    """Catches a dataset copied over another without its sidecar."""
+    dataset = make_dataset([20] * 100)
+    write_sidecar(dataset.prefix, replace(describe(dataset), tokens=7))
+    with pytest.raises(DataError, match="describes 100 documents of 7 tokens"):
+        open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
+
+
+def test_another_tokenizer_beside_the_dataset_is_refused(make_dataset: MakeDataset) -> None:
+    """Catches a tokenizer copied over the one that made the dataset: the model would be trained on ids that `generate`
+    reads as other text."""
+    dataset = make_dataset([20] * 100)
+    content = b'{"version": "1.0"}'
+    write_sidecar(dataset.prefix, replace(describe(dataset), tokenizer_sha256=hashlib.sha256(content).hexdigest()))
+    carried_path(dataset.prefix).write_bytes(content)
+    open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
+    carried_path(dataset.prefix).write_bytes(content + b" ")
+    with pytest.raises(DataError, match=r"tokenizer\.json: its sha256 starts with .* not the tokenizer that made"):
+        open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
+
+
+def test_two_tokenizers_are_refused(make_dataset: MakeDataset) -> None:
+    """Catches a validation loss that means nothing because its ids are another tokenizer's."""
+    dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
+    describe(dataset)
+    write_sidecar(held_out.prefix, replace(describe(held_out), tokenizer_sha256="cd"))
+    with pytest.raises(DataError, match="preprocess both with one tokenizer"):
+        open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
+
+
+# Copies a block, says so and hangs, as on a filesystem that went away.
+COPY = "import sys; from megads.data.sampling.datasets import staged; print(staged(*sys.argv[1:]))"
+
+HANGING_COPY = """
+import sys, time
+from megads.data.sampling import datasets
+datasets._COPIED_BYTES = 64
+def hang(self, done_bytes, note=""):
+    print("copying", flush=True)
+    time.sleep(600)
+datasets.ByteProgress.update = hang
+datasets.staged(sys.argv[1], sys.argv[2])
+"""
+
+
+def files_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+def test_a_copy_is_equal_reused_and_follows_the_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """Catches a copy that differs, a second one of the same data, stale tokens read after the dataset was made anew
+    with the same sizes, and a truncated copy that is trained on."""
+    prefix, folder = make_dataset([5, 9, 30]).prefix, str(tmp_path / "local")
+    copy = staged(prefix, folder)
+    assert bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
+    assert idx_path(copy).read_bytes() == idx_path(prefix).read_bytes()
+    inode = bin_path(copy).stat().st_ino
+    assert staged(prefix, folder) == copy and bin_path(copy).stat().st_ino == inode
+    os.truncate(bin_path(copy), 10)
+    assert staged(prefix, folder) == copy and bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
+    make_dataset(documents=[[1] * 5, [2] * 9, [3] * 30])
+    assert IndexedDataset(staged(prefix, folder)).document_tokens(1).tolist() == [2] * 9
+    config = DataConfig(train=[DatasetConfig(prefix)], stage_to=folder, split=[1, 0])
+    train, _ = open_datasets(config, 8, 0, 1000)
+    assert [str(Path(runs.dataset.prefix).parent) for runs in train.runs(np.arange(1))] == [folder]
+
+
+def test_a_killed_copy_leaves_no_dataset_and_no_lock(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """Catches half a copy that passes for a whole one, and ranks that wait for ever for the one that was killed."""
+    prefix, folder = make_dataset([50, 90]).prefix, tmp_path / "local"
+    killed = subprocess.Popen(
+        [sys.executable, "-c", HANGING_COPY, prefix, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None and killed.stdout.readline() == "copying\n"
+    waiting = subprocess.Popen([sys.executable, "-c", COPY, prefix, str(folder)], stdout=subprocess.PIPE, text=True)
+    time.sleep(1)
+    assert waiting.poll() is None, "it did not wait for the first"
+    killed.send_signal(signal.SIGKILL)
+    copy = waiting.communicate(timeout=60)[0].strip()
+    killed.wait()
+    assert bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
+    assert not [name for name in files_in(folder) if name.endswith(".partial")]
+
+
+def test_a_folder_that_will_not_do(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """Catches a traceback, or a disk filled to the brim, in place of a message that names key and remedy."""
+    prefix = make_dataset([50]).prefix
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"data.stage_to = .*file: .* cannot be copied there: .*; give a writable"):
+        staged(prefix, str(tmp_path / "file"))
+    with sidecar_path(prefix).open("wb") as sparse:
+        sparse.truncate(shutil.disk_usage(tmp_path).free + (1 << 34))
+    with pytest.raises(ConfigError, match=r"corpus takes .* GB, .* GB are free; make room"):
+        staged(prefix, str(tmp_path / "full"))
+    assert files_in(tmp_path / "full") == set()

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megads.data.config import SkipConfig
+from megads.data.sampling.batch_size import BatchSizeSchedule
+from megads.data.sampling.sampler import Skips, batch_hash, micro_batch_ids, require_same_past, skips_of
+from megads.errors import ConfigError
+
+LAYOUTS = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (6, 2)]
+
+
+@pytest.mark.parametrize("dp,micro", LAYOUTS)
+def test_every_layout_deals_the_same_samples_in_the_same_order(dp: int, micro: int) -> None:
+    """Catches samples that depend on the layout: dealt out by micro-batch, then rank, they are a run of numbers."""
+    by_rank = [micro_batch_ids(100, 12, micro, rank, dp) for rank in range(dp)]
+    assert all(ids.shape == (12 // (micro * dp), micro) and ids.dtype == np.int64 for ids in by_rank)
+    assert np.stack(by_rank, axis=1).ravel().tolist() == list(range(100, 112))
+
+
+def test_formula() -> None:
+    """Catches rank and micro-batch changing places, which the union over ranks does not show."""
+    assert micro_batch_ids(100, 12, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    """Catches samples dropped without a word."""
+    with pytest.raises(ConfigError, match=r"12 samples is no multiple .* 2 \* 4 = 8"):
+        micro_batch_ids(0, 12, 2, 0, 4)
+
+
+def test_batch_hash_is_stable_and_sees_order_and_epoch() -> None:
+    """Catches a hash that changes with type, platform or version, or that misses a change of the data."""
+    pairs = [(0, 5), (0, 2), (1, 7)]
+    assert batch_hash(pairs) == batch_hash(np.array(pairs, np.int32)) == "a7c332fa0ec2d076"
+    assert len({batch_hash(pairs), batch_hash(pairs[::-1]), batch_hash([(1, 5), (0, 2), (1, 7)])}) == 3
+
+
+def test_against_lists() -> None:
+    """Catches a range that is off by one, and ranges not counted as the run with the ones before counts."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        begins = random.integers(0, 60, random.integers(0, 5))
+        ranges = tuple((int(begin), int(begin + random.integers(1, 20))) for begin in begins)
+        stream = list(range(300))
+        for first, end in ranges:
+            del stream[first:end]
+        skips = Skips(ranges)
+        assert skips.apply(np.arange(100)).tolist() == stream[:100], ranges
+        left_out = [number for first, end in skips.left_out() for number in range(first, end)]
+        assert left_out == sorted(set(range(300)) - set(stream)), ranges
+
+
+def test_steps_of_a_ramp() -> None:
+    """Catches steps taken for equally many samples each: a skipped step leaves out what that step trained on."""
+    schedule = BatchSizeSchedule(8, start=4, increment=4, ramp_samples=8)
+    assert [schedule.samples_after(step) for step in (1, 3)] == [4, 16]
+    skips = skips_of([SkipConfig(steps=[2, 3]), SkipConfig(samples=[5, 7])], schedule)
+    assert skips.ranges == ((4, 16), (5, 7))
+    assert skips.apply(np.arange(7)).tolist() == [0, 1, 2, 3, 16, 19, 20]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [SkipConfig(), SkipConfig(steps=[1]), SkipConfig(steps=[0, 3]), SkipConfig(steps=[5, 4]),
+     SkipConfig(samples=[4, 4]), SkipConfig(samples=[-1, 4]), SkipConfig([1, 2], [3, 4])],
+)  # fmt: skip
+def test_no_range_is_refused(item: SkipConfig) -> None:
+    """Catches a range that silently skips nothing, or everything."""
+    with pytest.raises(ConfigError, match=r"data\.skip: "):
+        item.check()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "samples", "allowed"),
+    [
+        ((), ((20, 30),), 20, True),
+        ((), ((19, 30),), 20, False),
+        ((), ((0, 5),), 0, True),
+        (((4, 9),), ((4, 9), (20, 30)), 20, True),
+        (((4, 9),), ((4, 9), (12, 13)), 20, False),
+        (((4, 9),), (), 20, False),
+        (((4, 9),), (), 4, True),
+        (((4, 6), (4, 7)), ((4, 9),), 20, True),
+    ],
+)
+def test_what_is_trained_stays_as_it_was(
+    before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...], samples: int, allowed: bool
+) -> None:
+    """Catches a skip before the checkpoint that shifts all samples to come, and the refusal of one that does not."""
+    consumed = [skips.apply(np.arange(samples)).tolist() for skips in (Skips(before), Skips(now))]
+    assert (consumed[0] == consumed[1]) is allowed, "the case itself is wrong"
+    if allowed:
+        require_same_past(Skips(before), Skips(now), samples)
+    else:
+        with pytest.raises(ConfigError, match=f"data.skip leaves out .* the {samples} that are trained already"):
+            require_same_past(Skips(before), Skips(now), samples)
