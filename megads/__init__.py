@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from megads.model.attention import Attention as Attention
     from megads.model.config import ModelConfig as ModelConfig
     from megads.model.dropout import Dropout as Dropout
-    from megads.model.stages import Norm as Norm
+    from megads.model.gpt import Norm as Norm
     from megads.monitor.hook_plugins import HookContext as HookContext
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
-    from megads.optim.elementwise import Update as Update
+    from megads.optim.optimizers import Update as Update
     from megads.parallel.table import Cut as Cut
     from megads.parallel.table import ShardingTable as ShardingTable
     from megads.runtime.hooks import Hook as Hook
@@ -46,13 +46,13 @@ _HOMES = {
     "megads.model.attention": ("Attention",),
     "megads.model.config": ("ModelConfig",),
     "megads.model.dropout": ("Dropout",),
-    "megads.model.stages": ("Norm",),
+    "megads.model.gpt": ("Norm",),
     "megads.monitor.hook_plugins": ("HookContext",),
     "megads.monitor.trackers": (
         "RunDescription",
         "Tracker",
     ),
-    "megads.optim.elementwise": ("Update",),
+    "megads.optim.optimizers": ("Update",),
     "megads.parallel.table": (
         "Cut",
         "ShardingTable",

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megads.batch import MicroBatch
-from megads.checkpoint.folders import newest_before
+from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.config import (
     Precision,
@@ -41,22 +41,20 @@ from megads.monitor.metrics_hook import MetricsHook
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.kernels import Kernels
 from megads.ops.resolve import load
-from megads.optim.schedule import learning_rate
+from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.flops import model_flops_per_token
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.resume import resume
-from megads.runtime.control_plane import ControlPlane
-from megads.runtime.distributed import world
+from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.heartbeat import Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.process_settings import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
-from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
-from megads.runtime.stop_signal import StopSignal
+from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 from megads.start_events import record_samples, record_start
 
 VALIDATION_MICRO_BATCHES = 8

@@ -24,7 +24,7 @@ import megads.engine.token_mean
 import megads.engine.train_engine
 import megads.engine.zero_engine
 import megads.model.attention
-import megads.model.stages
+import megads.model.gpt
 import megads.parallel.recompute
 import megads.parallel.tensor
 from megads.batch import BatchInfo, MicroBatch
@@ -37,11 +37,10 @@ from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
-from megads.model.stages import ParallelBlock
+from megads.model.gpt import ParallelBlock
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.philox import DropoutMask
-from megads.optim.buckets import BucketLayout
-from megads.optim.groups import Role
+from megads.optim.groups import BucketLayout, Role
 from megads.parallel import collectives, context, cross_entropy, head_loss
 from megads.parallel.collectives import reduce_from_tp_region
 from megads.parallel.config import ParallelConfig, Recompute
@@ -561,7 +560,7 @@ def gates_before_ups() -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    megads.model.stages.swiglu = swiglu
+    megads.model.gpt.swiglu = swiglu
 
 
 def mlp_reads_what_attention_added() -> None:

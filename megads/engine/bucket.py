@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megads.ops.kernels import TORCH, Kernels
 from megads.ops.square_sums import Pieces, square_sums
-from megads.optim.buckets import BucketLayout
+from megads.optim.groups import BucketLayout
 from megads.parallel.grid import Axis
 from megads.parallel.weight_gradients import Addend
 

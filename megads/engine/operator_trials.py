@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.rotary import rotary_tables
-from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.model.gpt import TIED_COPY, TIED_PARAMETER, stage_specs
 from megads.ops.adamw import AdamWStep, adamw_reference
 from megads.ops.autotune import Step, error_ratio
 from megads.ops.config import Implementation, KernelOp
@@ -28,9 +28,8 @@ from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
 from megads.ops.square_sums import Pieces, square_sums
 from megads.ops.swiglu import swiglu
-from megads.optim.adamw import FusedAdamW
-from megads.optim.buckets import BucketLayout, Member, bucket_layouts
-from megads.optim.groups import parameter_role
+from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
+from megads.optim.optimizers import FusedAdamW
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
 from megads.parallel.cross_entropy import weighted_loss_
 from megads.parallel.grid import Axis, padded_rows, single_rank_grid

@@ -22,11 +22,9 @@ from torch.nn import Parameter
 from megads.engine.bucket import Bucket
 from megads.ops.kernels import TORCH, Kernels
 from megads.ops.square_sums import Pieces, square_sums
-from megads.optim.adamw import FusedAdamW
-from megads.optim.buckets import BucketLayout, Member, bucket_layouts
 from megads.optim.config import OptimConfig
-from megads.optim.elementwise import ElementwiseOptimizer
-from megads.optim.groups import Role, parameter_role
+from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
+from megads.optim.optimizers import ElementwiseOptimizer, FusedAdamW
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.weight_gradients import Addend

@@ -17,8 +17,7 @@ from megads.engine.deepspeed_adapter import PipelineStages
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.engine.token_mean import TokenMeanLoss
-from megads.model.sharding import sharding_of
-from megads.model.stages import (
+from megads.model.gpt import (
     EMBEDDING,
     HEAD,
     TIED_COPY,
@@ -28,6 +27,7 @@ from megads.model.stages import (
     stage_specs,
     use_kernels,
 )
+from megads.model.sharding import sharding_of
 from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores

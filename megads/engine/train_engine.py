@@ -24,7 +24,7 @@ from megads.engine.stage_pipeline import placement_of
 from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.sharding import ParameterPlacement
-from megads.runtime.control_plane import ControlPlane
+from megads.runtime.distributed import ControlPlane
 from megads.runtime.spans import Span
 
 SHOWN = 8

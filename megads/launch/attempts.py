@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
+from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, planned_steps
 from megads.errors import Preempted, UnhealthyNode
 from megads.launch.launcher import LaunchSpec, launch
@@ -26,7 +26,7 @@ from megads.monitor.console import Console
 from megads.monitor.console_choice import open_console
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment
-from megads.runtime.duration import parse_duration
+from megads.runtime.config import parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import EventWriter, read_json_lines

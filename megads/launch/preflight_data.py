@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.config import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, open_run_data, planned_steps
 from megads.data.blend_config import DatasetConfig
 from megads.data.config import Engine

@@ -14,7 +14,7 @@ from megads.errors import ConfigError
 from megads.monitor.console import render_duration
 from megads.runtime.files import Tail
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
-from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, TIME_LIMIT
+from megads.runtime.stop import INTERRUPTED, PREEMPTED, TIME_LIMIT
 
 _REASONS = {
     signal.SIGINT: INTERRUPTED,
@@ -29,7 +29,7 @@ class StopOrder:
     """A wish that the run save and stop.
 
     Attributes:
-        reason: one of megads.runtime.stop_file's.
+        reason: one of megads.runtime.stop's.
         message: for people.
     """
 

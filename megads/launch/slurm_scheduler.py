@@ -14,7 +14,7 @@ from megads.runtime.lease import Lease
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.slurm import Allocation
-from megads.runtime.stop_file import INTERRUPTED, PREEMPTED
+from megads.runtime.stop import INTERRUPTED, PREEMPTED
 
 # SLURM ends a job at its limit or later, never before; clocks and squeue are a little off.
 _AT_THE_LIMIT_S = 5.0

@@ -47,7 +47,7 @@ from collections.abc import Callable
 from megads.errors import StopRequested
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
-from megads.runtime.stop_file import REQUESTED, read_stop, stop_path
+from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 # What changes nothing of what a finished run has computed.
 _ELSEWHERE = ("run", "logging", "cluster")

@@ -1,6 +1,6 @@
 """Turns queries and keys by the angles of their positions (Su et al. 2021, RoFormer).
 
-Feature i of a head and feature i + d/2 are one point in the plane, as in `megads.model.rotary`.
+Feature i of a head and feature i + d/2 are one point in the plane, as in `megads.model.attention`.
 
 Shape suffixes: b = batch, s = sequence, n = heads, d = head dim, r = d/2 pairs.
 """

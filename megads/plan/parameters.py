@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.stages import make_block
+from megads.model.gpt import make_block
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

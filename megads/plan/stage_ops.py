@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megads.model.stages import EMBEDDING, HEAD
+from megads.model.gpt import EMBEDDING, HEAD
 from megads.parallel.config import Recompute
 from megads.plan.activations import (
     block_ops,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megads.model.config import ModelConfig
-from megads.model.stages import HEAD, is_block, stage_specs
+from megads.model.gpt import HEAD, is_block, stage_specs
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes

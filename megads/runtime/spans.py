@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megads.runtime.control_plane import ControlPlane
+from megads.runtime.distributed import ControlPlane
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes
-from megads.model.rotary import rotary_tables
+from megads.model.attention import alibi_slopes, rotary_tables
 from megads.ops.apex import ApexState, find_apex
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import dropout

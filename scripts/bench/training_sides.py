@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
-from megads.model.gpt import GPT
-from megads.model.initialise import InitialValue, initial_value, parameter_generator
+from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generator
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Implementation, KernelOp, OpsConfig
 from megads.ops.kernels import FUSED, TORCH, Kernels
@@ -155,7 +154,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     from megads.ops.resolve import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
-    from megads.runtime.process_settings import make_deterministic
+    from megads.runtime.process import make_deterministic
 
     cuda = work.device == "cuda"
     try:

@@ -46,7 +46,7 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 THE_WAIT = ("engine/train_engine.py", "step")
 HOST = {("engine/token_mean.py", "<genexpr>")}
 """Reads masks of the loss, which are on the host."""
-CPU = {("parallel/cross_entropy.py", "is_root"), ("optim/adamw.py", "_step_by_torch")}
+CPU = {("parallel/cross_entropy.py", "is_root"), ("optim/optimizers.py", "_step_by_torch")}
 """Ask a CPU for what saves a pass over memory there, and no other device."""
 
 Place = tuple[str, str]

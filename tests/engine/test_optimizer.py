@@ -212,7 +212,7 @@ def _every_pair(folder: Path, pairs: list[tuple[Implementation, Implementation]]
 @pytest.mark.usefixtures("kernels")
 def test_a_run_goes_on_with_another_implementation(tmp_path: Path) -> None:
     """Catches a state that another optim.impl does not find, counts otherwise or holds in another shape, and a choice
-    that computes something else. Apex' arithmetic is compared where there is a GPU (tests/optim/test_adamw.py)."""
+    that computes something else. Apex' arithmetic is compared where there is a GPU (tests/optim/test_optimizers.py)."""
     torch_, fused, apex = Implementation.torch, Implementation.fused, Implementation.apex
     pairs = [(torch_, fused), (fused, torch_), (fused, apex)]
     for found in run_ranks(_every_pair, 1, tmp_path, pairs)[0]:

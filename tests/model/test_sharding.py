@@ -12,8 +12,8 @@ import torch
 from megads.model.attention import AttentionCore
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.model.dropout import Dropout
+from megads.model.gpt import stage_specs
 from megads.model.sharding import SHARDING
-from megads.model.stages import stage_specs
 from megads.parallel.table import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.

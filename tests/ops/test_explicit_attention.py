@@ -11,7 +11,7 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.model.stages import Block, use_kernels
+from megads.model.gpt import Block, use_kernels
 from megads.ops.kernels import FUSED
 from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.softmax import MaskedSoftmax, explicit_attention

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes, causal_bias_at, hide_other_documents
-from megads.model.rotary import rotary_tables
+from megads.model.attention import alibi_slopes, causal_bias_at, hide_other_documents, rotary_tables
 from megads.ops.adamw import AdamWStep, adamw, adamw_reference
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import dropout

@@ -12,8 +12,8 @@ from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
+from megads.model.gpt import stage_specs
 from megads.model.sharding import SHARDING
-from megads.model.stages import stage_specs
 from megads.parallel.grid import Axis
 from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
 from megads.parallel.table import Cut, ShardingTable

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig
-from megads.model.gpt import GPT
-from megads.model.stages import Block, ParallelBlock
+from megads.model.gpt import GPT, Block, ParallelBlock
 from megads.parallel.config import Recompute
 from megads.parallel.recompute import recompute_module
 from megads.plan.flops import hardware_flops_per_token, hardware_tflops_bloom, model_flops_per_token

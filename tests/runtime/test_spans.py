@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megads.runtime.control_plane import open_control_plane
+from megads.runtime.distributed import open_control_plane
 from megads.runtime.spans import PINGS, SpanRecorder, clock_offset_s
 from tests.distributed import run_ranks
 

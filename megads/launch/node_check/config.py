@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megads.errors import ConfigError
-from megads.runtime.config import ClusterKind
-from megads.runtime.duration import LONGEST_WAIT_S
+from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
 
 # Each is a process of its own.
 _MOST_CHECKERS = 256

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from megads.checkpoint.read import CheckpointHandle, check_model, nearest_checkpoint
-from megads.checkpoint.unsharded import load_unsharded
+from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, nearest_checkpoint
 from megads.config import RootConfig
 from megads.data.batches import Packing, assemble
 from megads.data.carried_tokenizer import find_tokenizer

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megads.config import RootConfig
 from megads.model.config import ModelConfig
-from megads.model.stages import EMBEDDING, HEAD, stage_specs
+from megads.model.gpt import EMBEDDING, HEAD, stage_specs
 from megads.parallel.config import AXES, ParallelConfig
 from megads.parallel.grid import GridCoordinate, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds

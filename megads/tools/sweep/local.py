@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.errors import ConfigError
-from megads.runtime.child_process import signal_child, start_child
 from megads.runtime.lease import in_use
+from megads.runtime.process import signal_child, start_child
 from megads.tools.sweep.launcher import PointEnd
 from megads.tools.sweep.points import Point
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megads.errors import EXIT_BUG, ConfigError
-from megads.runtime.stop_file import INTERRUPTED, request_stop
+from megads.runtime.stop import INTERRUPTED, request_stop
 from megads.tools.sweep.launcher import PointEnd
 from megads.tools.sweep.objective import events_since, launched_at
 from megads.tools.sweep.points import Point

@@ -10,8 +10,7 @@ import torch
 
 from megads.errors import ConfigError
 from megads.launch.launcher import LaunchSpec, launch
-from megads.model.gpt import GPT, token_losses
-from megads.model.stages import TIED_PARAMETER
+from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
 from megads.monitor.console import Console
 from megads.optim.groups import parameter_groups
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megads.model.stages import TIED_PARAMETER
+from megads.model.gpt import TIED_PARAMETER
 from megads.parallel.config import ParallelConfig
 from megads.tools.verify import checks
 from megads.tools.verify.checks import EXACT, Deviation, Measure, measure_gradients, relative

@@ -1,20 +1,85 @@
-"""Settings of a rank's process: its cores, deterministic algorithms, garbage collection between steps."""
+"""Processes: a rank's own settings (its cores, deterministic algorithms, garbage collection) and child processes.
+
+A child keeps to some cores or GPUs and ends when this process dies. Torch is imported only where a rank needs it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
-from collections.abc import Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megads.runtime.environment import available_core_numbers, fix_cublas_workspace, fix_nccl_algorithms
 from megads.runtime.hooks import StepInfo, TrainState
 
+if TYPE_CHECKING:
+    import torch
+
+_PR_SET_PDEATHSIG = 1
 _CORES = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")
+
+GENERATION = 1
+"""Older objects are those of the run itself; a scan of them takes a second and finds nothing."""
+
+
+def start_child(
+    command: Sequence[str], log: Path, cores: Collection[int] = (), variables: Mapping[str, str] = {}
+) -> subprocess.Popen[bytes]:
+    """Starts a command in a session of its own, so that no signal of the terminal reaches it.
+
+    When this process dies, even by SIGKILL, the kernel sends the child SIGTERM.
+
+    Args:
+        command: arguments after the Python interpreter.
+        log: file that takes what it prints, behind what is there.
+        cores: those it may run on; empty for all.
+        variables: added to its environment.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | dict(variables),
+            start_new_session=True,
+            # It only makes system calls, so no lock that a thread holds can hang it.
+            preexec_fn=_in_the_child(os.getpid(), cores),  # noqa: PLW1509
+        )
+
+
+def _in_the_child(parent: int, cores: Collection[int]) -> Callable[[], None]:
+    """What the child does between fork and exec: system calls only, everything else is looked up before."""
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            # The parent may have died before the call above.
+            if os.getppid() != parent:
+                os._exit(1)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def signal_child(process: subprocess.Popen[bytes], number: int) -> None:
+    """Sends a signal to a child that may have ended."""
+    with suppress(ProcessLookupError):
+        process.send_signal(number)
 
 
 def bind_to_share(local_rank: int, local_world_size: int) -> list[int]:
@@ -78,6 +143,8 @@ def make_deterministic(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
+    import torch  # here, as whoever starts child processes need not wait for it
+
     fix_cublas_workspace()
     fix_nccl_algorithms()
     torch.use_deterministic_algorithms(True)
@@ -90,13 +157,11 @@ def sum_in_fp32() -> None:
 
     It may by torch's default: a product that is split over many blocks then rounds each block's part.
     """
+    import torch
+
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_reduced_precision_reduction = False
-
-
-GENERATION = 1
-"""Older objects are those of the run itself; a scan of them takes a second and finds nothing."""
 
 
 class GarbageCollectionHook:

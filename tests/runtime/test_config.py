@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megads.errors import ConfigError
-from megads.runtime.config import RunConfig
-from megads.runtime.duration import parse_duration, parse_time_left
+from megads.runtime.config import RunConfig, parse_duration
+from megads.runtime.slurm import parse_time_left
 
 
 @pytest.mark.parametrize(

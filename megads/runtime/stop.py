@@ -1,16 +1,23 @@
-"""The file by which somebody asks a run to stop after the current step: <run_dir>/stop.
+"""Requests to stop a run after its current step: the file <run_dir>/stop, and how ranks agree on it between steps.
 
-The launcher writes it on a signal; the loop reads it on rank 0. A file that was made by hand, empty or not JSON, counts
-as a request too (`touch runs/<id>/stop`) and stays until it is removed.
+The launcher writes it on a signal; the loop reads it on rank 0, which tells the others. A file that was made by hand,
+empty or not JSON, counts as a request too (`touch runs/<id>/stop`) and stays until it is removed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megads.errors import Fenced
 from megads.runtime.files import parse_json, read_regular
+from megads.runtime.lease import Fence
+
+if TYPE_CHECKING:
+    from megads.runtime.distributed import ControlPlane
 
 INTERRUPTED = "interrupted"
 PREEMPTED = "preempted"
@@ -19,6 +26,8 @@ TIME_LIMIT = "time limit"
 KILL_SWITCH = "kill switch"
 _LINK = "reason:"
 _OF_ONE_START = (INTERRUPTED, PREEMPTED, TIME_LIMIT)
+_FENCED = "fenced"
+_REASONS = ("", INTERRUPTED, PREEMPTED, REQUESTED, TIME_LIMIT, KILL_SWITCH, _FENCED)
 
 
 def stop_path(run_dir: Path) -> Path:
@@ -74,3 +83,46 @@ def clear_stop(run_dir: Path) -> None:
     """Forgets the launcher's own request of an earlier start; one made by hand stays."""
     if read_stop(run_dir) in _OF_ONE_START:
         stop_path(run_dir).unlink(missing_ok=True)
+
+
+class StopSignal:
+    """One small broadcast a step.
+
+    Args:
+        run_dir: where the stop file would appear.
+        control: of all ranks.
+        fence: of the start that this rank belongs to; None for none.
+        kill_switch: another file that stops the run; None for none.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        control: ControlPlane,
+        fence: Fence | None = None,
+        kill_switch: Path | None = None,
+    ) -> None:
+        self._run_dir, self._control, self._fence, self._kill_switch = run_dir, control, fence, kill_switch
+
+    def reason(self) -> str:
+        """Why to stop, the same on every rank; empty to go on. Collective.
+
+        Raises:
+            Fenced: on every rank, when another start took the run directory over.
+        """
+        reason = self._look() if self._control.rank == 0 else None
+        seen = _REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0
+        heard = _REASONS[self._control.broadcast_number(seen)]
+        if heard == _FENCED:
+            raise Fenced("another start of this run took over: this one ends without saving; rank 0's log names it")
+        return heard
+
+    def _look(self) -> str | None:
+        """What rank 0 sees."""
+        lost = self._fence.reason() if self._fence is not None else ""
+        if lost:
+            sys.stdout.write(f"{lost}\n")
+            return _FENCED
+        if self._kill_switch is not None and self._kill_switch.exists():
+            return KILL_SWITCH
+        return read_stop(self._run_dir)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.optim.config import OptimConfig, ScheduleConfig, ScheduleName
-from megads.optim.schedule import learning_rate
+from megads.optim.config import OptimConfig, ScheduleConfig, ScheduleName, learning_rate
 
 BLOOM = OptimConfig(lr=6e-5, min_lr=6e-6)
 
