@@ -28,11 +28,11 @@ from megads.data.recorded import read_record, record_data, require_recorded
 from megads.data.runs import TrainSource, ValidationSource
 from megads.data.samples import WindowSubset
 from megads.data.unigram import unigram_entropy
+from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
-from megads.engine.build import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
-from megads.engine.timeline_hook import TimelineHook
+from megads.engine.timeline import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
@@ -319,7 +319,7 @@ def checkpoint_hook(
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:
     """Times steps, where that is asked for."""
     every_steps = config.logging.timeline_every_steps
-    return [] if every_steps is None else [TimelineHook(engine, run_dir, every_steps, engine.grid)]
+    return [] if every_steps is None else [TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid)]
 
 
 def validation_hook(

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
+from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, initial_value
 from megads.ops.kernels import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.spans import Span
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ from megads.ops.swiglu import swiglu
 from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
-from megads.parallel.cross_entropy import weighted_loss_
 from megads.parallel.grid import Axis, padded_rows, single_rank_grid
-from megads.parallel.head_loss import chunk_tokens
+from megads.parallel.loss import chunk_tokens, weighted_loss_
 from megads.parallel.partition import stage_bounds
 from megads.parallel.sharding import shard_stage
 

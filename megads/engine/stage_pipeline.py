@@ -16,7 +16,6 @@ from megads.batch import BatchInfo
 from megads.engine.deepspeed_adapter import PipelineStages
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
-from megads.engine.token_mean import TokenMeanLoss
 from megads.model.gpt import (
     EMBEDDING,
     HEAD,
@@ -32,6 +31,7 @@ from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import axis_lines
+from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import stage_bounds
 from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
 from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage

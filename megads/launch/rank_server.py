@@ -29,7 +29,12 @@ from typing import IO, Any, NoReturn
 from megads.errors import EXIT_BUG, UnhealthyNode
 from megads.runtime import environment
 
-_PRELOADED = ("megads.train", "deepspeed.runtime.pipe.engine", "megads.engine.build")
+_PRELOADED = (
+    "megads.train",
+    "deepspeed.runtime.pipe.engine",
+    "megads.engine.pipeline_engine",
+    "megads.engine.zero_engine",
+)
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -1,7 +1,7 @@
 """How the model may be cut by tensor and sequence parallelism; `megads.parallel.sharding` applies this table.
 
 The loss head is cut with the vocabulary: `megads.model.gpt.token_losses` on one process,
-`megads.parallel.cross_entropy.vocab_parallel_token_losses` where the logits are split.
+`megads.parallel.loss.vocab_parallel_token_losses` where the logits are split.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
-from megads.parallel.schedule_p2p import P2P_CTAS
+from megads.parallel.pipeline_actions import P2P_CTAS
 
 _MIB = 2**20
 CONTEXT_BYTES = 640 * _MIB

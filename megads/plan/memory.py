@@ -24,8 +24,8 @@ from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, para
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
 from megads.parallel.partition import stage_bounds
+from megads.parallel.pipeline_actions import Schedule, StagePlacement
 from megads.parallel.recompute import block_modes
-from megads.parallel.schedule import Schedule, StagePlacement
 from megads.parallel.sharding import local_shape
 from megads.plan.communicators import beside_tensors
 from megads.plan.micro_batch import FP32, INT64, Pass

@@ -10,10 +10,9 @@ from megads.model.config import ModelConfig
 from megads.model.gpt import HEAD, is_block, stage_specs
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
+from megads.parallel.pipeline_actions import Schedule
 from megads.parallel.recompute import block_modes
-from megads.parallel.schedule import Schedule
-from megads.parallel.schedule_check import bubble_share, peak_waiting
-from megads.parallel.schedule_clock import ScheduleCosts, Timeline, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, Timeline, bubble_share, peak_waiting, run_clock
 from megads.plan.flops import LayerFlops, block_flops, head_flops, recompute_flops
 from megads.plan.memory import Workload, one_pass
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from megads.engine.timeline import Span
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule_clock import ScheduleCosts, Timeline
-from megads.runtime.spans import Span
+from megads.parallel.schedule_simulation import ScheduleCosts, Timeline
 
 _SENDS: Mapping[str, tuple[str, int]] = {
     ActionKind.send_activation: (ActionKind.receive_activation, 1),

@@ -32,8 +32,8 @@ from megads.ops.resolve import load
 from megads.ops.rotary import rotate
 from megads.ops.softmax import masked_softmax
 from megads.ops.swiglu import swiglu
-from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from scripts.bench.device_clock import copy_bandwidth, median_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 

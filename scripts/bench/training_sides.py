@@ -147,8 +147,8 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     """
     import torch.distributed as dist
 
+    from megads.engine import build_train_engine
     from megads.engine.attention_trials import tune_attention
-    from megads.engine.build import build_train_engine
     from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
     from megads.ops.resolve import load

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import megads.engine.optimizer
 import megads.engine.pipeline_engine
 import megads.engine.train_engine
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.pipeline_engine import PipelineTrainEngine
 from megads.model.attention import AttentionCore

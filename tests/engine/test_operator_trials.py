@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.engine.operator_trials import CANDIDATES, OURS, OperatorWork, operator_cases
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position

@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch.nn import Parameter
 
 import megads.engine.stage_pipeline
-import megads.parallel.tensor
+import megads.parallel.sharding
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
-from megads.engine.bucket import Bucket
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.optimizer import CLIP_EPSILON, BucketAdamW, NamedParameter, clip_factor
+from megads.engine.optimizer import CLIP_EPSILON, Bucket, BucketAdamW, NamedParameter, clip_factor
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.kernels import Kernels
 from megads.ops.resolve import load
@@ -78,7 +77,7 @@ def test_half_the_gradient_bytes_and_before_the_backward_pass_ends(dp: int) -> N
 
 def embedding_as_on_a_gpu() -> None:
     """Autograd gets the gradient of the embedding."""
-    megads.parallel.tensor.lookup = lambda rows, weight, gradients: F.embedding(rows, weight)
+    megads.parallel.sharding.lookup = lambda rows, weight, gradients: F.embedding(rows, weight)
 
 
 def separate_parameters_removed() -> None:

@@ -25,8 +25,8 @@ from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention, masked_softmax
 from megads.ops.square_sums import Pieces, square_sums
 from megads.ops.swiglu import swiglu
-from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from tests.ops.accuracy import check_error, relative_error
 
 CUDA = pytest.param(

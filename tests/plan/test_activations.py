@@ -24,7 +24,7 @@ from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
 from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.tape import Op, kept_bytes, moments, recomputed
 from tests.distributed import run_ranks
-from tests.parallel.test_collectives import tensor_axis
+from tests.parallel.test_region_linear import tensor_axis
 
 MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, max_seq_len=64, ffn_size=168)
 BATCH, SEQ_LEN = 2, 32

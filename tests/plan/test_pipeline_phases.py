@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Partition, Recompute
-from megads.parallel.schedule import ActionKind, ScheduleName, build_schedule
+from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
 from megads.plan.tape import Op, backward_moments, forward_moments, moments

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from megads.engine.timeline import Span
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_clock import ScheduleCosts, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
 from megads.plan.step_trace import (
     RankTrace,
     idle_share,
@@ -17,7 +18,6 @@ from megads.plan.step_trace import (
     perfetto_trace,
     simulated_step,
 )
-from megads.runtime.spans import Span
 
 COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5, 2.0], latency=0.25)
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megads.parallel.collectives import reduce_from_tp_region, reduce_scatter_to_sp_region
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, build_grid, single_rank_grid
+from megads.parallel.region_linear import reduce_from_tp_region, reduce_scatter_to_sp_region
 from tests.distributed import run_ranks
 
 

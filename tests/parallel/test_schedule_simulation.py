@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.schedule import Action, ActionKind, Schedule, StagePlacement, build_schedule
-from megads.parallel.schedule_check import receives_ahead, schedule_faults
-from megads.parallel.schedule_clock import ScheduleCosts, run_clock
-from megads.parallel.schedule_p2p import with_messages
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement, with_messages
+from megads.parallel.schedule import build_schedule
+from megads.parallel.schedule_simulation import ScheduleCosts, receives_ahead, run_clock, schedule_faults
 
 Row = list[Action]
 

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from megads.parallel.pipeline_actions import Action, Schedule
+from megads.parallel.pipeline_actions import Action, Schedule, acknowledged_sends, message_to, sent_and_received
 from megads.parallel.schedule import ScheduleName, build_schedule
-from megads.parallel.schedule_p2p import acknowledged_sends, message_to, sent_and_received
 
 
 def run_in_any_order(schedule: Schedule, rng: random.Random) -> list[tuple[int, Action]]:

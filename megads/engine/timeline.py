@@ -1,19 +1,27 @@
-"""When a rank did what within a step: cheap timers, and the clock that all ranks share."""
+"""What a rank did within a step, and when: cheap timers, the clock that all ranks share, and the file of spans."""
 
 from __future__ import annotations
 
+import json
+import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ControlPlane
+from megads.runtime.files import atomic_writer
+from megads.runtime.hooks import StepInfo, TrainState
+
+PINGS = 8
+"""Round trips by which two clocks are compared; the fastest one counts."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +48,6 @@ class Span:
         """As in forward 3."""
         words = self.kind.replace("_", " ")
         return words if self.micro_batch is None else f"{words} {self.micro_batch}"
-
-
-PINGS = 8
-"""Round trips by which two clocks are compared; the fastest one counts."""
 
 
 @dataclass(frozen=True)
@@ -173,3 +177,62 @@ def _answer(control: ControlPlane, other: int) -> None:
     for _ in range(PINGS):
         dist.recv(clock, other, group=control.group)
         dist.send(clock.fill_(time.monotonic()), other, group=control.group)
+
+
+def timeline_path(run_dir: Path, step: int, rank: int) -> Path:
+    """Where a rank's spans of a step are."""
+    return run_dir / "timeline" / f"step_{step:08d}.rank_{rank:05d}.json"
+
+
+class TimelineHook:
+    """Has the engine time every n-th step and writes the spans of each rank into a file of its own.
+
+    Args:
+        watch_spans: `TrainEngine.watch_spans` of the engine that trains.
+        run_dir: the run's folder.
+        every_steps: n.
+        grid: the ranks.
+    """
+
+    def __init__(
+        self,
+        watch_spans: Callable[[Callable[[list[Span]], None]], None],
+        run_dir: Path,
+        every_steps: int,
+        grid: ParallelGrid,
+    ) -> None:
+        self._watch_spans, self._run_dir, self._every_steps, self._grid = watch_spans, run_dir, every_steps, grid
+        self._offset_s = 0.0
+
+    def on_start(self, state: TrainState) -> None:
+        self._offset_s = clock_offset_s(self._grid.control)
+        self._prepare(state.step + 1)
+
+    def on_step(self, info: StepInfo) -> None:
+        if not info.last:
+            self._prepare(info.step + 1)
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    def _prepare(self, step: int) -> None:
+        if step % self._every_steps == 0:
+            self._watch_spans(lambda spans: self._write(step, spans))
+
+    def _write(self, step: int, spans: Sequence[Span]) -> None:
+        grid = self._grid
+        record = {
+            "step": step,
+            "rank": grid.rank,
+            **{axis: getattr(grid, axis).rank for axis in ("pp", "tp", "cp", "dp")},
+            "clock_offset_s": self._offset_s,
+            "spans": [asdict(span) for span in spans],
+        }
+        path = timeline_path(self._run_dir, step, grid.rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_writer(path) as file:
+                file.write(json.dumps(record).encode() + b"\n")
+        except OSError as error:
+            # A full disk, or something else in the file's place: no reason to end a run.
+            logging.getLogger(__name__).warning("the timeline of step %d is not written: %s", step, error)
