@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
     from megads.optim.optimizers import Update as Update
-    from megads.parallel.table import Cut as Cut
-    from megads.parallel.table import ShardingTable as ShardingTable
+    from megads.parallel.partition import Cut as Cut
+    from megads.parallel.partition import ShardingTable as ShardingTable
     from megads.runtime.hooks import Hook as Hook
     from megads.runtime.hooks import StepInfo as StepInfo
     from megads.runtime.hooks import TrainState as TrainState
@@ -53,7 +53,7 @@ _HOMES = {
         "Tracker",
     ),
     "megads.optim.optimizers": ("Update",),
-    "megads.parallel.table": (
+    "megads.parallel.partition": (
         "Cut",
         "ShardingTable",
     ),

@@ -13,8 +13,7 @@ from megads.data.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, DataConfig,
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.config import ModelConfig, Position
-from megads.model.sharding import has_attention_core
+from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig

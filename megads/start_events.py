@@ -12,7 +12,7 @@ from megads.data.packed import PackedSamples
 from megads.data.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.frozen_config import config_digest
-from megads.ops.kernels import Kernels
+from megads.ops.config import Kernels
 from megads.plan.parameters import parameter_count
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter

@@ -39,7 +39,7 @@ from megads.frozen_config import config_digest
 from megads.monitor.hook_plugins import HookContext, plugin_hooks
 from megads.monitor.metrics_hook import MetricsHook
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.kernels import Kernels
+from megads.ops.config import Kernels
 from megads.ops.resolve import load
 from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid

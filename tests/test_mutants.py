@@ -36,7 +36,7 @@ from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.gpt import ParallelBlock
 from megads.ops.config import Implementation, OpsConfig
-from megads.ops.philox import DropoutMask
+from megads.ops.dropout import DropoutMask
 from megads.optim.groups import BucketLayout, Role
 from megads.parallel import context, loss, region_linear
 from megads.parallel.config import ParallelConfig, Recompute

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds and where, and the software that computed it.
+"""manifest.json: which rectangles of which tensors a checkpoint holds and where, and the software that computed it.
 
 It is written last, so that its presence commits the checkpoint. A resume promises equal bits only with the same
 software and thread count.
@@ -10,10 +10,11 @@ import json
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -23,9 +24,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 import megads
 from megads.checkpoint.config import list_checkpoints, step_of
-from megads.checkpoint.tensor_file import Rectangle, coverage_fault
 from megads.errors import CheckpointError
-from megads.ops.library import loaded_kernels
+from megads.ops.resolve import loaded_kernels
 from megads.runtime.files import read_regular
 from megads.runtime.metrics import LedgerRecord
 from megads.runtime.registry import plugin_versions
@@ -40,6 +40,59 @@ Extents = tuple[Count, ...]
 _STRICT = ConfigDict(strict=True, extra="forbid")
 """What is read is of the types that are written, with nothing missing and nothing more."""
 _PLUGIN = "plugin "
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a global tensor.
+
+    Attributes:
+        offset: first index in each dim.
+        shape: extent in each dim.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
+
+    def overlap(self, other: Rectangle) -> Rectangle | None:
+        """The elements that both hold, None where there are none."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(high - low for low, high in zip(offset, map(min, self.end, other.end), strict=True))
+        return Rectangle(offset, shape) if all(extent > 0 for extent in shape) else None
+
+    def within(self, outer: Rectangle) -> tuple[slice, ...]:
+        """Where this rectangle lies in a tensor that holds `outer`, which contains it."""
+        starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
+        return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
+
+
+def coverage_fault(global_shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str | None:
+    """Says why rectangles do not cover every element of a tensor exactly once, None when they do."""
+    whole = Rectangle((0,) * len(global_shape), tuple(global_shape))
+    # A sweep along the first dim: only rectangles that are still open there can overlap the next one.
+    open_rectangles: list[Rectangle] = []
+    covered = 0
+    for rectangle in sorted(rectangles, key=lambda part: part.offset):
+        if len(rectangle.shape) != len(whole.shape) or rectangle.overlap(whole) != rectangle:
+            return f"the part at {list(rectangle.offset)} of shape {list(rectangle.shape)} is not inside it"
+        open_rectangles = [part for part in open_rectangles if not part.shape or part.end[0] > rectangle.offset[0]]
+        for part in open_rectangles:
+            if part.overlap(rectangle) is not None:
+                return f"the parts at {list(part.offset)} and {list(rectangle.offset)} overlap"
+        open_rectangles.append(rectangle)
+        covered += rectangle.elements
+    if covered != whole.elements:
+        return f"{whole.elements - covered} of its {whole.elements} elements are in no part"
+    return None
 
 
 @dataclass(frozen=True)

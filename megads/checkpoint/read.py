@@ -20,13 +20,13 @@ from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_check
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
+    Rectangle,
     StoredTensor,
     read_manifest,
     software,
     software_differences,
 )
-from megads.checkpoint.store import agreed, on_first, recover
-from megads.checkpoint.tensor_file import DTYPE_NAMES, Rectangle, checksum
+from megads.checkpoint.store import DTYPE_NAMES, agreed, checksum, on_first, recover
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig

@@ -25,7 +25,7 @@ from megads.data.indexed_check import check_document_index, check_offsets
 from megads.data.indexed_header import DTYPES, HEADER, MAGIC, REMEDY, VERSION, read_header, unpack_header
 from megads.data.verified_once import computed_once
 from megads.errors import DataError
-from megads.ops.sorted_keys import DocumentOffsets
+from megads.ops.data_kernels import DocumentOffsets
 from megads.runtime.files import sync, sync_directory, temporary_path
 
 # Checks and writes go over the index in pieces, so that memory stays small at a billion documents.

@@ -15,7 +15,7 @@ from megads.data.cached_arrays import ArrayCache, Arrays, CachedArrays, OpenArra
 from megads.data.indexed import IntArray
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
-from megads.ops.deal import Deal, compiled_deal
+from megads.ops.data_kernels import Deal, compiled_deal
 
 FORMAT_VERSION = 1
 BLOCK = 1 << 14

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megads.data.indexed import IndexedDataset, IntArray
 from megads.ops.build import KernelsUnavailable
-from megads.ops.sorted_keys import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
+from megads.ops.data_kernels import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
 
 MEMORY_BYTES = 1 << 30
 """Of keys at a time."""

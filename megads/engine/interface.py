@@ -13,7 +13,7 @@ from megads.batch import MicroBatch
 from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, initial_value
-from megads.ops.kernels import TORCH, Kernels
+from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid

@@ -17,17 +17,13 @@ from torch import Tensor
 from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import TIED_COPY, TIED_PARAMETER, stage_specs
-from megads.ops.adamw import AdamWStep, adamw_reference
+from megads.ops.activation import gelu, swiglu
+from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.autotune import Step, error_ratio
-from megads.ops.config import Implementation, KernelOp
-from megads.ops.dropout import dropout
-from megads.ops.gelu import gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
-from megads.ops.square_sums import Pieces, square_sums
-from megads.ops.swiglu import swiglu
 from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig

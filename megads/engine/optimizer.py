@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from megads.ops.kernels import TORCH, Kernels
-from megads.ops.square_sums import Pieces, square_sums
+from megads.ops.adamw import Pieces, square_sums
+from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
 from megads.optim.optimizers import ElementwiseOptimizer, FusedAdamW

@@ -18,8 +18,8 @@ from megads.engine.interface import Culprit, EngineSpec
 from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
 from megads.engine.timeline import Span, SpanRecorder
 from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
+from megads.model.config import sharding_of
 from megads.model.gpt import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
-from megads.model.sharding import sharding_of
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss

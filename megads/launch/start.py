@@ -29,7 +29,7 @@ from megads.launch.rank_server import RankServer
 from megads.monitor.console import Console
 from megads.monitor.console_choice import open_console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.kernels import Kernels
+from megads.ops.config import Kernels
 from megads.ops.resolve import choose, prepare
 from megads.runtime.environment import rank_variables, rehearsal_folder, share_of_cores
 from megads.runtime.lease import claimed

@@ -24,15 +24,23 @@ from torch.nn.attention.flex_attention import BlockMask
 from megads.batch import BatchInfo, PerBatch
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.ops.attention import attention
+from megads.ops.attention import (
+    FLASH_INSTALLED,
+    Documents,
+    attention,
+    augmented_attention,
+    bias_dtype,
+    cudnn_attention,
+    documents_of,
+    flash_attention,
+    flex_attention,
+    masked_attention,
+    visible_blocks,
+)
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import KernelOp
-from megads.ops.flash_attention import INSTALLED, Documents, documents_of, flash_attention
-from megads.ops.flex_attention import flex_attention, visible_blocks
-from megads.ops.kernels import TORCH, Kernels
-from megads.ops.philox import DropoutMask
+from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.dropout import DropoutMask
 from megads.ops.rotary import rotate
-from megads.ops.sdpa import augmented_attention, bias_dtype, cudnn_attention, masked_attention
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
 
 Tables = tuple[Tensor, Tensor]
@@ -228,7 +236,7 @@ class AttentionCore(nn.Module):
             case AttentionKind.flex:
                 there = q_bnsd.is_cuda
             case AttentionKind.flash:
-                there = q_bnsd.is_cuda and low and INSTALLED
+                there = q_bnsd.is_cuda and low and FLASH_INSTALLED
             case _:
                 there = q_bnsd.is_cuda and low
         return kind if there else AttentionKind.sdpa

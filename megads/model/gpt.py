@@ -23,14 +23,12 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, NormKind, Position, sharding_of
 from megads.model.dropout import Dropout
-from megads.model.sharding import CUSTOM, SHARDING, sharding_of
-from megads.ops.gelu import gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.activation import gelu, swiglu
+from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megads.ops.swiglu import swiglu
-from megads.parallel.table import ShardingTable
+from megads.parallel.partition import ShardingTable
 from megads.runtime.registry import BLOCKS
 
 InitialValue = Callable[[str, tuple[int, ...]], Tensor]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.config import KernelOp
-from megads.ops.kernels import Kernels
+from megads.ops.config import KernelOp, Kernels
 
 
 def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:

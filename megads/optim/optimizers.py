@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
-from megads.ops.adamw import AdamWStep, adamw
+from megads.ops.adamw import APEX_CHUNK, AdamWStep, adamw
 from megads.ops.apex import AMP, INT32_ELEMENTS, extension
-from megads.ops.config import KernelOp
-from megads.ops.kernels import TORCH, Kernels
-from megads.ops.square_sums import APEX_CHUNK
+from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.optim.config import OptimConfig
 from megads.runtime.registry import OPTIMIZERS
 

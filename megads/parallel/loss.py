@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo, MicroBatch
 from megads.ops import cross_entropy
 from megads.ops import linear as products
-from megads.ops.config import KernelOp
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
 from megads.parallel.grid import Axis, ParallelGrid, own_rows, padded_rows
 from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
 from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients

@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.ops import linear as products
-from megads.ops.config import KernelOp
-from megads.ops.kernels import TORCH, Kernels
+from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.parallel.grid import Axis
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, give, linear
 

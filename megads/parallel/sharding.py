@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
-from megads.ops.config import KernelOp
-from megads.ops.kernels import TORCH, Kernels
+from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.loss import Targets, head_loss
+from megads.parallel.partition import Cut, ShardingTable
 from megads.parallel.region_linear import (
     Region,
     closing_linears,
@@ -33,7 +33,6 @@ from megads.parallel.region_linear import (
     reduce_from_tp_region,
     reduce_scatter_to_sp_region,
 )
-from megads.parallel.table import Cut, ShardingTable
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient, WeightGradients, add_whole, linear
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megads.plan.micro_batch import FP32, INT64, Pass
 
 DRAWN_AT_ONCE = 2**22
-"""As `megads.ops.philox`, which a launcher must not import, for it imports torch."""
+"""As `megads.ops.dropout`, which a launcher must not import, for it imports torch."""
 
 
 def drawing(elements: int, width: int) -> int:

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import ModelConfig
-from megads.model.sharding import has_attention_core
+from megads.model.config import ModelConfig, has_attention_core
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 from megads.plan.parameters import custom_shapes

@@ -17,9 +17,8 @@ from functools import partial
 from itertools import chain, pairwise
 from math import prod
 
-from megads.model.config import ModelConfig
+from megads.model.config import ModelConfig, sharding_of
 from megads.model.gpt import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
-from megads.model.sharding import sharding_of
 from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megads.ops import build, build_cuda
+from megads.ops import build
 from megads.ops.build import KernelsUnavailable
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.resolve import load
@@ -38,7 +38,7 @@ def main() -> int:
     add_line_options(parser)
     arguments = parser.parse_args()
     cuda = arguments.device == "cuda"
-    makes: dict[str, Make] = {"CPU": build.build} | ({"CUDA": build_cuda.build_library} if cuda else {})
+    makes: dict[str, Make] = {"CPU": build.build} | ({"CUDA": build.build_cuda} if cuda else {})
     try:
         with ThreadPoolExecutor() as threads:
             made = {name: threads.submit(seconds_of, make) for name, make in makes.items()}

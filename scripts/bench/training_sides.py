@@ -20,8 +20,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generator
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Compile, Implementation, KernelOp, OpsConfig
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.plan.flops import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state

@@ -18,8 +18,7 @@ from megads.data.datasets import open_datasets
 from megads.data.megatron_order import BLOCK, MegatronOrder
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
-from megads.ops.data_library import data_function
-from megads.ops.deal import Deal, compiled_deal
+from megads.ops.data_kernels import Deal, compiled_deal, data_function
 
 from .conftest import VOCAB_SIZE, MakeDataset
 

@@ -17,8 +17,7 @@ from megads.data.indexed_header import HEADER, MAGIC
 from megads.data.map_writer import MapWriter
 from megads.data.megatron_maps import MegatronMapKey
 from megads.ops.build import KernelsUnavailable
-from megads.ops.data_library import data_function
-from megads.ops.sorted_keys import compiled_key_sort
+from megads.ops.data_kernels import compiled_key_sort, data_function
 from megads.runtime.files import atomic_writer
 
 

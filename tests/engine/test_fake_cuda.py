@@ -20,9 +20,8 @@ from megads.model.attention import AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import Kernels
-from megads.ops.library import load_library
+from megads.ops.config import Implementation, Kernels, OpsConfig
+from megads.ops.resolve import load_library
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName

@@ -24,8 +24,7 @@ from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.zero_engine import WholeModel
 from megads.model.config import NormKind, Position
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import TORCH
+from megads.ops.config import TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import single_rank_grid

@@ -22,8 +22,7 @@ from megads.checkpoint.store import save_checkpoint
 from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.optimizer import CLIP_EPSILON, Bucket, BucketAdamW, NamedParameter, clip_factor
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import Kernels
+from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore, Rotary, rotary_tables
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.ops.kernels import FUSED, TORCH
+from megads.ops.config import FUSED, TORCH
 from megads.ops.rotary import rotate
 from tests.model import naive
 

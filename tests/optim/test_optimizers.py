@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from megads.ops.config import Implementation
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Implementation, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.optimizers import ElementwiseOptimizer, FusedAdamW, Update
 from megads.runtime.registry import OPTIMIZERS, Part

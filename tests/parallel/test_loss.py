@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import FUSED, TORCH
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.linear import linear
 from megads.ops.resolve import load
 from megads.parallel.grid import padded_rows, single_rank_grid

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import SHARDING, ModelConfig, Position
 from megads.model.dropout import Dropout
 from megads.model.gpt import stage_specs
-from megads.model.sharding import SHARDING
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import FUSED, TORCH
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.partition import Cut, ShardingTable
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import (
     ColumnParallelBranches,
@@ -35,7 +34,6 @@ from megads.parallel.sharding import (
     materialise,
     shard_stage,
 )
-from megads.parallel.table import Cut, ShardingTable
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from megads.plan.parameters import parameter_shapes
 from tests.distributed import run_ranks

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import SHARDING, AttentionKind, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
-from megads.model.sharding import SHARDING
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid

@@ -16,7 +16,7 @@ from torch import Tensor
 from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value
-from megads.ops.kernels import TORCH
+from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
 from megads.plan.parameters import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines

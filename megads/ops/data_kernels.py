@@ -1,24 +1,86 @@
-"""A random order by sorting random keys, compiled: kernels/data/random_order.cpp."""
+"""The compiled loops of the data room: kernels/data/*.cpp, which need neither torch nor its headers.
+
+Their flags are their own: they must round as Megatron does, while the other kernels may contract sums and products.
+`compiled_deal` is Megatron's greedy blend, `compiled_key_sort` a random order by sorting random keys.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megads.ops.data_library import data_function, pointer
+from megads.ops.build import (
+    KernelsUnavailable,
+    build_once,
+    cached_path,
+    compiler_version,
+    find_compiler,
+    processor,
+    run_compiler,
+    sources_dir,
+)
 
+LIBRARY = "libmegads_data.so"
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 ENTRY = np.dtype([("key", "<u8"), ("item", "<u4"), ("size", "<u4")])
 """An item of the order, with its size in tokens: 2^32 - 1 where it has as many or more."""
 MOST_ITEMS = 1 << 32
 MOST_BITS = 16
 BUCKET_BITS = 13
 """A bucket of 2^13 entries stays in a core's cache while it is sorted."""
+Deal = Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64], int, npt.NDArray[np.int16]], None]
+"""Deals consecutive samples. Takes, in order: float64 [datasets], shares that sum to 1; float64 [datasets], samples
+that each has had before, which is counted on; number of the first sample; int16 [samples], filled with the datasets."""
+
+
+@functools.cache
+def data_function(name: str, say: Callable[[str], None]) -> Callable[..., None]:
+    """Returns a compiled function, which is built where it is missing.
+
+    Args:
+        name: of the function.
+        say: told what is being waited for.
+
+    Raises:
+        KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
+    """
+    library = build_once(_library_path(), say, "the loops over index maps, once (about a second)", _compile)
+    try:
+        function = getattr(ctypes.CDLL(str(library)), name)
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"{library} cannot be loaded ({error}): remove it, and it is built anew") from error
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
+    """Returns where a contiguous array is."""
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _sources() -> list[Path]:
+    return sorted((sources_dir() / "data").glob("*.cpp"))
+
+
+def _library_path() -> Path:
+    return cached_path(LIBRARY, [" ".join(FLAGS), compiler_version(find_compiler()), processor()], _sources())
+
+
+def _compile(library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        whole = Path(scratch) / LIBRARY
+        run_compiler([find_compiler(), *FLAGS, *map(str, _sources()), "-o", str(whole)])
+        whole.replace(library)
 
 
 class DocumentOffsets(ctypes.Structure):
@@ -101,3 +163,24 @@ def _words(generator: np.random.PCG64) -> npt.NDArray[np.uint64]:
     state: Any = generator.state["state"]
     numbers = (state["state"], state["inc"])
     return np.array([half for number in numbers for half in (number >> 64, number & (2**64 - 1))], np.uint64)
+
+
+def compiled_deal(say: Callable[[str], None]) -> Deal:
+    """Returns the compiled loop, built where it is missing.
+
+    Args:
+        say: told what is being waited for.
+
+    Raises:
+        KernelsUnavailable: there is no compiler, or it does not compile, load or link.
+    """
+    function = data_function("megads_deal", say)
+
+    def deal(
+        shares: npt.NDArray[np.float64], had: npt.NDArray[np.float64], first: int, dealt: npt.NDArray[np.int16]
+    ) -> None:
+        assert shares.size == had.size and shares.dtype == had.dtype == np.float64 and dealt.dtype == np.int16
+        sizes = map(ctypes.c_int64, (shares.size, first, dealt.size))
+        function(pointer(shares), pointer(had), *sizes, pointer(dealt))
+
+    return deal
