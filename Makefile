@@ -6,7 +6,7 @@ export VENV
 TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-attack check bench docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-attack mutation check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,10 @@ test-slurm: setup ## on a private SLURM of several nodes on this machine; instal
 
 test-attack: setup ## kills at random, damage to every file, 2,600 made-up command lines: some two hours (ROUNDS=20: so many kills)
 	$(PYTHON_BIN)/python -m pytest -m attack -s tests/attack $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
+
+mutation: setup ## change 200 places of megads/, one at a time, and list the changes that no test notices (COUNT=, SEED=): an hour
+	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
+	$(PYTHON_BIN)/python -m scripts.mutation_sample --count $(or $(COUNT),200) --seed $(or $(SEED),1)
 
 check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/ruff check .

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import psutil
 
 from megads.runtime.metrics import read_json_lines
+from tests.command_server import CommandServer, ForkedProcess
 from tests.corpus import VOCAB_SIZE
 
 REPOSITORY = Path(__file__).parents[1]
@@ -77,22 +78,35 @@ class Command:
         arguments: verb and overrides.
         fault: name of a function of tests.faults that every rank runs in place of megads.train:train.
         variables: added to the environment.
+        server: forks the command, which spares its imports; None: a new process.
     """
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], fault: str = "", variables: Mapping[str, str] = {}):
+    def __init__(
+        self,
+        folder: Path,
+        arguments: tuple[str, ...],
+        fault: str = "",
+        variables: Mapping[str, str] = {},
+        server: CommandServer | None = None,
+    ):
         self.folder = folder
-        module = ("tests.faults", fault) if fault else ("megads.cli.main",)
+        module, *words = ("tests.faults", fault, *arguments) if fault else ("megads.cli.main", *arguments)
         # Files, not pipes: a full pipe would stop the command.
         self._out = (folder / f"{time.monotonic_ns()}.out").open("w+")
         self._err = (folder / f"{time.monotonic_ns()}.err").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *module, *arguments],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=self._err,
-        )
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+        self.process: ForkedProcess | subprocess.Popen[bytes]
+        if server:
+            self.process = server.start(folder, module, words, environment, Path(self._out.name), Path(self._err.name))
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *words],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+            )
 
     def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
         """Waits for the end."""
@@ -140,19 +154,19 @@ class StartCommand(Protocol):
 
 
 class _Starter:
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, server: CommandServer | None):
+        self.folder, self._server = folder, server
         self.started: list[Command] = []
 
     def __call__(self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}) -> Command:
-        self.started.append(Command(self.folder, arguments, fault, variables))
+        self.started.append(Command(self.folder, arguments, fault, variables, self._server))
         return self.started[-1]
 
 
 @contextmanager
-def commands_in(folder: Path) -> Iterator[StartCommand]:
-    """Yields a starter of commands; leaves none of them running."""
-    starter = _Starter(folder)
+def commands_in(folder: Path, server: CommandServer | None = None) -> Iterator[StartCommand]:
+    """Yields a starter of commands, forks of a server's process or new ones; leaves none of them running."""
+    starter = _Starter(folder, server)
     try:
         yield starter
     finally:

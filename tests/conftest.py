@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.command import StartCommand, commands_in
+from tests.command_server import CommandServer, run_command_server
 from tests.corpus import write_corpus
 from tests.fork_server import ForkServer, run_fork_server
 
@@ -55,17 +56,24 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
         yield server
 
 
+@pytest.fixture(scope="session")
+def command_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    """Forks commands that train."""
+    with run_command_server(tmp_path_factory.mktemp("commands")) as server:
+        yield server
+
+
 @pytest.fixture
-def megads(tmp_path: Path) -> Iterator[StartCommand]:
+def megads(tmp_path: Path, command_server: CommandServer) -> Iterator[StartCommand]:
     """Starts `megads` commands in tmp_path; whatever still runs at the end of the test is killed."""
-    with commands_in(tmp_path) as start:
+    with commands_in(tmp_path, command_server) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def module_megads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartCommand]:
+def module_megads(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[StartCommand]:
     """The same for runs that several tests of a module look at."""
-    with commands_in(tmp_path_factory.mktemp("runs")) as start:
+    with commands_in(tmp_path_factory.mktemp("runs"), command_server) as start:
         yield start
 
 

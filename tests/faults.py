@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 # A rank imports this module for its fault only, and torch through megads.train; the launcher needs neither.
 FAULTY_RANK = 1
 FAULTY_STEP = 3
@@ -131,12 +129,12 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, prepare)
 
 
+LAUNCHER = "MEGADS_TESTS_LAUNCHER"
+"""Of the environment: the launcher's process, with which the ranks die."""
+
+
 def _launcher() -> int:
-    """Its process, with which the ranks die; a rank that was forked has the server of ranks in between."""
-    parent = psutil.Process().parent()
-    if "megads.launch.rank_server" in parent.cmdline():
-        parent = parent.parent()
-    return int(parent.pid)
+    return int(os.environ[LAUNCHER])
 
 
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> int:
@@ -193,6 +191,7 @@ def main() -> None:
         return dataclasses.replace(spec, command=(*spec.command, "--entry", f"tests.faults:{fault}"))
 
     start.launch_spec = with_entry
+    os.environ[LAUNCHER] = str(os.getpid())
     sys.exit(run(arguments))
 
 

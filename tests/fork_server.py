@@ -217,7 +217,7 @@ def _serve() -> None:
     # Nobody but this loop reads or writes them; what the imports print goes to stderr.
     os.dup2(2, 1)
     sys.dont_write_bytecode = True
-    _import_everything()
+    import_everything()
     gc.collect()
     gc.freeze()
     print("ready", file=answers, flush=True)
@@ -258,7 +258,8 @@ def _answer(order: dict[str, Any]) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(status), limit
 
 
-def _import_everything() -> None:
+def import_everything() -> None:
+    """Imports all of megads, and lets Hydra read its plugins."""
     import importlib
     import pkgutil
 

@@ -131,7 +131,7 @@ def plain_write(tensors: dict[str, Tensor], path: Path) -> None:
     """The bytes of all tensors, one after the other, and fsync."""
     with path.open("wb", buffering=0) as file:
         for tensor in tensors.values():
-            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            data = tensor.reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK_BYTES):
                 file.write(data[start : start + CHUNK_BYTES])
         os.fsync(file.fileno())

@@ -38,7 +38,9 @@ def main() -> int:
     add_line_options(parser)
     arguments = parser.parse_args()
     cuda = arguments.device == "cuda"
-    makes: dict[str, Make] = {"CPU": build.build} | ({"CUDA": build.build_cuda} if cuda else {})
+    makes: dict[str, Make] = {"CPU": build.build}
+    if cuda:
+        makes["CUDA"] = build.build_cuda
     try:
         with ThreadPoolExecutor() as threads:
             made = {name: threads.submit(seconds_of, make) for name, make in makes.items()}

@@ -100,7 +100,8 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
 
     def turned(kernels: Kernels, x: Tensor) -> Tensor:
         wide = x.dtype == torch.float64
-        return rotate(x, *(table.double() if wide else table for table in tables), kernels)
+        cos, sin = (table.double() if wide else table for table in tables)
+        return rotate(x, cos, sin, kernels)
 
     mask = DropoutMask(site_key(0, "dropout"), threshold_of(0.1), torch.zeros(1, dtype=torch.int64, device=device))
 

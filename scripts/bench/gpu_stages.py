@@ -144,7 +144,7 @@ class Runner:
         with log.open("wb") as said:
             process = subprocess.Popen(
                 line, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-                env=os.environ | variables | (extra or {}),
+                env=os.environ | variables | dict(extra or {}),
             )  # fmt: skip
             self._running.append(process)
             try:

@@ -237,11 +237,11 @@ def same(line: Line, sides: dict[str, Line]) -> str:
     if reference is None or reference is line:
         return "-"
     count = min(len(line["losses"]), len(reference["losses"]))
-    steps = [
+    expected, found = (
         [{"loss": loss, "grad_norm": norm} for loss, norm in zip(of["losses"], of["grad_norms"], strict=True)][:count]
         for of in (reference, line)
-    ]
-    return "NO" if faults(*steps, line["precision"]) else "yes"
+    )
+    return "NO" if faults(expected, found, line["precision"]) else "yes"
 
 
 def verdict_rows(lines: Rows) -> list[str]:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -85,7 +86,7 @@ class Size:
     def model(self) -> ModelConfig:
         """Its shape."""
         preset = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{self.preset}.yaml"))
-        changes = {
+        changes: dict[str, Any] = {
             "vocab_size": self.vocabulary, "num_layers": self.layers, "hidden_size": self.hidden, "ffn_size": self.ffn,
         }  # fmt: skip
         found = OmegaConf.to_object(preset)
@@ -108,7 +109,7 @@ SIZES = {
     "bloom_1b1": Size("bloom_1b1", batch=16),
     "llama_1b": Size("llama3_8b", batch=16, layers=16, hidden=2048, ffn=8192),
 }
-SMALL = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
 """Does it run? On a CPU, with the positions, norms and MLP of the size."""
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),

@@ -90,7 +90,7 @@ def verdicts_of(case: Case, dtype_name: str, sides: dict[str, dict[str, float]],
     asked = [target for target in case.targets if dtype_name in target.dtypes and target.side in sides]
     moves = "pass over its bytes in place" if case.in_place else "copy of its bytes"
     limit_name = moves if case.moved_bytes else "GEMM of its products"
-    found = [(target, target.times) for target in asked]
+    found: list[tuple[Target, float | None]] = [(target, target.times) for target in asked]
     if not any(target.side == LIMIT for target in asked):
         found.append((Target(LIMIT, 0.0), None))
     return [

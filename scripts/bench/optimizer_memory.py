@@ -65,10 +65,10 @@ def measure(dp: int) -> dict[str, tuple[float, float, float]]:
     for name, train, module in sides:
         train(dp)  # what loads at the first use is there then
         seen: list[Collective] = []
-        engines = []
+        engines: list[Any] = []
         recorder = recorded_collectives(seen, module) if module else recorded_collectives(seen)
         with patient_collectives(), recorder:
-            ledger = allocator_ledger(lambda train=train, engines=engines: engines.append(train(dp)))
+            ledger = allocator_ledger(lambda train=train, engines=engines: engines.append(train(dp)))  # type: ignore[misc]
         reductions = [c for c in seen if c.name in ("all_reduce", "reduce_scatter_tensor") and c.numel > 1]
         sent = sum(collective.received_bytes for collective in reductions) / STEPS
         found[name] = (ledger.peak / parameters, ledger.total / parameters, sent / parameters)

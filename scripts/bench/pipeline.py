@@ -123,7 +123,7 @@ def wait_in_blocks(wait_s: float) -> None:
             return WaitForAll.apply(hidden, layer, layer.weight, wait_s)
         return WaitForInput.apply(hidden, wait_s) + WaitForWeight.apply(hidden.detach(), layer.weight, wait_s)
 
-    Block.forward = forward
+    Block.forward = forward  # type: ignore[assignment, method-assign]
 
 
 class Chunk(nn.Module):
@@ -206,6 +206,7 @@ def alone_step(model: ModelConfig, micro_batches: int) -> Step:
 
     def step() -> None:
         for batch in batches:
+            assert batch.labels_bs is not None
             cross_entropy(whole(batch.tokens_bs, batch.info), batch.labels_bs).backward()
 
     return step
@@ -243,7 +244,8 @@ def time_s(step: Step) -> tuple[float, float]:
 
 def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, int], list[Taken]]:
     """What every engine's steps took, by engine and micro-batches."""
-    ranks, engines = dist.get_world_size(), {}
+    ranks = dist.get_world_size()
+    engines: dict[str, Any] = {}
     found: dict[tuple[str, int], list[Taken]] = {}
     model = WAITING if wait_s else COMPUTING
     if wait_s:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,8 +80,8 @@ def compare_start(rounds: int, sizes: list[int], results: Path | None) -> None:
         for ranks in sizes:
             ours, imports = [], []
             for _ in range(rounds):
-                imports.append(_with_cpu(lambda ranks=ranks: seconds_of_imports(ranks)))
-                ours.append(_with_cpu(lambda ranks=ranks: seconds_to_first_step(Path(name), corpus, ranks)))
+                imports.append(_with_cpu(partial(seconds_of_imports, ranks)))
+                ours.append(_with_cpu(partial(seconds_to_first_step, Path(name), corpus, ranks)))
             start, bare = (statistics.median(seconds for seconds, _ in timed) for timed in (ours, imports))
             cpu, bare_cpu = (statistics.median(seconds for _, seconds in timed) for timed in (ours, imports))
             print(f"{ranks} ranks: first step after {start:.2f} s, bare imports {bare:.2f} s, +{start - bare:.2f} s")

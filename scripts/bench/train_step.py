@@ -37,7 +37,7 @@ OURS, OURS_TORCH = "megads, ops.impl=fused", "megads, ops.impl=torch"
 EAGER, COMPILED = "Hugging Face, eager", "Hugging Face, compiled"
 AUTOCAST = "Hugging Face, autocast"
 MACHINE = "machine"
-SMALL = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 2, "seq_len": 32}
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 2, "seq_len": 32}
 LIMITS = {"GEMM peak": "flops_per_s", "torch's GEMM peak": "torch_flops_per_s"}
 """The best product of any kernel here, and torch's: on some processors ours is faster."""
 GEMM_SHARE = 0.85

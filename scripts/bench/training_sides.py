@@ -163,7 +163,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout = ParallelConfig(recompute=Recompute(work.recompute))
-    device = torch.device(work.device, 0 if cuda else None)
+    device = torch.device("cuda", 0) if cuda else torch.device(work.device)
     if deterministic:
         make_deterministic(device)
     asked = replace(
@@ -224,7 +224,7 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
     names = [name for name, _ in model.named_parameters()]
     ours = {name: weight.detach() for name, weight in source.parameters_by_name().items()}
     model.load_state_dict(bloom_state(ours, names), strict=False)
-    return model.to(work.dtype).train()
+    return model.train().to(dtype=work.dtype)
 
 
 def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False) -> Turn:

@@ -24,11 +24,11 @@ def attention_case(sizes: Sizes, dtype: torch.dtype) -> Case:
     distances = (slopes[:, None] * torch.arange(seq_len)).repeat(batch, 1)[:, None].to(dtype)
     future = causal_bias(heads, 0, 1, seq_len, False, *place).clamp(min=torch.finfo(dtype).min).to(dtype)
 
-    def ours(*bsnd: Tensor) -> Tensor:
-        return attention(*(x.transpose(1, 2) for x in bsnd), slopes)
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), slopes)
 
-    def sdpa(*bsnd: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in bsnd), attn_mask=mask)
+    def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
 
     def hugging_face(*bsnd: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2).reshape(batch * heads, seq_len, dim) for x in bsnd)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ class Case:
     """
 
     name: str
-    sides: dict[str, Call]
+    sides: Mapping[str, Call]
     moved_bytes: float = 0.0
     in_place: bool = False
     flops: float = 0.0
