@@ -13,7 +13,15 @@ from megads.parallel.config import GRADIENT_STAGES
 if TYPE_CHECKING:
     from megads.engine.interface import EngineSpec, TrainEngine
 
-__all__ = ["autotune", "build_train_engine", "deepspeed_options", "interface", "operator_trials", "timeline"]
+__all__ = [
+    "autotune",
+    "build_train_engine",
+    "deepspeed_adapter",
+    "deepspeed_options",
+    "interface",
+    "operator_trials",
+    "timeline",
+]
 
 
 def build_train_engine(spec: EngineSpec) -> TrainEngine:
