@@ -47,11 +47,11 @@ from megads.ops.dropout import DropoutMask
 NOTHING_DROPPED = (None, 0, 0, 0)
 """In the place of a mask's arguments."""
 FLASH_INSTALLED = importlib.util.find_spec("flash_attn_2_cuda") is not None
-"""Its compiled kernels are there: other packages bring a folder flash_attn, too."""
+"""The compiled kernels of flash-attn are there: other packages bring a folder flash_attn, too."""
 FLEX_BLOCK = 128
-"""Queries and keys of a block."""
-
+"""Queries and keys of a block of FlexAttention."""
 _BASE = 256
+"""Of the two digits in which augmented attention says a place."""
 
 
 def attention(

@@ -2,8 +2,8 @@
 
 `engine/` executes the lists, `plan/` simulates them on a clock; nothing here knows torch or a process group.
 
-In a V shape each rank holds two stages, one on the way down and one on the way back up: rank r holds stages r and 2p -
-1 - r, so the last rank turns around without a message, and the first one computes the loss.
+In a V shape each rank holds two stages, one on the way down and one on the way back up. Rank r holds stages r and
+2p - 1 - r, so the last rank turns around without a message, and the first one computes the loss.
 
 Letters: p pipeline ranks, v virtual stages a rank, m micro-batches. Idle time is counted in passes of a virtual stage,
 with a forward pass and each part of a backward pass of one.
