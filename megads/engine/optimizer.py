@@ -263,7 +263,7 @@ class BucketAdamW:
             copies.setdefault(named.name, []).append(named.parameter)
         pairs = {named.name: named.pair for named in parameters if named.pair is not None}
         members = [
-            Member(name, same[0].numel(), parameter_role(name, name in pairs or len(same) > 1), is_partial(same[0]))
+            Member(name, same[0].numel(), parameter_role(name, name in pairs or len(same) > 1), _is_partial(same[0]))
             for name, same in copies.items()
         ]
         ranks = self._grid.data.size if self._sharded else 1
@@ -439,6 +439,6 @@ def gradient_of(bucket: Bucket) -> Tensor:
     return bucket.gradient
 
 
-def is_partial(parameter: Parameter) -> bool:
+def _is_partial(parameter: Parameter) -> bool:
     """Whether the gradient of a replicated parameter covers this rank's sequence shard only."""
     return bool(parameter.sequence_partial)  # type: ignore[attr-defined]

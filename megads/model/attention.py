@@ -60,7 +60,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
+def _slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
     """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
     return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
 
@@ -210,7 +210,7 @@ class AttentionCore(nn.Module):
 
     def slopes(self, device: torch.device) -> Tensor | None:
         """ALiBi slope of each of this core's heads, fp32; None: there is no bias."""
-        return slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
+        return _slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
 
     def blocks(self, info: BatchInfo, queries: int, keys: int, device: torch.device) -> BlockMask:
         """FlexAttention's mask of this micro-batch: of its documents, or of its lengths alone."""

@@ -45,7 +45,7 @@ REPORT = "registers.txt"
 """What ptxas says of every kernel, beside the kernels' objects; it is written last, when they are whole."""
 TARGETS = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
 """Machine code for A100 and H100, and PTX for what comes later."""
-NVCC_TIMEOUT_S = 1200.0
+_NVCC_TIMEOUT_S = 1200.0
 BINDING_FLAGS = ("-std=c++20", "-O3", "-fPIC")
 """Without -march=native: bindings compute nothing, and the library is shared by nodes with other processors."""
 LINK_FLAGS = ("-Wl,--no-undefined", "-Wl,--no-as-needed")
@@ -158,7 +158,7 @@ def _compile(library: Path) -> None:
     """Compiles the sources beside each other, links them, and puts the library in place when it is whole."""
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = compile_objects([compiler, *FLAGS, *includes()], _sources(".cpp"), Path(scratch))
+        objects = _compile_objects([compiler, *FLAGS, *includes()], _sources(".cpp"), Path(scratch))
         whole = Path(scratch) / LIBRARY
         run_compiler(
             [compiler, "-shared", *map(str, objects), f"-L{torch_dir() / 'lib'}", "-ltorch_cpu", "-o", str(whole)]
@@ -171,7 +171,9 @@ def includes() -> list[str]:
     return [f"-I{torch_dir() / 'include'}"]
 
 
-def compile_objects(command: list[str], sources: list[Path], scratch: Path, timeout_s: float = TIMEOUT_S) -> list[Path]:
+def _compile_objects(
+    command: list[str], sources: list[Path], scratch: Path, timeout_s: float = TIMEOUT_S
+) -> list[Path]:
     """Compiles the sources beside each other; what a compiler says is kept beside each object, as a .txt.
 
     Args:
@@ -340,7 +342,7 @@ def build_cuda(say: Callable[[str], None]) -> Path:
 
 def _compile_kernels(report: Path) -> None:
     with tempfile.TemporaryDirectory(dir=report.parent) as scratch:
-        compiled = compile_objects([find_nvcc(), *NVCC_FLAGS], _kernels("*.cu"), Path(scratch), NVCC_TIMEOUT_S)
+        compiled = _compile_objects([find_nvcc(), *NVCC_FLAGS], _kernels("*.cu"), Path(scratch), _NVCC_TIMEOUT_S)
         whole = Path(scratch) / REPORT
         whole.write_text("".join(made.with_suffix(".txt").read_text() for made in compiled))
         for made in compiled:
@@ -352,7 +354,7 @@ def _compile_bindings(library: Path) -> None:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         command = [compiler, *BINDING_FLAGS, *includes()]
-        bindings = compile_objects(command, _bindings("*.cpp"), Path(scratch) / "bindings")
+        bindings = _compile_objects(command, _bindings("*.cpp"), Path(scratch) / "bindings")
         objects = [str(made) for made in (*sorted(report_path().parent.glob("*.o")), *bindings)]
         torch_libraries = ["-ltorch_cpu", *(["-ltorch_cuda"] if torch_has_cuda() else [])]
         runtime = ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]

@@ -104,7 +104,7 @@ def _nothing(_key: str) -> None:
 def _choose(
     config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
 ) -> Kernels:
-    require_compiler(config.compile, cuda=cuda)
+    _require_compiler(config.compile, cuda=cuda)
     model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
     own = model
     if optimizer is not Implementation.auto:
@@ -132,7 +132,7 @@ def _take(
     return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""
 
 
-def require_compiler(compiled: Compile, *, cuda: bool) -> None:
+def _require_compiler(compiled: Compile, *, cuda: bool) -> None:
     """Refuses torch.compile where it cannot work.
 
     Args:

@@ -31,7 +31,7 @@ read whole cache lines."""
 
 BUCKET_ELEMENTS = 50_000_000
 """Gradients are reduced, and ZeRO-3's weights gathered ahead, by this many elements: 200 MB in fp32."""
-BUCKETS = 4
+_BUCKETS = 4
 """A small model is cut into about so many buckets, for otherwise copies of a whole one are all that ZeRO saves."""
 
 
@@ -202,4 +202,4 @@ def bucket_elements(sizes: Collection[int]) -> int:
     Args:
         sizes: elements of every parameter of a rank.
     """
-    return max(*sizes, min(BUCKET_ELEMENTS, sum(sizes) // BUCKETS))
+    return max(*sizes, min(BUCKET_ELEMENTS, sum(sizes) // _BUCKETS))

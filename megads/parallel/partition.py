@@ -73,11 +73,11 @@ def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int
     return [0, *ends[:-1], len(weights)]
 
 
-Given = tuple[int | None, int | None]
+_Given = tuple[int | None, int | None]
 """Blocks that the first and the last stage shall have; None leaves it to the weights."""
 
 
-def _check_given(given: Given, blocks: int, num_stages: int) -> None:
+def _check_given(given: _Given, blocks: int, num_stages: int) -> None:
     """Raises ConfigError where given numbers of blocks leave too few for the other stages, or too many."""
     inner = num_stages - sum(number is not None for number in given)
     left = blocks - sum(number or 0 for number in given)
@@ -89,7 +89,7 @@ def _check_given(given: Given, blocks: int, num_stages: int) -> None:
         )
 
 
-def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages: int, given: Given) -> list[int]:
+def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages: int, given: _Given) -> list[int]:
     """`partition` between a first and a last stage that may be given, for one stage a rank.
 
     Args:
@@ -107,7 +107,7 @@ def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages:
 
 
 def _counts_over_ranks(
-    costs: Sequence[float], blocks: Sequence[int], placement: StagePlacement, given: Given
+    costs: Sequence[float], blocks: Sequence[int], placement: StagePlacement, given: _Given
 ) -> list[int]:
     """Blocks of each virtual stage, so that the heaviest rank is as light as possible, then its heaviest stage.
 

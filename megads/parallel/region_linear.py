@@ -36,7 +36,7 @@ Pending = Callable[[], Tensor]
 """Waits for a collective that has been started; returns its result. To be called once."""
 
 
-def start_gather_parts(x: Tensor, axis: Axis) -> Pending:
+def _start_gather_parts(x: Tensor, axis: Axis) -> Pending:
     """Starts to collect every rank's share of a sequence; no autograd.
 
     Args:
@@ -69,11 +69,11 @@ def start_gather(x: Tensor, axis: Axis) -> Pending:
     Returns:
         What waits for the whole, [b, s, ...].
     """
-    finish = start_gather_parts(x, axis)
+    finish = _start_gather_parts(x, axis)
     return lambda: finish().transpose(0, 1).flatten(1, 2)
 
 
-def start_scatter_parts(parts: Tensor, axis: Axis) -> Pending:
+def _start_scatter_parts(parts: Tensor, axis: Axis) -> Pending:
     """Starts to sum every rank's share of a sequence over ranks, each of which gets its own; no autograd.
 
     Args:
@@ -104,7 +104,7 @@ def start_scatter(x: Tensor, axis: Axis) -> Pending:
         What waits for this rank's share of the sum, [b, s / size, ...].
     """
     assert x.shape[1] % axis.size == 0, f"{x.shape[1]} tokens cannot be cut over {axis.size} ranks"
-    return start_scatter_parts(x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis)
+    return _start_scatter_parts(x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis)
 
 
 class _ReduceFromTPRegion(torch.autograd.Function):
@@ -288,7 +288,7 @@ class _OpenShare(torch.autograd.Function):
         if len(parts) == 1:
             whole_bsi = start_gather(x_bti, region.axis)()
             return tuple(products.linear(whole_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
-        arriving = [start_gather_parts(x_bti[:, part], region.axis) for part in parts]
+        arriving = [_start_gather_parts(x_bti[:, part], region.axis) for part in parts]
         outs = [x_bti.new_empty(len(x_bti), region.axis.size, x_bti.shape[1], weight.shape[0]) for weight in weights]
         for part, finish in zip(parts, arriving, strict=True):
             x_brci = finish().transpose(0, 1)
@@ -371,7 +371,7 @@ class _CloseShare(torch.autograd.Function):
             for number, (x_brti, weight) in enumerate(zip(by_rank, weights, strict=True)):
                 for x_rti, out_rco in zip(x_brti, out_rbco.unbind(1), strict=True):
                     _product(x_rti[:, part], weight, out_rco, region.kernels, add=number > 0)
-            leaving.append(start_scatter_parts(out_rbco, axis))
+            leaving.append(_start_scatter_parts(out_rbco, axis))
         return torch.cat([finish() for finish in leaving], dim=1)
 
     @staticmethod
@@ -381,7 +381,7 @@ class _CloseShare(torch.autograd.Function):
         if len(parts) == 1:
             return None, None, *_closed_gradients(ctx, layers, start_gather(grad_bto, axis)())
         inputs, weights = layers[::2], layers[1::2]
-        arriving = [start_gather_parts(grad_bto[:, part], axis) for part in parts]
+        arriving = [_start_gather_parts(grad_bto[:, part], axis) for part in parts]
         of_inputs = [torch.empty_like(x_bsi, memory_format=torch.contiguous_format) for x_bsi in inputs]
         whole_brto = grad_bto.new_empty(grad_bto.shape[0], axis.size, *grad_bto.shape[1:])
         for part, finish in zip(parts, arriving, strict=True):

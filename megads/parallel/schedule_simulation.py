@@ -88,7 +88,7 @@ class Timeline:
         return 1 - sum(self.busy(rank) for rank in ranks) / (len(ranks) * self.step_time)
 
 
-def unit_costs(schedule: Schedule) -> ScheduleCosts:
+def _unit_costs(schedule: Schedule) -> ScheduleCosts:
     """A forward pass and each part of a backward pass take 1, messages nothing."""
     ones = [1.0] * schedule.placement.num_stages
     return ScheduleCosts(ones, ones, ones)
@@ -169,7 +169,7 @@ def schedule_faults(schedule: Schedule) -> list[str]:
     found = [*_count_faults(schedule), *_order_faults(schedule), *_local_faults(schedule), *_channel_faults(schedule)]
     if not found:
         try:
-            run_clock(schedule, unit_costs(schedule))
+            run_clock(schedule, _unit_costs(schedule))
         except StuckSchedule as error:
             found.append(str(error))
     return found
@@ -304,7 +304,7 @@ def peak_waiting(schedule: Schedule) -> list[int]:
 
 def bubble_share(schedule: Schedule) -> float:
     """Share of all ranks' time in which they wait, where a forward pass and each part of a backward pass take 1."""
-    return run_clock(schedule, unit_costs(schedule)).bubble_share
+    return run_clock(schedule, _unit_costs(schedule)).bubble_share
 
 
 def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micro_batches: int) -> float | None:

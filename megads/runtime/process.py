@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 _CORES = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")
 
-GENERATION = 1
+_GENERATION = 1
 """Older objects are those of the run itself; a scan of them takes a second and finds nothing."""
 
 
@@ -182,7 +182,7 @@ class GarbageCollectionHook:
 
     def on_step(self, info: StepInfo) -> None:
         if self._interval_steps is not None and info.step % self._interval_steps == 0:
-            gc.collect(GENERATION)
+            gc.collect(_GENERATION)
 
     def on_end(self, state: TrainState) -> None:
         if self._interval_steps is not None:
