@@ -13,7 +13,7 @@ from megads.data.runs import TrainSource
 from megads.engine.interface import TrainEngine
 from megads.frozen_config import config_digest
 from megads.ops.config import Kernels
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter
 

@@ -43,7 +43,7 @@ from megads.ops.config import Kernels
 from megads.ops.resolve import load
 from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
-from megads.plan.flops import model_flops_per_token
+from megads.plan.model_size import model_flops_per_token
 from megads.plan.peak import device_peak_tflops
 from megads.resilience.nonfinite import NonFiniteHook
 from megads.resume import resume

@@ -31,10 +31,10 @@ from megads.tools.verify.checks import (
     relative,
     without_key_bias,
 )
+from megads.tools.verify.compare import train_reference
 from megads.tools.verify.layout import build_engine, evaluate, train_rank
 from megads.tools.verify.run import RankRun, assemble, pieces
 from megads.tools.verify.scenario import MODEL, Scenario, hot_value, initial_weights, step_batches
-from megads.tools.verify.start import train_reference
 from tests.distributed import run_ranks
 
 __all__ = [

@@ -266,8 +266,6 @@ def config_fields() -> list[tuple[str, bool]]:
     """Lists the fields of every config dataclass, and whether a docstring follows each."""
     found = []
     for module in modules():
-        if not module.name.endswith("config"):
-            continue
         for node in module.tree.body:
             if not (isinstance(node, ast.ClassDef) and node.name.endswith("Config")):
                 continue

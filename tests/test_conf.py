@@ -17,7 +17,7 @@ from megads.cli.reference import summary
 from megads.cli.train import TrainCommandConfig
 from megads.config import RootConfig, check_config
 from megads.evaluate.config import GenerateConfig
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.tools.report.config import ReportConfig
 
 CONF = config_dir()

@@ -11,7 +11,7 @@ from megads import __version__
 from megads.cli.reference import config_dir
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK, UnhealthyNode
-from megads.tools.doctor.config import DoctorConfig
+from megads.tools.doctor.examine import DoctorConfig
 from megads.tools.doctor.finding import Finding, Status, ok, problem, show
 
 _JSON_FLAGS = {"--json": "json=true"}

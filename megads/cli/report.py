@@ -17,8 +17,8 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     """Writes the report and says where it is."""
     config.check()
     require_matplotlib()
-    from megads.tools.report.write import write_report
-    from megads.tools.sweep.record import SWEEP_FILE
+    from megads.tools.report.page import write_report
+    from megads.tools.sweep.results import SWEEP_FILE
 
     place = find_run(config.runs[0])
     if (place / SWEEP_FILE).is_file():
@@ -35,8 +35,7 @@ def _report_sweep(config: ReportConfig, folder: Path) -> int:
     """Draws a sweep as it stands, and writes its tables anew."""
     from megads.tools.sweep.page import write_page
     from megads.tools.sweep.points import read_points
-    from megads.tools.sweep.record import read_record
-    from megads.tools.sweep.results import summary, write_results
+    from megads.tools.sweep.results import read_record, summary, write_results
 
     if len(config.runs) > 1 or config.output is not None:
         raise ConfigError(f"run = {folder} is a sweep: give it alone and without output, as its page goes into itself")

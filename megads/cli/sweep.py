@@ -21,16 +21,11 @@ from megads.launch.preflight_memory import Machine, choose_recompute, refuse_unf
 from megads.launch.start import place
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
-from megads.tools.sweep.config import LauncherName, PrunerName, SearchName, SweepConfig
-from megads.tools.sweep.driver import Driver, PlannedPoint
-from megads.tools.sweep.launcher import Launcher
-from megads.tools.sweep.local import LocalLauncher, shares_of
+from megads.tools.sweep.config import Assignment, LauncherName, PrunerName, SearchName, SweepConfig, check_space, draw
+from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study
+from megads.tools.sweep.launchers import Launcher, LocalLauncher, SlurmLauncher, shares_of
 from megads.tools.sweep.points import PointBook, read_points
-from megads.tools.sweep.record import SweepRecord, held, make_record, write_record
-from megads.tools.sweep.results import summary, write_results
-from megads.tools.sweep.search import check_space, listed_points, make_study
-from megads.tools.sweep.slurm import SlurmLauncher
-from megads.tools.sweep.space import Assignment, draw
+from megads.tools.sweep.results import SweepRecord, held, make_record, summary, write_record, write_results
 
 _WIDTH = (150, 50)
 """Characters and lines where there is no terminal to ask."""

@@ -19,7 +19,7 @@ from megads.cli.composition_errors import explain
 from megads.cli.entry import typed
 from megads.cli.reference import config_dir
 from megads.errors import ConfigError
-from megads.tools.sweep.space import Assignment, Choice, Interval, Space
+from megads.tools.sweep.config import Assignment, Choice, Interval, Space
 
 _SETTINGS_GROUP = "hparams_search"
 _SETTINGS_SECTION = "sweep"

@@ -17,7 +17,7 @@ def run(config: VerifyLayoutConfig, invocation: Invocation) -> int:
     name = config.run.name or invocation.choices.get("experiment") or invocation.choices.get("model") or "run"
     folder = config.verify.dir or f"runs/verify/{derive_run_id(config, name.replace('/', '-'))}"
     # The tab key imports this module for its schema and must not wait for torch.
-    from megads.tools.verify.output import verify
+    from megads.tools.verify.compare import verify
 
     code, failed = verify(config, folder)
     if code == EXIT_OK and failed:

@@ -1,1 +1,3 @@
-"""Validation loss and perplexity, through TrainEngine.evaluate."""
+"""What a trained model is worth: validation loss and perplexity, and the text that it generates."""
+
+__all__ = ["config", "generation", "validation"]

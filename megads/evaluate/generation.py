@@ -1,17 +1,119 @@
-"""Tokens after tokens: the loop of generation, without text."""
+"""Text generation: the device and dtype of a trained model, the choice of the next token, completions as they come.
+
+Shape suffixes: b = batch, v = vocabulary.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
+import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import Tensor
 
-from megads.errors import ConfigError, NumericalError
-from megads.evaluate.sampling import Sampling, draws, next_tokens
+from megads.data.carried_tokenizer import FoundTokenizer
+from megads.data.tokenizer import tokenizing
+from megads.errors import ConfigError, DataError, NumericalError
+from megads.evaluate.config import WeightPrecision
 from megads.model.config import ModelConfig, Position
-from megads.model.kv_cache import CachedGPT, RecomputingGPT
+from megads.model.gpt import GPT
+from megads.model.kv_cache import CachedGPT, RecomputingGPT, with_cache
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device that a config means.
+
+    Args:
+        name: auto, cpu, cuda or cuda:<number>.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {name}: must be auto, cpu, cuda or cuda:<number>")
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError(f"device = {name}: torch sees {gpus} GPUs here; device=auto takes what there is")
+    return device
+
+
+def choose_dtype(precision: WeightPrecision, device: torch.device) -> torch.dtype:
+    """Returns the dtype that a config means: CPUs compute fp32 faster, and GPUs bf16."""
+    if precision is WeightPrecision.auto:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if precision is WeightPrecision.bf16 else torch.float32
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: draw among the fewest likeliest tokens whose probabilities sum to at least this (nucleus sampling,
+            Holtzman et al. 2020).
+        top_k: draw among this many likeliest tokens; 0 draws among all.
+        seed: of the draws.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+def draws(seed: int, sequences: Sequence[int], place: int) -> Tensor:
+    """Uniform numbers in [0, 1), fp64 [b]: a pure function of seed, sequence and place in it.
+
+    So a prompt's completion depends neither on the other prompts of its batch nor on when they end.
+
+    Args:
+        seed: the user's.
+        sequences: number of every row's sequence.
+        place: number of the token in its completion.
+    """
+    messages = [struct.pack("<qqq", seed, place, sequence) + b"generate" for sequence in sequences]
+    words = [int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") for message in messages]
+    return torch.tensor([(word >> 11) / 2.0**53 for word in words], dtype=torch.float64)
+
+
+def next_tokens(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
+    """Chooses a token for every row, int64 [b].
+
+    Tokens are ranked by probability and the draw is looked up in their cumulative sum. top_p applies to the
+    distribution after temperature and before top_k.
+
+    Args:
+        logits_bv: any floating dtype.
+        draws_b: a number in [0, 1) for every row, fp64; unused at temperature 0.
+        sampling: how.
+    """
+    if sampling.temperature == 0.0:
+        return logits_bv.argmax(dim=-1)
+    # Before the division, so that no temperature makes infinities: the largest becomes 0.
+    scores_bv = logits_bv.double()
+    scores_bv = (scores_bv - scores_bv.amax(dim=-1, keepdim=True)) / sampling.temperature
+    ranked_bv, tokens_bv = torch.softmax(scores_bv, dim=-1).sort(dim=-1, descending=True, stable=True)
+    cumulative_bv = ranked_bv.cumsum(dim=-1)
+    # A token stays while those before it do not reach top_p; the likeliest always stays.
+    kept_b = (cumulative_bv - ranked_bv < sampling.top_p).sum(dim=-1)
+    if sampling.top_k:
+        kept_b = kept_b.clamp(max=sampling.top_k)
+    total_b1 = cumulative_bv.gather(-1, kept_b[:, None] - 1)
+    place_b1 = torch.searchsorted(cumulative_bv, draws_b.to(logits_bv.device)[:, None] * total_b1, right=True)
+    return tokens_bv.gather(-1, torch.minimum(place_b1, kept_b[:, None] - 1))[:, 0]
 
 
 class Stop(StrEnum):
@@ -117,3 +219,209 @@ def generate(
         if len(going) < len(rows):
             model.keep(going)
         rows, pieces = [rows[index] for index in going], [[tokens[index]] for index in going]
+
+
+DEFAULT_END = "<|endoftext|>"
+_BROKEN = "\ufffd"
+
+
+class TextStream:
+    """Turns tokens into text as they come; a character that is split over tokens is shown once it is whole.
+
+    Args:
+        tokenizer: decodes.
+        prompt_ids: what stands before; a token's text may depend on it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_ids = list(prompt_ids)
+        self._ids: list[int] = []
+        self._shown = 0
+        self._stream = DecodeStream(ids=self._prompt_ids, skip_special_tokens=False)
+
+    def push(self, token: int) -> str:
+        """Returns the text that a token completes; often nothing."""
+        self._ids.append(token)
+        text: str = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(text)
+        return text
+
+    def end(self) -> str:
+        """Returns what was held back, without the bytes of a character that never became whole."""
+        before = self._tokenizer.decode(self._prompt_ids, skip_special_tokens=False)
+        whole: str = self._tokenizer.decode([*self._prompt_ids, *self._ids], skip_special_tokens=False)
+        return whole[len(before) + self._shown :].rstrip(_BROKEN)
+
+
+@dataclass
+class GenerationSpeed:
+    """How fast a generation was; times are counted from its construction.
+
+    Attributes:
+        prompt_tokens: tokens read.
+        new_tokens: tokens made.
+        first_token_s: time to the first of them.
+        seconds: time to the last of them.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    first_token_s: float = 0.0
+    seconds: float = 0.0
+    _start: float = field(default_factory=time.perf_counter)
+
+    def tick(self) -> None:
+        """Counts one new token."""
+        self.seconds = time.perf_counter() - self._start
+        self.new_tokens += 1
+        if self.new_tokens == 1:
+            self.first_token_s = self.seconds
+
+    def __str__(self) -> str:
+        rate = self.new_tokens / max(self.seconds, 1e-9)
+        return (
+            f"{self.new_tokens:,} tokens after {self.prompt_tokens:,} in {self.seconds:.2f} s: {rate:,.1f} tokens/s, "
+            f"first token after {self.first_token_s * 1e3:.0f} ms"
+        )
+
+
+@dataclass
+class Completion:
+    """What follows one prompt; it grows as tokens come.
+
+    Attributes:
+        prompt: the prompt.
+        text: the completion so far, without the token that ended it.
+        tokens: tokens so far, that one included.
+        stop: why it ended, None while it has not.
+    """
+
+    prompt: str
+    text: str = ""
+    tokens: int = 0
+    stop: Stop | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that fits the model.
+
+    Attributes:
+        text: as given.
+        ids: its tokens; for an empty text the end-of-document token, after which a new document begins.
+    """
+
+    text: str
+    ids: list[int]
+
+
+class TextGenerator:
+    """Continues texts.
+
+    Args:
+        model: taken over.
+        found: its tokenizer.
+        sampling: how to choose tokens.
+        max_new_tokens: longest completion in tokens.
+        end_of_document: "auto" for the dataset's token, "none", or a token of the tokenizer.
+
+    Raises:
+        ConfigError: end_of_document is no token of the tokenizer.
+        DataError: the tokenizer has more tokens than the model.
+    """
+
+    def __init__(
+        self, model: GPT, found: FoundTokenizer, sampling: Sampling, max_new_tokens: int, end_of_document: str = "auto"
+    ) -> None:
+        if found.vocab_size > model.config.vocabulary:
+            raise DataError(
+                f"{found.path} has {found.vocab_size} tokens and the model {model.config.vocabulary}: it is the "
+                "tokenizer of another model; give tokenizer=<file> with the right one"
+            )
+        self._config = model.config
+        self._model = with_cache(model)
+        self._found = found
+        self._tokenizer = found.tokenizer
+        self._sampling = sampling
+        self._end_id = _end_id(found, end_of_document)
+        ends = () if self._end_id is None else (self._end_id,)
+        self._limits = Limits(max_new_tokens, ends, found.vocab_size)
+
+    def prompt(self, text: str) -> Prompt:
+        """Encodes a prompt; text that spells a special token is treated as in training.
+
+        Raises:
+            ConfigError: it is no valid text, too long for learned positions, or empty where no token begins a document.
+            DataError: the tokenizer fails on it.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt {text!a} is not valid UTF-8 at character {error.start}") from error
+        with tokenizing(self._found.path):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            if self._end_id is None:
+                raise ConfigError(
+                    "the prompt is empty, and no end-of-document token is known to begin with: give a text"
+                )
+            ids = [self._end_id]
+        check_length(self._config, len(ids), self._limits.max_new_tokens)
+        return Prompt(text, ids)
+
+    def complete(
+        self, prompts: Sequence[Prompt], numbers: Sequence[int], speed: GenerationSpeed
+    ) -> Iterator[tuple[int, str, Completion]]:
+        """Continues a batch of prompts.
+
+        Args:
+            prompts: from `prompt`.
+            numbers: number of every prompt among all, which seeds its draws.
+            speed: counts tokens and time.
+
+        Yields:
+            Place of the prompt, new text (it may be empty) and the completion so far, whenever a token has come.
+        """
+        streams = [TextStream(self._tokenizer, prompt.ids) for prompt in prompts]
+        completions = [Completion(prompt.text) for prompt in prompts]
+        speed.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
+        ids = [prompt.ids for prompt in prompts]
+        for new in generate(self._model, ids, numbers, self._sampling, self._limits):
+            speed.tick()
+            stream, completion = streams[new.row], completions[new.row]
+            with tokenizing(self._found.path):
+                text = "" if new.stop is Stop.end_of_document else stream.push(new.token)
+                text += stream.end() if new.stop else ""
+            completion.text += text
+            completion.tokens += 1
+            completion.stop = new.stop
+            yield new.row, text, completion
+
+    def complete_all(self, prompts: Sequence[Prompt], batch_size: int, speed: GenerationSpeed) -> Iterator[Completion]:
+        """Continues any number of prompts, `batch_size` together; yields the completions in the prompts' order."""
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            finished: dict[int, Completion] = {}
+            turn = 0
+            for row, _, completion in self.complete(batch, range(first, first + len(batch)), speed):
+                if completion.stop:
+                    finished[row] = completion
+                while turn in finished:
+                    yield finished.pop(turn)
+                    turn += 1
+
+
+def _end_id(found: FoundTokenizer, wanted: str) -> int | None:
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        known = found.end_of_document_id
+        default: int | None = found.tokenizer.token_to_id(DEFAULT_END)
+        return known if known is not None or found.verified else default
+    end: int | None = found.tokenizer.token_to_id(wanted)
+    if end is None:
+        raise ConfigError(
+            f"end_of_document = {wanted}: not a token of {found.path}; give one that it has, auto or none"
+        )
+    return end

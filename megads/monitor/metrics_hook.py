@@ -18,7 +18,7 @@ class Throughput:
 
     Attributes:
         tokens_per_s: over all devices.
-        tflops_per_device: model TFLOPs (the convention of megads.plan.flops) each device did a second.
+        tflops_per_device: model TFLOPs (the convention of megads.plan.model_size) each device did a second.
         mfu: tflops_per_device over the device's peak; 0.5 is 50%.
     """
 

@@ -1,1 +1,3 @@
-"""Arithmetic about a run: parameters, FLOPs, throughput."""
+"""Arithmetic about a run before it starts: parameters, FLOPs, the memory of every rank, the time of a step."""
+
+__all__ = ["memory", "model_size", "peak", "step_time"]

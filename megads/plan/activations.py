@@ -2,24 +2,66 @@
 
 Derived from the code of `megads.model`, `megads.parallel` and of torch's kernels, not from a paper's table: `kept` is
 what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and `backward` are the temporaries that
-are alive together (tests compare the whole with the allocator's peak).
+are alive together (tests compare the whole with the allocator's peak). Our own kernels hold nothing for dropout, plain
+torch what it needs to draw and apply a mask.
 
 Letters as in `megads.plan.micro_batch`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from megads.model.config import MLPKind, Position
+from megads.model.gpt import EMBEDDING, HEAD
 from megads.ops.config import AUGMENTED_FEATURES
+from megads.ops.dropout import DRAWN_AT_ONCE
 from megads.ops.linear import multiplies
 from megads.parallel.config import Recompute
-from megads.plan.dropout import explicit_attention, hidden_dropout
+from megads.plan.memory_timeline import Op, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass
-from megads.plan.tape import Op, recomputed
+
+
+def _drawing(elements: int, width: int) -> int:
+    """Bytes beside the mask while plain torch draws it: a byte of four tensors for a bit that is drawn, and counters.
+
+    Args:
+        elements: of the mask.
+        width: of a row of it.
+    """
+    return INT64 * min(elements, max(DRAWN_AT_ONCE, width)) + 3 * INT64 * (elements // width)
+
+
+def _hidden_dropout(p: Pass) -> tuple[int, int]:
+    """(kept, forward): torch's mask, a byte an element; while it is drawn, or applied with a product on the way."""
+    if not p.model.hidden_dropout:
+        return 0, 0
+    if p.fused:
+        return 0, p.hidden
+    elements = p.tokens * p.model.hidden_size // p.shards
+    return elements, max(_drawing(elements, p.model.hidden_size), 2 * p.hidden)
+
+
+def _explicit_attention(p: Pass) -> tuple[int, int, int]:
+    """(kept, forward, backward) of scores in memory, beside queries, keys and values.
+
+    Kept are probabilities. Forward and backward are what is alive beyond that: scores and what dropout leaves; the
+    gradients of both, and what dropout leaves, made again. Plain torch computes the softmax in fp32, and holds a mask
+    meanwhile.
+    """
+    w, scores = p.weight_bytes, p.scores
+    if not p.model.attention_dropout:  # raw scores; gradients of probabilities and scores
+        return w * scores, w * scores, 2 * w * scores
+    if p.masked_by_kernel:
+        return w * scores, 2 * w * scores, 3 * w * scores
+    mask = scores + _drawing(scores, p.seq_len)
+    forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
+    wide = (3 if w < FP32 else 1) * FP32 * scores  # gradient and probabilities cast, and the gradient of the scores
+    backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
+    return w * scores, forward, backward
 
 
 def _norm_op(p: Pass, name: str, *, beside: int = 0, backward: int) -> Op:
@@ -40,7 +82,7 @@ def _norm_op(p: Pass, name: str, *, beside: int = 0, backward: int) -> Op:
 def embedding_ops(p: Pass) -> list[Op]:
     """Word embedding, learned positions, embedding norm, dropout."""
     model, hidden = p.model, p.hidden
-    mask, drawing = hidden_dropout(p)
+    mask, drawing = _hidden_dropout(p)
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
     straight = p.step_sums and not p.cuda and not positions
@@ -61,7 +103,7 @@ def embedding_ops(p: Pass) -> list[Op]:
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
-def document_mask_ops(p: Pass) -> list[Op]:
+def _document_mask_ops(p: Pass) -> list[Op]:
     """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
     if not p.document_mask or p.masked_by_kernel:
         return []
@@ -147,7 +189,7 @@ def _attention_op(p: Pass) -> Op:
     one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
     if one_group and p.cp == 1 and p.model.position is not Position.rope:
         inputs += p.attention  # the queries are copied, keys and values are views of the projection
-    kept, forward, backward = explicit_attention(p)
+    kept, forward, backward = _explicit_attention(p)
     return Op(
         "attention",
         kept=inputs + kept,
@@ -180,10 +222,10 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
 
 
-def attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
+def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)))."""
     hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
-    mask, drawing = hidden_dropout(p)
+    mask, drawing = _hidden_dropout(p)
     dropped = hidden if mask else 0
     qkv = p.matrix(p.model.qkv_width // p.tp, width)
     # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
@@ -228,11 +270,11 @@ def _inner_op(p: Pass, attended: int) -> tuple[Op, int]:
     return Op("swiglu", kept=kept, forward=attended + ffn, backward=backward), 2 * ffn
 
 
-def mlp_ops(p: Pass) -> list[Op]:
+def _mlp_ops(p: Pass) -> list[Op]:
     """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     attended = hidden
-    mask, drawing = hidden_dropout(p)
+    mask, drawing = _hidden_dropout(p)
     dropped = hidden if mask else 0
     inner, opened = _inner_op(p, attended)
     into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
@@ -260,13 +302,13 @@ def mlp_ops(p: Pass) -> list[Op]:
     ]
 
 
-def parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
+def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x)) + mlp(norm(x))): both enter and leave their region together.
 
     What the MLP's first projection made waits for attention to be done, and its gradient backward.
     """
     hidden, attention, projection, ffn, width = p.hidden, p.attention, p.projection, p.ffn, p.model.hidden_size
-    mask, drawing = hidden_dropout(p)
+    mask, drawing = _hidden_dropout(p)
     dropped = hidden if mask else 0
     copied = attention if p.explicit_attention or recompute_core else 0
     inner, opened = _inner_op(p, attended=copied)
@@ -305,7 +347,7 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
         mode: what is recomputed of it.
     """
     selective = mode is Recompute.selective
-    ops = parallel_ops(p, selective) if p.model.parallel_block else [*attention_ops(p, selective), *mlp_ops(p)]
+    ops = _parallel_ops(p, selective) if p.model.parallel_block else [*_attention_ops(p, selective), *_mlp_ops(p)]
     if mode is Recompute.full and p.norm_in_steps and p.weight_bytes < FP32:  # a copy is kept, not the input
         ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
@@ -316,7 +358,7 @@ def final_norm_ops(p: Pass) -> list[Op]:
     return [_norm_op(p, "final norm", backward=2 * p.hidden)]
 
 
-def head_ops(p: Pass) -> list[Op]:
+def _head_ops(p: Pass) -> list[Op]:
     """Output projection and vocabulary-parallel cross entropy.
 
     The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
@@ -378,11 +420,40 @@ def _chunked_head_op(p: Pass) -> Op:
     )
 
 
-def received_ops(p: Pass) -> list[Op]:
+def _received_ops(p: Pass) -> list[Op]:
     """A later stage's input, read where it arrived; backward leaves its gradient, which is sent."""
     return [Op("received", kept=p.hidden, backward=p.hidden)]
 
 
-def sent_ops(p: Pass) -> list[Op]:
+def _sent_ops(p: Pass) -> list[Op]:
     """An earlier stage's output, of which only the graph is kept for backward, and the test whether it is finite."""
     return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]
+
+
+def stage_ops(
+    one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
+) -> list[Op]:
+    """The operations of a pipeline stage, in order.
+
+    Args:
+        one_pass: the micro-batch.
+        layers: names of the model's stages it holds.
+        recompute: what each of the blocks among them recomputes.
+        first: it reads tokens instead of receiving activations.
+        last: it computes the loss instead of sending activations.
+    """
+    first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
+    ops: list[Op] = [] if first else _received_ops(one_pass)
+    for layer in layers:
+        if layer == EMBEDDING:
+            ops += embedding_ops(one_pass)
+        elif layer == HEAD:
+            ops += _head_ops(one_pass)
+        elif layer == "final_norm":
+            ops += final_norm_ops(one_pass)
+        else:
+            ops += _document_mask_ops(one_pass) if layer == first_block else []
+            ops += block_ops(one_pass, recompute[layer])
+    if not last:
+        ops += _sent_ops(one_pass)
+    return ops

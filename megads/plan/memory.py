@@ -6,12 +6,19 @@ counts over real steps. docs/memory.md has the table.
 
 Activations of a plugin's block are not modelled: they count as those of the built-in block of the same sizes.
 Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), scratch space inside
-kernels, fragmentation of the heap. What CUDA, cuBLAS and NCCL take of a GPU is apart (`megads.plan.communicators`).
+kernels, fragmentation of the heap. What CUDA, cuBLAS and NCCL take of a GPU is apart, in `beside_tensors`.
+
+NCCL makes a communicator when its ranks first use it, and allocates buffers for every channel and every neighbour: at
+the receiving end one for each of its three protocols, at the sending end a page for pointers (src/transport/p2p.cc; the
+sizes are NCCL's defaults in src/init.cc and src/include/device.h, NCCL 2.28). Every allocation takes whole pages of 2
+MiB. How many channels there are follows from the machine: the figures here are those of GPUs that a switch of NVLink
+connects, the most that a communicator takes; between nodes there are fewer. None has been measured yet:
+`scripts/bench/gpu.sh --stage memory` measures all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -23,16 +30,21 @@ from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, para
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
 from megads.parallel.partition import stage_bounds
-from megads.parallel.pipeline_actions import Schedule, StagePlacement
+from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
 from megads.parallel.recompute import block_modes
 from megads.parallel.sharding import local_shape
-from megads.plan.communicators import beside_tensors
+from megads.plan.activations import stage_ops
+from megads.plan.memory_timeline import (
+    GradientSums,
+    Moment,
+    Op,
+    ShardedWeights,
+    most_waiting,
+    pipeline_phases,
+    sharded_phases,
+)
 from megads.plan.micro_batch import FP32, INT64, Pass
-from megads.plan.parameters import parameter_count, parameter_shapes
-from megads.plan.pipeline_phases import GradientSums, most_waiting, pipeline_phases
-from megads.plan.sharded_memory import ShardedWeights, sharded_phases
-from megads.plan.stage_ops import stage_ops
-from megads.plan.tape import Moment, Op
+from megads.plan.model_size import parameter_count, parameter_shapes
 
 BIAS_PHASE = "attention bias"
 """The moment at which the additive mask is built."""
@@ -398,3 +410,81 @@ def _bias_transient(micro_batch: Pass, elements: int) -> int:
         return 0
     distances = (FP32 + 1) * micro_batch.seq_len**2 // micro_batch.cp
     return distances + (FP32 * elements if micro_batch.mask_bytes < FP32 else 0)
+
+
+_MIB = 2**20
+CONTEXT_BYTES = 640 * _MIB
+"""A CUDA context on Hopper and the modules of torch's, cuBLAS' and megads' kernels; an estimate."""
+CUBLAS_BYTES = 2 * 32 * _MIB
+"""Workspaces of cuBLAS and cuBLASLt on Hopper, 32 MiB each as torch sets them; `:4096:8` of deterministic runs is the
+same size."""
+_PAGE_BYTES = 2 * _MIB
+_CHANNELS = 24
+"""Of a collective communicator; those between two ranks that send and receive have `P2P_CTAS`."""
+_STEPS = 8
+_LL_BYTES = 8 * 512 * _STEPS * 16
+_LL128_BYTES = 120 * 640 * _STEPS * 8
+_SIMPLE_BYTES = 4 * _MIB
+_SEND_BYTES = _PAGE_BYTES
+RECEIVE_BYTES = -(-(_LL_BYTES + _LL128_BYTES + _SIMPLE_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+"""Of one channel to, and from, one neighbour: 2 and 10 MiB."""
+
+
+@dataclass(frozen=True)
+class _Communicator:
+    """One that a rank opens.
+
+    Attributes:
+        name: what it is for.
+        ranks: members.
+        pairs: one-way messages to one neighbour and from it; else collectives.
+    """
+
+    name: str
+    ranks: int
+    pairs: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of this rank's GPU: a ring, and where there are more than two ranks trees, whose neighbours are others."""
+        if self.pairs:
+            return P2P_CTAS * (_SEND_BYTES + RECEIVE_BYTES)
+        neighbours = 1 if self.ranks == 2 else 2
+        return neighbours * _CHANNELS * (_SEND_BYTES + RECEIVE_BYTES)
+
+
+def communicators(parallel: ParallelConfig, rank: int, *, tied: bool) -> list[_Communicator]:
+    """Those that a rank of the pipeline opens during training.
+
+    Args:
+        parallel: the layout.
+        rank: along the pipeline.
+        tied: embedding and head share their weight.
+    """
+    return [found for found in _all(parallel, rank, tied) if found.ranks > 1]
+
+
+def _all(parallel: ParallelConfig, rank: int, tied: bool) -> Iterator[_Communicator]:
+    yield _Communicator("all ranks", parallel.world_size)
+    yield _Communicator("tensor parallel", parallel.tp)
+    yield _Communicator("context parallel", parallel.cp)
+    yield _Communicator("gradients", parallel.data_size)
+    if parallel.zero_stage in GRADIENT_STAGES and parallel.shard_size < parallel.data_size:
+        yield _Communicator("shards", parallel.shard_size)
+        yield _Communicator("replicas of a shard", parallel.data_size // parallel.shard_size)
+    yield _Communicator("pipeline", parallel.pp)
+    placement = parallel.placement
+    pairs = {frozenset(pair) for pair in pairwise(placement.ranks)}
+    # Messages up and messages down the pipeline have a communicator each, so a pair opens two, each for one way.
+    for neighbour in sorted({other for pair in pairs if rank in pair for other in pair} - {rank}):
+        yield _Communicator(f"messages with stage {neighbour}", 2, pairs=True)
+    if tied and rank in placement.ends and len(set(placement.ends)) == 2:
+        yield _Communicator("tied embedding", 2)
+
+
+def beside_tensors(parallel: ParallelConfig, rank: int, *, tied: bool) -> dict[str, int]:
+    """Bytes of a rank's GPU beside its tensors, by what takes them; arguments as of `communicators`."""
+    found = communicators(parallel, rank, tied=tied)
+    return {"CUDA context and kernels": CONTEXT_BYTES, "cuBLAS workspaces": CUBLAS_BYTES} | {
+        f"NCCL, {communicator.name}": communicator.bytes for communicator in found
+    }

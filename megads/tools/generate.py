@@ -19,10 +19,16 @@ import yaml
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.data.carried_tokenizer import find_tokenizer
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from megads.evaluate.completion import Completion, GenerationSpeed, Prompt, TextGenerator
 from megads.evaluate.config import GenerateConfig
-from megads.evaluate.placement import choose_device, choose_dtype
-from megads.evaluate.sampling import Sampling
+from megads.evaluate.generation import (
+    Completion,
+    GenerationSpeed,
+    Prompt,
+    Sampling,
+    TextGenerator,
+    choose_device,
+    choose_dtype,
+)
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
 

@@ -19,10 +19,8 @@ from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
 from megads.data.recorded import read_record
 from megads.data.runs import TrainSource, ValidationSource
 from megads.errors import CheckpointError, ConfigError
-from megads.evaluate.completion import GenerationSpeed, TextGenerator
 from megads.evaluate.config import WeightPrecision
-from megads.evaluate.placement import choose_device, choose_dtype
-from megads.evaluate.sampling import Sampling
+from megads.evaluate.generation import GenerationSpeed, Sampling, TextGenerator, choose_device, choose_dtype
 from megads.frozen_config import config_of_start, load_frozen
 from megads.model.gpt import GPT
 from megads.runtime.metrics import read_json_lines

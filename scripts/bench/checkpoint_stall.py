@@ -37,7 +37,7 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.runtime.environment import exported
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
@@ -94,9 +94,9 @@ def megads_side(engine: TrainEngine, folder: Path) -> Side:
         engine, folder, CheckpointConfig(every_steps=1, keep=1), "digest", {}, {}, state, EventWriter(folder)
     )
 
-    def save(number: int) -> None:
-        state.step = number
-        hook.on_step(StepInfo(number, 0, 0, 0.0, 0.0, 0.0, 2, 16, 0.0, 0.0, skipped=False, culprit="", batch_hash=""))
+    def save(_: int) -> None:
+        state.step = step = engine.optimizer_steps
+        hook.on_step(StepInfo(step, 0, 0, 0.0, 0.0, 0.0, 2, 16, 0.0, 0.0, skipped=False, culprit="", batch_hash=""))
 
     return Side(save, lambda: hook.on_end(state))
 

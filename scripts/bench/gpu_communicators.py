@@ -4,7 +4,7 @@
     python -m scripts.bench.gpu_communicators [--device cuda] [--append bench.jsonl]
 
 One rank a GPU. Each kind is opened as a run opens it and used once, as NCCL allocates at the first use; what the device
-has less of then is its own. megads.plan.communicators plans these figures. On a CPU, with gloo, the resident memory of
+has less of then is its own. megads.plan.memory plans these figures. On a CPU, with gloo, the resident memory of
 two ranks stands for it: does it run?
 """
 

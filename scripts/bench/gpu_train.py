@@ -16,7 +16,7 @@ else does; the peers' follows from a rough count of what they keep. Where memory
 tried.
 
 A step is timed by the device's events, waiting for the device before and after; median. MFU is model FLOPs
-(megads.plan.flops: 6 a matrix weight and token, 12 L h S for attention, nothing for recomputation) over the data
+(megads.plan.model_size: 6 a matrix weight and token, 12 L h S for attention, nothing for recomputation) over the data
 sheet's dense bf16 peak (megads.plan.peak).
 """
 
@@ -40,7 +40,7 @@ from megads.monitor.metrics_hook import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.runtime.environment import available_cores, exported
 from scripts.bench.device_clock import step_seconds

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from scripts.bench.results import Verdict, add_results_option, record
 from tests.distributed import run_ranks
 from tests.parity import Collective, Scenario, build_engine, recorded_collectives, step_batches

@@ -22,7 +22,7 @@ from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generat
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.plan.flops import model_flops_per_token
+from megads.plan.model_size import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state
 from scripts.bench.processes import Turn, UnavailableError
 
@@ -96,7 +96,7 @@ class TrainingWork:
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step, as megads.plan.flops counts them."""
+        """Model FLOPs of a step, as megads.plan.model_size counts them."""
         return self.tokens * model_flops_per_token(self.model, self.seq_len)
 
     @property

@@ -10,8 +10,7 @@ from hydra.core.config_store import ConfigStore
 from megads.cli.sweep_space import Composer, composing, overrides_of
 from megads.cli.train import TrainCommandConfig
 from megads.errors import ConfigError
-from megads.tools.sweep.config import SearchName, SweepConfig
-from megads.tools.sweep.space import Choice, Interval, grid
+from megads.tools.sweep.config import Choice, Interval, SearchName, SweepConfig, grid
 
 
 @pytest.fixture

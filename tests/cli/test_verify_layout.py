@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megads.cli.main import run
-from megads.tools.verify import output
+from megads.tools.verify import compare
 from tests.command import StartCommand
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,8 +32,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes every rank call a function of tests.test_mutants before it does anything else."""
 
     def planted(name: str) -> None:
-        verify = functools.partial(output.verify, defect=f"tests.test_mutants:{name}")
-        monkeypatch.setattr(output, "verify", verify)
+        verify = functools.partial(compare.verify, defect=f"tests.test_mutants:{name}")
+        monkeypatch.setattr(compare, "verify", verify)
 
     return planted
 

@@ -21,7 +21,7 @@ from megads.model.gpt import GPT, token_losses
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import TokenMeanLoss
-from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.model_size import parameter_count, parameter_shapes
 from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches

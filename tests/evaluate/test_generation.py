@@ -1,18 +1,137 @@
-"""The loop of generation against the full forward pass."""
+"""Text generation: device and dtype, the choice of tokens, the loop, text that comes token by token."""
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from megads.batch import BatchInfo
-from megads.errors import ConfigError, NumericalError
-from megads.evaluate.generation import Limits, Stop, check_length, generate
-from megads.evaluate.sampling import Sampling
+from megads.data.carried_tokenizer import FoundTokenizer, find_tokenizer
+from megads.errors import ConfigError, DataError, NumericalError
+from megads.evaluate.config import WeightPrecision
+from megads.evaluate.generation import (
+    Completion,
+    GenerationSpeed,
+    Limits,
+    Sampling,
+    Stop,
+    TextGenerator,
+    TextStream,
+    check_length,
+    choose_device,
+    choose_dtype,
+    draws,
+    generate,
+    next_tokens,
+)
 from megads.model.config import ModelConfig, Position
 from megads.model.gpt import GPT
 from megads.model.kv_cache import CachedGPT
 from tests.model.test_gpt import hot_value
+from tests.small_run import hot_model, model_config, write_dataset
+
+
+def test_device() -> None:
+    """Catches torch's own error for a device that does not exist."""
+    assert choose_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert choose_device("cpu") == torch.device("cpu")
+    for name, message in (("gpu", "must be auto, cpu"), ("meta", "must be auto, cpu"), ("cuda:99", "torch sees")):
+        with pytest.raises(ConfigError, match=f"device = {name}: {message}"):
+            choose_device(name)
+
+
+def test_dtype() -> None:
+    """Catches bf16 on a CPU, where it is slow, by default."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert (choose_dtype(WeightPrecision.auto, cpu), choose_dtype(WeightPrecision.auto, gpu)) == (
+        torch.float32,
+        torch.bfloat16,
+    )
+    assert choose_dtype(WeightPrecision.bf16, cpu) is torch.bfloat16
+    assert choose_dtype(WeightPrecision.fp32, gpu) is torch.float32
+
+
+PROBABILITIES = torch.tensor([0.02, 0.4, 0.08, 0.3, 0.2], dtype=torch.float64)
+DRAWS = 20_000
+
+
+def frequencies(sampling: Sampling) -> torch.Tensor:
+    """How often each token comes, over as many rows as there are draws."""
+    logits = PROBABILITIES.log().expand(DRAWS, -1)
+    tokens = next_tokens(logits, draws(3, range(DRAWS), 0), sampling)
+    return torch.bincount(tokens, minlength=len(PROBABILITIES)).double() / DRAWS
+
+
+def chi_square(found: torch.Tensor, expected: torch.Tensor) -> float:
+    possible = expected > 0
+    assert bool((found[~possible] == 0).all()), "a token was drawn that cannot be"
+    return float(DRAWS * ((found - expected)[possible] ** 2 / expected[possible]).sum())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(), [0, 1, 2, 3, 4]),
+        (Sampling(temperature=0.5), [0, 1, 2, 3, 4]),
+        (Sampling(temperature=3.0), [0, 1, 2, 3, 4]),
+        (Sampling(top_k=2), [1, 3]),
+        (Sampling(top_k=50), [0, 1, 2, 3, 4]),
+        (Sampling(top_p=0.65), [1, 3]),
+        (Sampling(top_p=0.75), [1, 3, 4]),
+        (Sampling(top_p=0.01), [1]),
+        (Sampling(top_p=0.95, top_k=3, temperature=1.5), [1, 3, 4]),
+    ],
+)
+def test_distribution(sampling: Sampling, kept: list[int]) -> None:
+    """Catches a temperature that multiplies, a nucleus that leaves out the token that reaches top_p, probabilities
+    that are not renormalised. The bound is the 0.999 quantile of chi-square with 4 degrees of freedom."""
+    expected = torch.zeros_like(PROBABILITIES)
+    expected[kept] = PROBABILITIES[kept] ** (1.0 / sampling.temperature)
+    assert chi_square(frequencies(sampling), expected / expected.sum()) < 18.5
+
+
+def test_the_test_of_the_distribution_can_fail() -> None:
+    """Catches a statistic that accepts anything: one percent moved from a token to another is seen."""
+    moved = PROBABILITIES + torch.tensor([0.01, -0.01, 0.0, 0.0, 0.0])
+    assert chi_square(frequencies(Sampling()), moved) > 18.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_likeliest(dtype: torch.dtype) -> None:
+    """Catches a division by temperature 0, and a draw where none is wanted."""
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(next_tokens(logits, torch.rand(6).double(), Sampling(temperature=0.0)), logits.argmax(-1))
+
+
+def test_extreme_temperatures() -> None:
+    """Catches NaN from infinities: almost 0 is greedy, and masked tokens never come at any temperature."""
+    logits = torch.tensor([[30.0, 29.0, -torch.inf, 31.0]]).repeat(500, 1)
+    uniform = draws(0, range(500), 0)
+    assert set(next_tokens(logits, uniform, Sampling(temperature=1e-300)).tolist()) == {3}
+    assert set(next_tokens(logits, uniform, Sampling(temperature=1e6)).tolist()) == {0, 1, 3}
+
+
+def test_the_last_token_of_the_nucleus_is_the_last() -> None:
+    """Catches a rounding of the cumulative sum that draws the first token beyond it."""
+    logits = PROBABILITIES.log()[None]
+    almost_one = torch.tensor([1.0 - 2.0**-53], dtype=torch.float64)
+    assert next_tokens(logits, almost_one, Sampling()).item() == 0
+    assert next_tokens(logits, almost_one, Sampling(top_p=0.65)).item() == 3
+
+
+def test_draws_are_a_function_of_seed_sequence_and_place() -> None:
+    """Catches streams that repeat in other rows, places or seeds, and rows that depend on their neighbours."""
+    assert torch.equal(draws(1, [4, 9], 2)[1:], draws(1, [9], 2))
+    others = [draws(s, [q], p).item() for s in range(3) for q in range(3) for p in range(3)]
+    assert len(set(others)) == 27
+    many = torch.cat([draws(0, range(1000), place) for place in range(10)])
+    assert many.min() >= 0.0 and many.max() < 1.0
+    assert abs(many.mean() - 0.5) < 0.01 and abs(many.var() - 1 / 12) < 0.003
+
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8]]
@@ -107,3 +226,120 @@ def test_learned_positions_end() -> None:
     with pytest.raises(ConfigError, match="give a shorter prompt"):
         check_length(learned, 20, 1)
     check_length(config(), 1000, 1000)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> FoundTokenizer:
+    return find_tokenizer([write_dataset(tmp_path_factory.mktemp("data"))], None)
+
+
+def generator(
+    found: FoundTokenizer, sampling: Sampling = GREEDY, max_new_tokens: int = 20, end: str = "auto"
+) -> TextGenerator:
+    return TextGenerator(hot_model(model_config()), found, sampling, max_new_tokens, end)
+
+
+def all_of(made: TextGenerator, prompts: list[str], batch_size: int = 8) -> list[Completion]:
+    return list(made.complete_all([made.prompt(prompt) for prompt in prompts], batch_size, GenerationSpeed()))
+
+
+def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of single bytes, as an untrained vocabulary would have them."""
+    return [tokenizer.token_to_id(_byte_symbol(byte)) for byte in text.encode()]
+
+
+def _byte_symbol(byte: int) -> str:
+    # GPT-2's table: printable bytes are themselves, the others follow from 256 on in order.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in printable]
+    return chr(byte) if byte in printable else chr(256 + others.index(byte))
+
+
+@pytest.mark.parametrize("text", ["é", "漢", "🚀", "a🚀b漢"])
+def test_a_character_is_shown_once_it_is_whole(text: str, found: FoundTokenizer) -> None:
+    """Catches broken UTF-8 on the screen, and characters that are lost when their last byte comes."""
+    ids = byte_ids(found.tokenizer, text)
+    assert len(ids) == len(text.encode())
+    stream = TextStream(found.tokenizer, found.tokenizer.encode("x = ").ids)
+    pieces = [stream.push(token) for token in ids]
+    assert [piece for piece in pieces if piece] == list(text)
+    assert pieces[-1] == text[-1] and stream.end() == ""
+
+
+def test_a_character_that_never_becomes_whole_is_left_out(found: FoundTokenizer) -> None:
+    """Catches the replacement character at the end of a text that was cut by its length."""
+    stream = TextStream(found.tokenizer, [])
+    shown = "".join(stream.push(token) for token in byte_ids(found.tokenizer, "ok 🚀")[:-1])
+    assert shown + stream.end() == "ok "
+
+
+def test_any_tokens_give_the_text_of_the_whole(found: FoundTokenizer) -> None:
+    """Catches text that is lost, doubled or reordered where a model writes bytes that are no characters."""
+    draw = random.Random(0)
+    for _ in range(300):
+        prompt = found.tokenizer.encode("".join(draw.choices("aé漢🚀 \n", k=draw.randrange(8)))).ids
+        ids = [draw.randrange(found.vocab_size) for _ in range(draw.randrange(1, 30))]
+        stream = TextStream(found.tokenizer, prompt)
+        shown = "".join(stream.push(token) for token in ids) + stream.end()
+        whole = found.tokenizer.decode([*prompt, *ids], skip_special_tokens=False)
+        before = found.tokenizer.decode(prompt, skip_special_tokens=False)
+        assert (before + shown).rstrip("\ufffd") == whole.rstrip("\ufffd")
+
+
+def test_completions_come_in_order_whatever_the_batch(found: FoundTokenizer) -> None:
+    """Catches completions in the order in which they end, and a batch size that changes them."""
+    prompts = ["def", "", "return softmax(query", "x", "🚀"]
+    sampling = Sampling(temperature=1.0, seed=3)
+    together = all_of(generator(found, sampling, 40), prompts)
+    assert [done.prompt for done in together] == prompts
+    for batch_size in (1, 2):
+        assert all_of(generator(found, sampling, 40), prompts, batch_size) == together
+
+
+def test_streamed_text_is_the_completion(found: FoundTokenizer) -> None:
+    """Catches pieces that differ from what a batch writes, and speed that counts something else."""
+    made, speed = generator(found), GenerationSpeed()
+    steps = list(made.complete([made.prompt("def attention")], [0], speed))
+    done = steps[-1][2]
+    assert "".join(text for _, text, _ in steps) == done.text
+    assert [done] == all_of(generator(found), ["def attention"])
+    assert speed.new_tokens == done.tokens == len(steps) and 0 < speed.first_token_s <= speed.seconds
+    assert f"{done.tokens} tokens after" in str(speed)
+
+
+def test_the_end_of_document_is_not_text(found: FoundTokenizer) -> None:
+    """Catches the end token in the text, one that is not the dataset's, and `none` that still stops."""
+    free = all_of(generator(found, end="none"), ["def"])[0]
+    assert free.stop is Stop.length and free.tokens == 20
+    ids = found.tokenizer.encode(free.text, add_special_tokens=False).ids
+    end = next(token for token in map(found.tokenizer.id_to_token, ids) if len(token) == 1)
+    ended = all_of(generator(found, end=end), ["def"])[0]
+    assert ended.stop is Stop.end_of_document
+    assert free.text.startswith(ended.text) and not ended.text.endswith(end)
+    with pytest.raises(ConfigError, match="end_of_document = </s>: not a token of"):
+        generator(found, end="</s>")
+
+
+def test_empty_prompt_begins_a_document(found: FoundTokenizer) -> None:
+    """Catches a crash on no tokens: a document begins after the end of another."""
+    made = generator(found)
+    assert made.prompt("").ids == [0]
+    assert all_of(made, [""])[0].tokens > 0
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        generator(found, end="none").prompt("")
+
+
+def test_prompts_that_cannot_be_read(found: FoundTokenizer) -> None:
+    """Catches tracebacks for bytes that are no text and for prompts beyond learned positions."""
+    with pytest.raises(ConfigError, match="is not valid UTF-8 at character 1"):
+        generator(found).prompt("a\udcff")
+    learned = TextGenerator(hot_model(model_config(Position.learned)), found, GREEDY, 20)
+    with pytest.raises(ConfigError, match="has learned 32"):
+        learned.prompt("漢" * 32)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(found: FoundTokenizer, tmp_path: Path) -> None:
+    """Catches an index error on the first rare token."""
+    larger = find_tokenizer([write_dataset(tmp_path, vocab_size=305)], None)
+    with pytest.raises(DataError, match="has 305 tokens and the model 302"):
+        generator(larger)

@@ -15,7 +15,7 @@ from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.dropout import Dropout
 from megads.model.gpt import GPT, TIED_COPY, Embedding, initial_value, parameter_generator, stage_specs, token_losses
-from megads.plan.parameters import parameter_count, parameter_shapes
+from megads.plan.model_size import parameter_count, parameter_shapes
 from tests.model import naive
 from tests.test_conf import MODELS, compose_train
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from megads.model.config import ModelConfig, Position
 from megads.optim.groups import ALIGNMENT, Member, Role, bucket_layouts, parameter_groups, parameter_role
-from megads.plan.parameters import parameter_shapes
+from megads.plan.model_size import parameter_shapes
 
 SHAPES = parameter_shapes(ModelConfig(position=Position.learned, tie_embeddings=False))
 FORWARD = [

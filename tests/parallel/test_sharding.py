@@ -35,7 +35,7 @@ from megads.parallel.sharding import (
     shard_stage,
 )
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
-from megads.plan.parameters import parameter_shapes
+from megads.plan.model_size import parameter_shapes
 from tests.distributed import run_ranks
 from tests.parallel.main_grads import FlatMainGrads
 from tests.parallel.test_region_linear import tensor_axis

@@ -20,8 +20,8 @@ from megads.parallel.recompute import recompute_module
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
+from megads.plan.memory_timeline import Op, kept_bytes, moments, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass
-from megads.plan.tape import Op, kept_bytes, moments, recomputed
 from tests.distributed import run_ranks
 from tests.parallel.test_region_linear import tensor_axis
 

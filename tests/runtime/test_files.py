@@ -18,8 +18,8 @@ from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.stop import read_stop
 from megads.tools.generate import dataset_prefixes
-from megads.tools.report.step_timeline import read_steps
-from megads.tools.sweep.record import read_record as read_sweep
+from megads.tools.report.timeline import read_steps
+from megads.tools.sweep.results import read_record as read_sweep
 
 
 def test_a_failure_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:

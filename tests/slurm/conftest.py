@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.tools.rehearse.private_slurm import PrivateSlurm, unavailable_reason
-from megads.tools.rehearse.slurm_conf import ClusterSize
+from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm, unavailable_reason
 from tests.slurm.jobs import Jobs
 
 _HERE = Path(__file__).parent

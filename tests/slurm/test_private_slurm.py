@@ -78,7 +78,7 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
 _OWNER = """
 import time
 from megads.tools.rehearse.private_slurm import PrivateSlurm
-from megads.tools.rehearse.slurm_conf import ClusterSize
+from megads.tools.rehearse.private_slurm import ClusterSize
 cluster = PrivateSlurm(ClusterSize(num_nodes=1))
 cluster.start()
 cluster.command("sbatch", "--output=/dev/null", "--wrap=sleep 318")

@@ -16,7 +16,7 @@ import pytest
 from megads.errors import ConfigError
 from megads.launch.launcher import EXIT_KILLED
 from megads.tools.rehearse.private_slurm import PrivateSlurm
-from megads.tools.rehearse.sbatch_options import read_words
+from megads.tools.rehearse.request import read_words
 from tests.command import REPOSITORY, Ended, StartCommand
 
 GOOD = """#!/bin/bash

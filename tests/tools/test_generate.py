@@ -23,9 +23,8 @@ from megads.config import RootConfig
 from megads.data.blend_config import DatasetConfig
 from megads.data.tokenizer import load_tokenizer
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
-from megads.evaluate.completion import Completion
 from megads.evaluate.config import GenerateConfig
-from megads.evaluate.generation import Stop
+from megads.evaluate.generation import Completion, Stop
 from megads.frozen_config import freeze
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT

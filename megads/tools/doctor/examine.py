@@ -1,17 +1,36 @@
-"""Runs every check; one that fails itself is a finding too."""
+"""Runs every check of `megads doctor`; one that fails itself is a finding too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from megads.errors import ConfigError
+from megads.runtime.config import LONGEST_WAIT_S
 from megads.runtime.environment import user_cache_dir
-from megads.tools.doctor import machine, surroundings
-from megads.tools.doctor.config import DoctorConfig
-from megads.tools.doctor.disk import check_disk
+from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.software import judge_probe
-from megads.tools.doctor.trial import Trial
+from megads.tools.doctor.probe_process import ProbeProcess, judge_probe
+
+
+@dataclass
+class DoctorConfig:
+    """`megads doctor`: checks this machine and its software."""
+
+    json: bool = False
+    """Print one JSON object instead of a table; --json is short for it."""
+    runs_dir: str = "runs"
+    """Folder that runs write to: its disk is checked."""
+    cache_dir: str | None = None
+    """Folder of cached index maps and measurements; null is the user's cache."""
+    timeout_s: float = 6.0
+    """Longest wait for what is tried in a process of its own: importing torch and DeepSpeed, a collective, the GPUs."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a wait that is none."""
+        if not 0 < self.timeout_s <= LONGEST_WAIT_S:
+            raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive, and at most {LONGEST_WAIT_S:.0f}")
 
 
 def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
@@ -23,7 +42,7 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
     """
     runs = Path(config.runs_dir)
     caches = Path(config.cache_dir) if config.cache_dir else user_cache_dir()
-    with Trial(config.timeout_s) as trial:
+    with ProbeProcess(config.timeout_s) as probe:
         return run_checks(
             {
                 "packages": _check_packages,
@@ -36,13 +55,13 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
                 "huge pages": machine.check_huge_pages,
                 "open files": machine.check_open_files,
                 "clock": machine.check_clock,
-                "disk of runs": lambda: check_disk("disk of runs", runs, needed=True),
-                "disk of caches": lambda: check_disk("disk of caches", caches, needed=False),
-                "compilers": surroundings.check_compilers,
-                "slurm": surroundings.check_slurm,
-                "wandb": surroundings.check_wandb,
+                "disk of runs": lambda: machine.check_disk("disk of runs", runs, needed=True),
+                "disk of caches": lambda: machine.check_disk("disk of caches", caches, needed=False),
+                "compilers": software.check_compilers,
+                "slurm": software.check_slurm,
+                "wandb": software.check_wandb,
                 # Last: it waits for what the probe does in the meantime.
-                "torch and deepspeed": lambda: judge_probe(trial.outcome()),
+                "torch and deepspeed": lambda: judge_probe(probe.outcome()),
             }
         )
 
@@ -66,10 +85,7 @@ def worst(findings: list[Finding]) -> Status:
 
 
 def _check_packages() -> list[Finding]:
-    # Imported here, because it needs a package itself.
-    from megads.tools.doctor import packages
-
-    return [*packages.check_python(), *packages.check_packages(), *packages.check_copies(), *packages.check_apex()]
+    return [*software.check_python(), *software.check_packages(), *software.check_copies(), *software.check_apex()]
 
 
 def _check_configs(conf: Path) -> list[Finding]:

@@ -1,16 +1,197 @@
-"""What the probe found, in words: torch, DeepSpeed, collectives and GPUs."""
+"""Installed software, read from its metadata: Python and its packages, compilers, SLURM, wandb."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import platform
+import re
 import shutil
 import subprocess
-from typing import Any
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
-from megads.ops.config import Implementation
-from megads.tools.doctor.finding import Finding, note, ok, problem, size
-from megads.tools.doctor.trial import TrialResult
+import megads
+from megads.ops.apex import ApexState, find_apex
+from megads.runtime.environment import slurm_job, wandb_login
+from megads.tools.doctor.finding import Finding, Status, note, ok, problem
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+Installed = Mapping[str, Sequence[str]]
+"""Versions of each installed package by its normalised name; several where several copies are on sys.path."""
+
+
+@dataclass(frozen=True)
+class KnownBad:
+    """Releases of a package that do harm.
+
+    Attributes:
+        package: its name.
+        releases: which of them.
+        cost: what they do.
+        remedy: what to install instead.
+        status: problem when training is prevented or wrong.
+        python: Python versions on which they do it.
+    """
+
+    package: str
+    releases: str
+    cost: str
+    remedy: str
+    status: Status = Status.problem
+    python: str = ""
+
+
+KNOWN_BAD = (
+    KnownBad(
+        "deepspeed",
+        "<0.18.9",
+        "pipeline gradients are summed over micro-batches: clipping and the grad norm are wrong",
+        "pip install 'deepspeed>=0.19.3'",
+    ),
+    KnownBad(
+        "deepspeed",
+        ">=0.18.9,<0.19.3",
+        "pipeline gradients are divided by the number of micro-batches at every stage (DeepSpeed #8152)",
+        "pip install 'deepspeed>=0.19.3'",
+    ),
+    KnownBad(
+        "hydra-ax-sweeper",
+        "==1.2.0",
+        "breaks every Hydra application of this environment when plugins are discovered",
+        "pip uninstall hydra-ax-sweeper",
+        python=">=3.11",
+    ),
+    KnownBad("omegaconf", ">=2.4.0.dev0", "hydra-core 1.3 does not work with it", "pip install 'omegaconf<2.4'"),
+)
+
+
+def _installed_packages() -> dict[str, list[str]]:
+    """Returns what is installed, the copy that Python imports first."""
+    found: dict[str, dict[str, str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"] if distribution.metadata else None
+        if name:
+            folder = str(Path(str(distribution.locate_file(""))).resolve())
+            found.setdefault(_normalised(name), {}).setdefault(folder, distribution.version or "0")
+    return {name: list(copies.values()) for name, copies in found.items()}
+
+
+def _normalised(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def stated_requirements() -> tuple[str, list[Requirement]]:
+    """Returns the Python versions and the packages that megads asks for, from this checkout or what is installed."""
+    # Here and below: where packaging is missing, the other checks still run.
+    from packaging.requirements import Requirement
+
+    pyproject = Path(megads.__file__).resolve().parents[1] / "pyproject.toml"
+    if pyproject.is_file():
+        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+        python, lines = str(project["requires-python"]), list(project["dependencies"])
+    else:
+        distribution = importlib.metadata.distribution("megads")
+        python, lines = distribution.metadata["Requires-Python"], list(distribution.requires or [])
+    requirements = [Requirement(line) for line in lines]
+    # What belongs to an extra is marked with it.
+    return python, [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+
+
+def check_python() -> list[Finding]:
+    """Checks the interpreter's version."""
+    wanted, _ = stated_requirements()
+    found = platform.python_version()
+    if _contains(wanted, found):
+        return [ok("python", f"{found}, {sys.prefix}")]
+    return [problem("python", found, f"megads needs Python {wanted}", "make a new environment with a Python that fits")]
+
+
+def check_packages() -> list[Finding]:
+    """Checks every required package, and the releases that are known to do harm."""
+    _, requirements = stated_requirements()
+    return judge_packages(requirements, _installed_packages(), platform.python_version())
+
+
+def judge_packages(requirements: Sequence[Requirement], installed: Installed, python: str) -> list[Finding]:
+    """Compares what is wanted with what is there.
+
+    Args:
+        requirements: what megads asks for.
+        installed: what there is.
+        python: the interpreter's version.
+    """
+    good, findings = [], []
+    for requirement in requirements:
+        name = _normalised(requirement.name)
+        version = installed.get(name, [""])[0]
+        if version and requirement.specifier.contains(version, prereleases=True):
+            good.append(f"{name} {version}")
+            continue
+        remedy = f"pip install '{requirement}'"
+        findings.append(problem(name, version or "not installed", f"megads needs {requirement}", remedy))
+    for bad in KNOWN_BAD:
+        version = installed.get(bad.package, [""])[0]
+        if version and _contains(bad.releases, version) and _contains(bad.python, python):
+            findings.append(Finding(bad.package, bad.status, version, bad.cost, bad.remedy))
+    return [ok("packages", ", ".join(good)), *findings]
+
+
+def _contains(releases: str, version: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(releases).contains(version, prereleases=True)
+
+
+def check_apex() -> list[Finding]:
+    """Says what is installed under the name apex: NVIDIA's, whole or not, or the other project."""
+    found = find_apex()
+    if found.state is ApexState.absent:
+        return [ok("apex", "not installed: wanted for ops.impl=apex and optim.impl=apex only")]
+    if found.state is ApexState.present:
+        return [ok("apex", f"{found.text}: ops.impl=apex and optim.impl=apex take it on GPUs")]
+    return [
+        note("apex", found.text, "ops.impl=apex and optim.impl=apex are refused; nothing else wants it", found.remedy)
+    ]
+
+
+def check_copies() -> list[Finding]:
+    """Checks that there is one torch and one generation of CUDA libraries."""
+    return judge_copies(_installed_packages())
+
+
+def judge_copies(installed: Installed) -> list[Finding]:
+    """Finds several installations of torch, and CUDA libraries of several major versions."""
+    findings = [
+        note(
+            f"copies of {name}",
+            f"{', '.join(installed[name])} are all on sys.path; the first is imported",
+            "a subprocess with another path would import another one",
+            f"pip uninstall {name} until none is left, then install one",
+        )
+        for name in ("torch", "deepspeed")
+        if len(installed.get(name, [])) > 1
+    ]
+    generations = sorted({name.rpartition("-cu")[2] for name in installed if _is_cuda_library(name)})
+    if len(generations) > 1:
+        findings.append(
+            note(
+                "CUDA libraries",
+                f"packages of CUDA {' and '.join(generations)} are installed side by side",
+                "torch may load a library of the wrong one",
+                "install torch anew in a fresh environment",
+            )
+        )
+    return findings
+
+
+def _is_cuda_library(name: str) -> bool:
+    return name.startswith("nvidia-") and name.rpartition("-cu")[2].isdigit()
 
 
 def ask(*command: str, timeout_s: float = 2.0) -> str | None:
@@ -34,170 +215,57 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-_USUAL_HEAD_DIM = 64
+_SLURM_COMMANDS = ("srun", "sbatch", "scontrol", "sinfo")
 
 
-def describe_attention(cuda: bool) -> Finding:
-    """Says what model.attention may be here for ALiBi in bf16, and why not the others.
-
-    Whether the kernels are compiled is another finding; whether one suits a model, its run says.
-
-    Args:
-        cuda: there is a GPU to train on.
-    """
-    work = AttentionWork(
-        head_dim=_USUAL_HEAD_DIM, heads=1, kv_heads=1, alibi=True, bf16=True, cuda=cuda, impl=Implementation.fused
-    )
-    reasons = {kind: why_not(kind, work) for kind in AttentionKind if kind is not AttentionKind.auto}
-    there = ", ".join(kind for kind, reason in reasons.items() if not reason)
-    # Of "is for GPUs (cuDNN), but this run is on a CPU: use ..." what is true of the machine.
-    others = [f"{kind} {reason.split(': ')[0].split(', but')[0]}" for kind, reason in reasons.items() if reason]
-    return ok("attention", "; ".join([there, *others]))
-
-
-# Imports of both take two to three seconds on a local disk.
-_SLOW_IMPORT_S = 15.0
-# Tensor cores compute in bf16 from Ampere on.
-_BF16_CAPABILITY = [8, 0]
-_MOSTLY_FREE = 0.9
-# Of GELU in fp32 on inputs up to 4: a few units in the last place.
-_KERNEL_ERROR = 2e-6
+def check_compilers() -> list[Finding]:
+    """Says which compilers there are and what each would give; training needs none of them."""
+    found, missing = [], []
+    for name, pattern, use in (
+        ("g++", r"(\d+(?:\.\d+)+)$", "torch.compile and kernels for the CPU"),
+        ("nvcc", r"release (\d+\.\d+)", "fused kernels for GPUs"),
+        ("ninja", r"(\d+(?:\.\d+)+)", "quicker builds of kernels"),
+    ):
+        text = ask(name, "--version")
+        if text is None:
+            missing.append(f"{name} ({use})")
+            continue
+        version = re.search(pattern, text.splitlines()[0] if name == "g++" else text)
+        found.append(f"{name} {version.group(1) if version else 'of unknown version'}")
+    if not missing:
+        return [ok("compilers", ", ".join(found))]
+    cost = f"without {', '.join(missing)} plain torch operations are used instead; results are the same"
+    return [note("compilers", ", ".join(found) or "none", cost, "apt-get install g++ ninja-build; nvcc is in CUDA")]
 
 
-def judge_probe(outcome: TrialResult) -> list[Finding]:
-    """Returns the findings of everything that was tried in a process of its own."""
-    return [
-        *_judge_import("torch", outcome),
-        *_judge_import("deepspeed", outcome),
-        *_judge_gloo(outcome),
-        *_judge_gpus(outcome),
-        *_judge_kernels(outcome),
-        *_judge_attention(outcome),
-    ]
+def check_slurm() -> list[Finding]:
+    """Says whether this is a SLURM cluster, whether it answers, and whether this is inside a job."""
+    there = [name for name in _SLURM_COMMANDS if shutil.which(name)]
+    job = slurm_job()
+    if not there:
+        where = f"inside job {job}, but " if job else ""
+        return [ok("slurm", f"{where}no SLURM commands: runs start on this machine only")]
+    version = (ask("sinfo", "--version") or ask("srun", "--version") or "of unknown version").removeprefix("slurm ")
+    inside = f"inside job {job}" if job else "outside of a job"
+    missing = sorted(set(_SLURM_COMMANDS) - set(there))
+    if missing:
+        cost = f"{', '.join(missing)} are missing: jobs cannot be sent from here"
+        return [note("slurm", f"{version}, {inside}", cost, "install SLURM's client commands (slurm-client)")]
+    if job is None and "is UP" not in (ask("scontrol", "ping") or ""):
+        cost = "the controller does not answer: no job can be sent"
+        return [
+            note("slurm", f"{version}, {inside}", cost, "scontrol ping; is slurm.conf the cluster's, munge running?")
+        ]
+    return [ok("slurm", f"{version}, {inside}, the controller answers" if job is None else f"{version}, {inside}")]
 
 
-def _judge_import(name: str, outcome: TrialResult) -> list[Finding]:
-    remedy = f"python -c 'import {name}' shows the whole error; install it anew"
-    if name in outcome.errors:
-        return [problem(f"import {name}", outcome.errors[name], "nothing can be trained", remedy)]
-    if outcome.interrupted == name or (name == "torch" and outcome.interrupted == "start"):
-        if not outcome.slow:
-            return [problem(f"import {name}", f"Python {outcome.ending}", "nothing can be trained", remedy)]
-        cost = "every rank pays for it at every start; a busy machine or a slow file system is the usual cause"
-        return [note(f"import {name}", outcome.ending, cost, "put the environment on a local disk; timeout_s=60 waits")]
-    if name not in outcome.results:
-        return [_untried(f"import {name}", outcome)]
-    result = outcome.results[name]
-    version = result.get("version") or installed_version(name) or "of unknown version"
-    cuda = "" if name != "torch" else f", {'CUDA ' + result['cuda'] if result['cuda'] else 'without CUDA'}"
-    found = f"{name} {version}{cuda}, imported in {result['seconds']:.1f} s"
-    if result["seconds"] > _SLOW_IMPORT_S:
-        cost = "every rank pays for it at every start"
-        return [note(f"import {name}", found, cost, "put the environment on a local disk or into a container image")]
-    return [ok(f"import {name}", found)]
-
-
-def _untried(check: str, outcome: TrialResult) -> Finding:
-    reason = "torch cannot be imported" if "torch" in outcome.errors else f"the trial {outcome.ending}"
-    return note(check, f"not tried: {reason}", "whether it works is not known", "see the other findings first")
-
-
-def _judge_gloo(outcome: TrialResult) -> list[Finding]:
-    if "gloo" not in {*outcome.results, *outcome.errors, outcome.interrupted}:
-        return [_untried("collectives", outcome)]
-    result = outcome.results.get("gloo")
-    if result and result["seconds"] is not None:
-        return [ok("collectives", f"gloo, two processes, all-reduce right after {result['seconds']:.2f} s")]
-    failure = result["failure"] if result else outcome.errors.get("gloo", outcome.ending)
-    cost = "ranks cannot talk to each other, not even on this machine"
-    if result and result["interface"]:
-        remedy = "export GLOO_SOCKET_IFNAME=lo (works here), or let the host name resolve to an address of this machine"
-    else:
-        remedy = "look for a firewall or a proxy on the loopback: python -m torch.distributed.run shows more"
-    return [problem("collectives", f"gloo between two processes: {failure}", cost, remedy)]
-
-
-def _judge_kernels(outcome: TrialResult) -> list[Finding]:
-    remedy = "remove the folder ops in the folder of caches, and they are compiled anew; or train with ops.impl=torch"
-    wrong = outcome.errors.get("kernels") or (f"Python {outcome.ending}" if outcome.interrupted == "kernels" else None)
-    result = outcome.results.get("kernels")
-    if result is None and wrong is None:
-        return [_untried("kernels", outcome)]
-    if result is not None:
-        if result["state"] == "not compiled":
-            return [ok("kernels", "compiled once, at the first run on a CPU: some seconds")]
-        if result["state"] == "unavailable":
-            cost = "training on a CPU uses torch's operators, which are slower; results are the same"
-            return [note("kernels", "none", cost, result["reason"])]
-        if result["error"] <= _KERNEL_ERROR:
-            return [ok("kernels", "compiled for this machine: ops.impl=fused")]
-        wrong = f"GELU is off by {result['error']:.1e}"
-    return [problem("kernels", str(wrong), "training on a CPU crashes, or computes something else", remedy)]
-
-
-def _judge_attention(outcome: TrialResult) -> list[Finding]:
-    gpus = outcome.results.get("gpus")
-    return [] if gpus is None else [describe_attention(bool(gpus["gpus"]))]
-
-
-def _judge_gpus(outcome: TrialResult) -> list[Finding]:
-    driver = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if "gpus" not in outcome.results:
-        if "gpus" in outcome.errors:
-            cost = "training on GPUs fails"
-            return [problem("gpu", outcome.errors["gpus"], cost, "nvidia-smi; CUDA_VISIBLE_DEVICES= trains on the CPU")]
-        return [_untried("gpu", outcome)]
-    result = outcome.results["gpus"]
-    if result["gpus"]:
-        return describe_gpus(result, (driver or "unknown").splitlines()[0])
-    if not driver:
-        return [ok("gpu", "none: trains on the CPU")]
-    cost = "training uses the CPU, up to a thousand times slower"
-    if not outcome.results.get("torch", {}).get("cuda"):
-        return [note("gpu", f"driver {driver.splitlines()[0]}, but torch is a CPU build", cost, "install a CUDA torch")]
-    reason = result.get("reason") or "torch sees none"
-    return [
-        problem("gpu", f"driver {driver.splitlines()[0]}, but {reason}", cost, "update the driver, or fit torch to it")
-    ]
-
-
-def describe_gpus(result: dict[str, Any], driver: str) -> list[Finding]:
-    """Returns what the GPUs can do.
-
-    Args:
-        result: what the probe of the GPUs found, at least one.
-        driver: version of the driver.
-    """
-    gpus = result["gpus"]
-    names = sorted({gpu["name"] for gpu in gpus})
-    findings = [
-        ok("gpu", f"{len(gpus)} x {', '.join(names)}, {size(gpus[0]['total_bytes'])} each, driver {driver}"),
-    ]
-    if len(names) > 1:
-        cost = "every step waits for the slowest"
-        findings.append(note("gpu models", ", ".join(names), cost, "choose equal ones with CUDA_VISIBLE_DEVICES"))
-    old = [index for index, gpu in enumerate(gpus) if gpu["capability"] < _BF16_CAPABILITY]
-    if old:
-        cost = "train.precision=bf16 is emulated and slow there"
-        findings.append(note("bf16", f"not in hardware on GPU {_list(old)}", cost, "train.precision=fp32"))
-    taken = [index for index, gpu in enumerate(gpus) if gpu["free_bytes"] < _MOSTLY_FREE * gpu["total_bytes"]]
-    if taken:
-        cost = "less memory and less speed for training"
-        findings.append(note("gpu memory", f"in use by others on GPU {_list(taken)}", cost, "nvidia-smi shows by whom"))
-    if result["nccl"] is None:
-        cost = "GPUs cannot talk to each other"
-        findings.append(problem("nccl", "torch has none", cost, "install a torch build with NCCL"))
-    else:
-        findings.append(ok("nccl", result["nccl"]))
-    if result["apart"]:
-        pairs = ", ".join(f"{a}-{b}" for a, b in result["apart"][:4])
-        cost = "their data goes through the host's memory; tensor parallel ranks should not be such a pair"
-        found = f"{len(result['apart'])} pairs without, for example {pairs}"
-        findings.append(note("peer access", found, cost, "nvidia-smi topo -m; switch off ACS or IOMMU"))
-    elif len(gpus) > 1:
-        findings.append(ok("peer access", "between all GPUs"))
-    return findings
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+def check_wandb() -> list[Finding]:
+    """Says whether runs can be recorded with wandb; asks no server."""
+    version = installed_version("wandb")
+    if version is None:
+        return [ok("wandb", "not installed: metrics.jsonl holds every run")]
+    login = wandb_login()
+    if login:
+        return [ok("wandb", f"{version}, key from {login}")]
+    cost = "runs are recorded offline; logging.wandb.mode=online would fail"
+    return [note("wandb", f"{version}, not logged in", cost, "wandb login, or set WANDB_API_KEY")]

@@ -1,33 +1,162 @@
-"""Gathers what `megads why` prints: samples, their text, and the losses of their tokens."""
+"""Finds what `megads why` prints: the samples of a step, their text, the losses of their tokens.
+
+Shape suffixes: b = micro-batch size, s = sequence length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from tokenizers import Tokenizer
 
+from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, nearest_checkpoint
-from megads.config import RootConfig
+from megads.config import RootConfig, open_run_data
 from megads.data.batches import Packing, assemble
+from megads.data.blend_config import DatasetConfig, MixConfig
 from megads.data.carried_tokenizer import find_tokenizer
-from megads.data.indexed import IntArray
+from megads.data.indexed import IntArray, idx_path
 from megads.data.origin import SampleOrigin, Stretch, sample_origins
-from megads.data.sampler import micro_batch_ids
+from megads.data.recorded import DataRecord, read_record, record_data
+from megads.data.runs import TrainSource
+from megads.data.sampler import batch_hash, micro_batch_ids
 from megads.data.tokenizer import tokenizing
 from megads.errors import ConfigError, DataError
 from megads.evaluate.config import WeightPrecision
-from megads.evaluate.placement import choose_device, choose_dtype
-from megads.evaluate.token_losses import losses_of
-from megads.frozen_config import config_dict
+from megads.evaluate.generation import choose_device, choose_dtype
+from megads.frozen_config import config_dict, config_of_start, load_frozen
+from megads.model.gpt import GPT, token_losses
 from megads.parallel.context import held_chunks
 from megads.parallel.grid import GridCoordinate, place_of
-from megads.runtime.run_dir import find_run
-from megads.tools.inspect.trained_step import TrainedStep, open_step
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run
 from megads.tools.inspect.why_config import LossChoice, WhyConfig
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One step of a run, its data opened and found to be what was trained on.
+
+    Attributes:
+        line: of metrics.jsonl.
+        config: of the start that trained it, the paths of its data as they are found from here.
+        source: the run's samples.
+        data_recorded: the tokens themselves were held to what the run recorded, not only the order of the samples.
+    """
+
+    line: dict[str, Any]
+    config: RootConfig
+    source: TrainSource
+    data_recorded: bool
+
+    @property
+    def samples(self) -> IntArray:
+        """int64 [global batch size], numbers of its samples in the run."""
+        end = int(self.line["samples"])
+        return np.arange(end - int(self.line["global_batch_size"]), end)
+
+
+def _open_step(run_dir: Path, step: int) -> TrainedStep:
+    """Finds a step in a run directory and opens the data that it trained on.
+
+    Args:
+        run_dir: the run's folder.
+        step: as metrics.jsonl counts.
+
+    Raises:
+        ConfigError: no such step, or the directory of no run.
+        DataError: the data is gone, or is not what the step trained on.
+    """
+    line = _line_of(run_dir, step)
+    config, digest = _config_of(run_dir, step)
+    located = _located(config, run_dir)
+    recorded = _require_same_content(run_dir, config, located)
+    source, _ = open_run_data(located)
+    found = TrainedStep(line, located, source, recorded)
+    recomputed = batch_hash(source.dataset_samples(found.samples))
+    if recomputed != line["batch_hash"]:
+        reason = f"step {step} was trained by a start whose config ({digest[:8]}) was not kept and differs"
+        if digest == "":
+            reason = "its config.yaml is not that of the start that trained the step, or its data changed"
+        raise DataError(
+            f"{run_dir}: step {step} trained on samples of hash {line['batch_hash']}, the data and config of today "
+            f"give {recomputed}: {reason}. What is shown would not be what was trained on"
+        )
+    return found
+
+
+def _line_of(run_dir: Path, step: int) -> dict[str, Any]:
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        raise ConfigError(f"run = {run_dir}: has no {METRICS_FILE}: it is no run directory, or nothing was trained")
+    first = last = None
+    for line in read_json_lines(path):
+        if "loss" not in line or "batch_hash" not in line:
+            continue
+        if line["step"] == step:
+            return line
+        first, last = first if first is not None else line["step"], line["step"]
+    known = "no step" if last is None else f"steps {first} to {last}"
+    raise ConfigError(f"step = {step}: {path} has {known}")
+
+
+def _config_of(run_dir: Path, step: int) -> tuple[RootConfig, str]:
+    """The config of the start that trained a step, else the last one; and the digest that it should have."""
+    digest = ""
+    for event in read_json_lines(run_dir / EVENTS_FILE):
+        # A later start from before the step would have cut its line off and written it anew.
+        if event.get("event") == "start" and event.get("step", step) < step:
+            digest = str(event.get("config_digest", ""))
+    config = config_of_start(run_dir, digest) if digest else None
+    return config or load_frozen(run_dir / CONFIG_FILE, complete=False), digest
+
+
+def _located(config: RootConfig, run_dir: Path) -> RootConfig:
+    """Paths are relative to where the run was started: that is here, or the folder that holds runs/."""
+
+    def find(path: str) -> str:
+        beside = run_dir.resolve().parent.parent / path
+        return str(beside) if not idx_path(path).exists() and idx_path(beside).exists() else path
+
+    data = config.data
+    valid: Any = data.valid
+    if valid is not None:
+        valid = find(valid) if isinstance(valid, str) else {name: find(path) for name, path in valid.items()}
+    train: list[DatasetConfig] = [dataclasses.replace(item, path=find(item.path)) for item in data.train]
+    history = [MixConfig(mix.from_sample, {find(path): w for path, w in mix.weights.items()}) for mix in data.history]
+    # Validation shares are named after the paths, which may differ in their folders only.
+    data = dataclasses.replace(data, train=train, valid=valid, history=history, stage_to=None)
+    return dataclasses.replace(config, data=data)
+
+
+def _require_same_content(run_dir: Path, config: RootConfig, located: RootConfig) -> bool:
+    """Holds the datasets to what the run recorded of them; False where it recorded nothing.
+
+    Raises:
+        DataError: one is gone, damaged, or holds something else.
+    """
+    before = read_record(run_dir)
+    if before is None:
+        return False
+    now = record_data(located.data)
+    named = tuple(
+        dataclasses.replace(record, path=name) for record, name in zip(now.datasets, config.data.paths, strict=True)
+    )
+    changes = before.changes(DataRecord(named))
+    if changes:
+        raise DataError(
+            f"the data of {run_dir} is not what it was trained on: {'; '.join(changes)}. Put the data back to see what "
+            "the step read"
+        )
+    return {record.path for record in named} <= {record.path for record in before.datasets}
+
 
 Losses = npt.NDArray[np.float32]
 
@@ -119,7 +248,7 @@ def explain(config: WhyConfig) -> Explanation:
         DataError: the data is not what was trained on.
     """
     run_dir = find_run(config.run)
-    trained = open_step(run_dir, config.step)
+    trained = _open_step(run_dir, config.step)
     share = None if config.rank is None else _share(config.rank, trained.config)
     ids_mb = _ids(trained, share)
     flat = ids_mb.reshape(-1)
@@ -190,7 +319,27 @@ def _losses(
         for batch in assemble(trained.source, np.array([[sample]]), model_config.vocabulary, True, packing)
     )
     first = np.full(1, np.nan, np.float32)
-    return weights, [np.concatenate((first, losses)) for losses in losses_of(model, batches, device)]
+    return weights, [np.concatenate((first, losses)) for losses in _losses_of(model, batches, device)]
+
+
+def _losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) -> Sequence[Losses]:
+    """Computes the losses of the tokens of micro-batches; dropout is off.
+
+    Args:
+        model: in evaluation mode.
+        batches: with tokens.
+        device: the model's.
+
+    Returns:
+        fp32 [s] for each sample in order: nats of the label at each place, masked ones included.
+    """
+    found: list[Losses] = []
+    with torch.inference_mode():
+        for batch in batches:
+            assert batch.tokens_bs is not None and batch.labels_bs is not None
+            logits = model(batch.tokens_bs.to(device), batch.info.to(device))
+            found += list(token_losses(logits, batch.labels_bs.to(device)).float().cpu().numpy())
+    return found
 
 
 def _tokenizers(prefixes: Sequence[str], given: str | None, notes: list[str]) -> dict[str, Tokenizer]:

@@ -1,1 +1,3 @@
-"""What `megads plan` and a dry run print: tables of memory, ranks and schedules."""
+"""`megads plan` and the dry run of `megads train`: memory, ranks and schedules of a run, nothing started."""
+
+__all__ = ["config", "output"]

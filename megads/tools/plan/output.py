@@ -1,4 +1,4 @@
-"""What `megads plan` prints: tables for people, JSON for machines."""
+"""What `megads plan` and `megads train run.dry_run=true` print: tables for people, JSON for machines."""
 
 from __future__ import annotations
 
@@ -12,25 +12,42 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig
+from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.errors import ConfigError
-from megads.launch.preflight_memory import Machine, Room, gib, micro_batches, parts, plan_of, settle_auto, this_machine
-from megads.parallel.config import Recompute
-from megads.plan.flops import hardware_flops_per_token, model_flops_per_token
+from megads.frozen_config import config_digest
+from megads.launch.preflight_memory import (
+    Machine,
+    Room,
+    gib,
+    memory_line,
+    micro_batches,
+    parts,
+    plan_of,
+    settle_auto,
+    this_machine,
+)
+from megads.launch.start import chosen_kernels
+from megads.model.config import ModelConfig
+from megads.parallel.config import Partition, Recompute
 from megads.plan.memory import MemoryPlan, StageMemory
-from megads.plan.step_time import Outlook, Speed
-from megads.plan.step_trace import perfetto_trace, simulated_step
+from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count
+from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
+from megads.runtime.environment import share_of_cores
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
-from megads.tools.plan.rank_table import places_json, rank_table
-from megads.tools.plan.schedule_table import (
+from megads.tools.plan.tables import (
+    can_be_simulated,
     candidates,
     outlook_json,
     outlook_of,
+    places_json,
+    rank_table,
+    rank_text,
     refusals,
     schedule_line,
     schedule_table,
+    schedule_text,
     schedules_json,
 )
 from megads.tools.report.config import require_matplotlib
@@ -91,8 +108,8 @@ def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
             path.write_text(json.dumps(perfetto_trace({title: traces})))
             return
         require_matplotlib()
-        from megads.tools.report.step_timeline import Panel, draw_steps
         from megads.tools.report.style import house_style
+        from megads.tools.report.timeline import Panel, draw_steps
 
         with house_style():
             draw_steps([Panel(title, traces)], timed=timed).savefig(path, facecolor="white", dpi=160)
@@ -214,3 +231,67 @@ def _table(plan: MemoryPlan) -> Table:
         counts = [f"{count:,}" for count in (stage.stage, stage.parameters, stage.rank_parameters, stage.in_flight)]
         table.add_row(*counts, _recomputation(stage), *sizes, style="bold" if stage is plan.largest else "")
     return table
+
+
+_DRY_RUN_WIDTH = 120
+"""Characters of the dry run's tables."""
+
+
+def describe_run(config: RootConfig, data: str, choices: Sequence[str], machine: Machine) -> str:
+    """Returns what a run would do, for run.dry_run.
+
+    Args:
+        config: with its place.
+        data: a line about the data.
+        choices: what was chosen of its layout and why.
+        machine: where the ranks would run.
+    """
+    train, parallel, model = config.train, config.parallel, config.model
+    steps = planned_steps(config)
+    batches = batch_size_schedule(config)
+    samples = batches.samples_after(steps)
+    micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
+    threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
+    ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
+    vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known either"
+    if model.vocab_size is not None:
+        vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
+        memory = memory_line(config, machine)
+    rows = {
+        "run": config.run.id,
+        "writes to": config.run.dir,
+        "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}",
+        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
+        f"{vocabulary}",
+        "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
+        f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
+        "memory": memory,
+        **_pipeline_rows(config),
+        **({"chosen": "; ".join(choices)} if choices else {}),
+        "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
+        "precision": str(train.precision),
+        "kernels": chosen_kernels(config, machine).text,
+        "data": data,
+        "config": f"sha256 {config_digest(config)[:8]}",
+    }
+    lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]
+    if parallel.partition is Partition.auto:
+        lines.append("which rank holds what is not known before the vocabulary is: parallel.partition=auto goes by it")
+    elif parallel.world_size > 1:
+        lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
+    return "\n".join(lines)
+
+
+def _heads(model: ModelConfig) -> str:
+    """As in 8 heads, or 8 heads on 2 of keys."""
+    shared = f" on {model.kv_heads} of keys" if model.queries_per_kv > 1 else ""
+    return f"{model.num_heads} heads{shared}"
+
+
+def _pipeline_rows(config: RootConfig) -> dict[str, str]:
+    """What the pipeline's schedule promises, as a row of the dry run; none without a pipeline."""
+    if config.parallel.pp == 1 or config.model.vocab_size is None:
+        return {}
+    if not can_be_simulated(config):
+        return {"pipeline": f"{config.parallel.schedule}; a step of so many micro-batches is not simulated"}
+    return {"pipeline": schedule_line(outlook_of(config))}

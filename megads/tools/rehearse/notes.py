@@ -16,6 +16,8 @@ from pathlib import Path
 from megads.tools.doctor.finding import Finding, Status
 
 OUTPUT_FILE = "job.out"
+VOCAB_SIZE = 512
+"""Of the dataset and the model of the scaled training."""
 _ORDERS_FILE = "orders.json"
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.rehearse.private_slurm import PrivateSlurm
-from megads.tools.rehearse.request import Request
-from megads.tools.rehearse.sbatch_options import UnknownOptionError
+from megads.tools.rehearse.request import Request, UnknownOptionError
 
 # What depends on the files of a machine.
 _OF_A_MACHINE = ("data", "output folder", "run folder")

@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from megads.tools.report.history import FloatArray, RunHistory
-from megads.tools.report.step_timeline import draw_step_timeline, read_steps
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
-from megads.tools.report.timeline import draw_timeline
+from megads.tools.report.timeline import draw_step_timeline, draw_timeline, read_steps
 
 MOST_POINTS = 1000
 """Points a curve is drawn with; a longer one becomes an envelope."""

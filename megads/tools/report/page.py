@@ -1,18 +1,44 @@
-"""One HTML file that needs nothing else: no script, no network, images inside. Its own policy forbids both."""
+"""Reports of one run or of several: an HTML file that needs nothing else, and its pictures.
+
+No script, no network, images inside; the page's own policy forbids both."""
 
 from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
 from megads import __version__
+from megads.errors import ConfigError
 from megads.monitor.console import render_event
-from megads.tools.report.history import RunHistory, StoredCheckpoint, number
-from megads.tools.report.style import palette_css
-from megads.tools.report.summary import Figure, facts, figures, size, status
+from megads.runtime.files import atomic_writer
+from megads.runtime.run_dir import find_run
+from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
+from megads.tools.report.config import ReportConfig
+from megads.tools.report.history import FloatArray, RunHistory, StoredCheckpoint, number, read_history
+from megads.tools.report.style import (
+    CYCLE,
+    PALETTE,
+    Chart,
+    close_panel,
+    count_axis,
+    house_style,
+    open_panel,
+    palette_css,
+    png,
+    svg,
+)
+from megads.tools.report.summary import KeyNumber, facts, key_numbers, short, size, status
+from megads.tools.report.timeline import step_trace_json
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_EVENTS = 200
@@ -34,7 +60,7 @@ def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
     ]
     body = [
         f"<header><h1>{html.escape(history.run_id)}</h1>{badge}</header>",
-        number_cards(figures(history)),
+        number_cards(key_numbers(history)),
         fact_list(facts(history)),
         f'<div class="charts">{"".join(pictures)}</div>',
         *(f"<h2>{title}</h2>{content}" for title, content in rest if content),
@@ -93,7 +119,7 @@ def footer(unreadable_lines: int) -> str:
     return f"<footer>Written by megads {__version__} at {_utc(time.time())} UTC from the run's files.{skipped}</footer>"
 
 
-def number_cards(numbers: Iterable[Figure]) -> str:
+def number_cards(numbers: Iterable[KeyNumber]) -> str:
     """The numbers to look at first, in large letters."""
     cards = (
         f'<div class="card"><dt>{html.escape(item.label)}</dt><dd><div class="value">{html.escape(item.value)}</div>'
@@ -154,3 +180,216 @@ def _config(text: str) -> str:
     if not text:
         return ""
     return f'<details class="card"><summary>config.yaml</summary><pre>{html.escape(text)}</pre></details>'
+
+
+_UNCOMPARED = ("run", "logging")
+"""Sections of the config that say nothing of what a run computed."""
+
+
+def _comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
+    """The charts of a comparison in the order of its page."""
+    return [
+        Chart("loss", "Loss of every run over tokens", partial(_draw_losses, histories, "tokens"), wide=True),
+        Chart("loss_over_steps", "Loss of every run over steps", partial(_draw_losses, histories, "steps")),
+        Chart("throughput", "Tokens per second of every run over steps", partial(_draw_speeds, histories)),
+    ]
+
+
+def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figure:
+    """Smoothed training loss as lines, validations as points, over tokens or steps."""
+    figure, axes = open_panel(f"Loss over {key}", wide)
+    shown = []
+    for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
+        loss = smooth(history.columns["loss"], smoothing_width(len(history.step)))
+        curve = envelope(_places(history, key), loss)
+        axes.plot(curve.step, curve.mean, color=color, label=name, marker="o" if len(loss) == 1 else "", markersize=3.5)
+        shown.append(loss)
+        for validation in history.validations:
+            place = np.interp(validation.step, history.step, _places(history, key))
+            axes.plot(place, finite(validation.loss), color=color, linestyle="", marker="D", markersize=4)
+    axes.set_ylim(top=axis_top(np.concatenate(shown)))
+    count_axis(axes)
+    if key == "tokens":
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: short(value)))
+    close_panel(axes, key, "nats per token (points: validation)")
+    return figure
+
+
+def _draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
+    """Smoothed tokens a second."""
+    figure, axes = open_panel("Throughput", wide)
+    for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
+        speed = smooth(history.columns["tokens_per_s"], smoothing_width(len(history.step)))
+        curve = envelope(history.step, speed)
+        axes.plot(
+            curve.step, curve.mean, color=color, label=name, marker="o" if len(speed) == 1 else "", markersize=3.5
+        )
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: short(value)))
+    count_axis(axes)
+    close_panel(axes, "step", "tokens/s, smoothed")
+    return figure
+
+
+def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
+    """The report of several runs.
+
+    Args:
+        histories: what to compare.
+        pictures: the charts, as `picture` gives them.
+    """
+    titles = names(histories)
+    body = [
+        f"<header><h1>{html.escape(', '.join(titles))}</h1></header>",
+        f'<div class="charts">{"".join(pictures)}</div>',
+        f"<h2>Numbers</h2>{_grid(titles, _numbers(histories))}",
+    ]
+    differences = list(_config_differences(histories))
+    if differences:
+        body.append(f"<h2>Config where it differs</h2>{_grid(titles, differences)}")
+    body.append(footer(sum(history.unreadable_lines for history in histories)))
+    return document("comparison", body)
+
+
+def names(histories: Sequence[RunHistory]) -> list[str]:
+    """The run ids; with the directory where two runs share an id."""
+    ids = [history.run_id for history in histories]
+    found = [str(history.run_dir) if ids.count(history.run_id) > 1 else history.run_id for history in histories]
+    # matplotlib leaves labels with a leading underscore out of the legend.
+    return [f" {name}" if name.startswith("_") else name for name in found]
+
+
+def _places(history: RunHistory, key: str) -> FloatArray:
+    """Where the steps are on the x axis: a column without gaps, else the step number."""
+    column = history.columns.get(key, history.step)
+    return column if np.isfinite(column).all() else history.step
+
+
+def _grid(titles: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
+    """A table of one column a run, with the color of its curves."""
+    names_of_colors = {shade.light: name for name, shade in PALETTE.items()}
+    heads = [
+        f'<span class="swatch" style="background:var(--chart-{names_of_colors[color]})"></span>{html.escape(title)}'
+        for title, color in zip(titles, CYCLE, strict=False)
+    ]
+    lines = (
+        f'<tr><td class="key">{html.escape(label)}</td><td>{"</td><td>".join(map(html.escape, cells))}</td></tr>'
+        for label, cells in rows
+    )
+    return table(("", *heads), lines)
+
+
+def _numbers(histories: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
+    columns = [
+        {"status": status(history)[0]}
+        | {item.label: item.value for item in key_numbers(history)}
+        | dict(facts(history))
+        for history in histories
+    ]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    return [(label, [column.get(label, "") for column in columns]) for label in labels]
+
+
+def _config_differences(histories: Sequence[RunHistory]) -> Iterator[tuple[str, list[str]]]:
+    flat = [dict(_flat(history.config)) for history in histories]
+    for key in dict.fromkeys(key for config in flat for key in config):
+        values = [str(config.get(key, "")) for config in flat]
+        if len(set(values)) > 1 and key.partition(".")[0] not in _UNCOMPARED:
+            yield key, values
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+PAGE_FILE = "report.html"
+PICTURES_FOLDER = "report"
+TRACE_FILE = "timeline.trace.json"
+
+
+@dataclass(frozen=True)
+class WrittenReport:
+    """Where a report's files are.
+
+    Attributes:
+        page: the HTML file.
+        pictures: the PNG files, the most telling first.
+        trace: timed steps for ui.perfetto.dev; None where the run has none.
+    """
+
+    page: Path
+    pictures: tuple[Path, ...]
+    trace: Path | None = None
+
+
+def write_report(config: ReportConfig) -> WrittenReport:
+    """Reads the runs, draws them and writes the page and the pictures.
+
+    Raises:
+        ConfigError: a run cannot be read, or the files cannot be written.
+    """
+    histories = [read_history(find_run(name)) for name in config.runs]
+    folder = Path(config.output) if config.output else histories[0].run_dir
+    if len(histories) == 1:
+        trace = step_trace_json(histories[0].run_dir)
+        return write_pages(folder, run_charts(histories[0]), partial(run_page, histories[0]), trace)
+    return write_pages(folder, _comparison_charts(histories), partial(_comparison_page, histories))
+
+
+def write_pages(
+    folder: Path, charts: Sequence[Chart], page: Callable[[Sequence[str]], str], trace: bytes | None = None
+) -> WrittenReport:
+    """Draws charts and writes them with the page around them.
+
+    Args:
+        folder: takes the page and the pictures; made where it is missing.
+        charts: in the order of the page; the most telling first.
+        page: makes the page from its pictures, as `picture` gives them.
+        trace: timed steps for ui.perfetto.dev, where there are any.
+
+    Raises:
+        ConfigError: the files cannot be written.
+    """
+    try:
+        (folder / PICTURES_FOLDER).mkdir(parents=True, exist_ok=True)
+        with house_style():
+            parts, pngs = _draw(charts)
+        return _write(folder, page(parts), pngs, trace)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to ({error.strerror}): choose another place with output=<folder>"
+        ) from error
+
+
+def _draw(charts: Sequence[Chart]) -> tuple[list[str], dict[str, bytes]]:
+    """Returns the charts as parts of the page, and as PNGs by name; wide ones are drawn again for narrow windows."""
+    parts, pngs = [], {}
+    for chart in charts:
+        figure = chart.draw(chart.wide)
+        if figure is None:
+            continue
+        description = html.escape(chart.description, quote=True)
+        pngs[chart.name] = png(figure)
+        narrow = chart.draw(False) if chart.wide else None
+        narrow_svg = svg(narrow, f"{chart.name}-narrow", "narrow", description) if narrow else None
+        parts.append(picture(svg(figure, chart.name, "page" if narrow else "", description), narrow_svg, chart.wide))
+    return parts, pngs
+
+
+def _write(folder: Path, page: str, pictures: dict[str, bytes], trace: bytes | None) -> WrittenReport:
+    """The page goes last: it is there only once its pictures are."""
+    trace_path = folder / PICTURES_FOLDER / TRACE_FILE if trace else None
+    if trace_path is not None and trace is not None:
+        with atomic_writer(trace_path) as file:
+            file.write(trace)
+    paths = {name: folder / PICTURES_FOLDER / f"{name}.png" for name in pictures}
+    for name, path in paths.items():
+        with atomic_writer(path) as file:
+            file.write(pictures[name])
+    with atomic_writer(folder / PAGE_FILE) as file:
+        file.write(page.encode())
+    return WrittenReport(folder / PAGE_FILE, tuple(paths.values()), trace_path)

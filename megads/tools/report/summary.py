@@ -11,8 +11,7 @@ import numpy as np
 from megads.monitor.console import render_duration
 from megads.tools.report.charts import finite
 from megads.tools.report.history import FloatArray, RunHistory, Validation, number
-from megads.tools.report.step_timeline import layer_costs
-from megads.tools.report.timeline import find_starts
+from megads.tools.report.timeline import find_starts, layer_costs
 
 _EXITS = {0: "finished", 2: "bad configuration", 3: "bad data", 4: "no usable checkpoint", 5: "stopped on request",
           6: "preempted", 7: "numerical failure", 10: "a rank was killed", 130: "killed"}  # fmt: skip
@@ -20,7 +19,7 @@ _LAST_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Figure:
+class KeyNumber:
     """One number worth a large font.
 
     Attributes:
@@ -48,16 +47,17 @@ def status(history: RunHistory) -> tuple[str, str]:
     )
 
 
-def figures(history: RunHistory) -> list[Figure]:
+def key_numbers(history: RunHistory) -> list[KeyNumber]:
     """The numbers to look at first."""
+    columns = history.columns
     return [
         *(
-            figure
+            item
             for validation in history.validations
-            for figure in _validation_figures(validation, len(history.validations) > 1)
+            for item in _validation_numbers(validation, len(history.validations) > 1)
         ),
         _train_loss(history),
-        Figure("tokens", short(last(history.columns["tokens"])), f"{_count(last(history.columns['samples']))} samples"),
+        KeyNumber("tokens", short(last(columns["tokens"])), f"{_count(last(columns['samples']))} samples"),
         _speed(history),
         _time(history),
     ]
@@ -98,7 +98,7 @@ def _layer_costs(history: RunHistory) -> str:
     return f"[{embedding:.2f},1,{head:.2f}]: embedding, a block, head, measured; for parallel.layer_costs"
 
 
-def _validation_figures(validation: Validation, named: bool) -> list[Figure]:
+def _validation_numbers(validation: Validation, named: bool) -> list[KeyNumber]:
     name = f" {validation.name}" if named else ""
     loss = finite(validation.loss)
     final = float(validation.loss[-1])
@@ -110,33 +110,33 @@ def _validation_figures(validation: Validation, named: bool) -> list[Figure]:
     if math.isfinite(validation.unigram_loss):
         notes.append(f"unigram {validation.unigram_loss:.4f}")
     return [
-        Figure(f"validation loss{name}", loss_text(final), ", ".join(notes)),
-        Figure(f"perplexity{name}", _perplexity_text(final), f"of validation at step {validation.step[-1]:,.0f}"),
+        KeyNumber(f"validation loss{name}", loss_text(final), ", ".join(notes)),
+        KeyNumber(f"perplexity{name}", _perplexity_text(final), f"of validation at step {validation.step[-1]:,.0f}"),
     ]
 
 
-def _train_loss(history: RunHistory) -> Figure:
+def _train_loss(history: RunHistory) -> KeyNumber:
     loss = history.columns["loss"]
     tail = finite(loss)[-_LAST_STEPS:]
     mean = float(np.nanmean(tail)) if np.isfinite(tail).any() else math.nan
     note = f"mean of the last {len(tail)} steps" if len(tail) > 1 else f"step {history.step[-1]:,.0f}"
     lost = int((~np.isfinite(loss)).sum())
-    return Figure("train loss", loss_text(mean), note + (f"; {lost:,} of all not finite" if lost else ""))
+    return KeyNumber("train loss", loss_text(mean), note + (f"; {lost:,} of all not finite" if lost else ""))
 
 
-def _speed(history: RunHistory) -> Figure:
+def _speed(history: RunHistory) -> KeyNumber:
     mfu = median(history.columns["mfu"])
     note = "median" + (f", MFU {100 * mfu:.3g}%" if math.isfinite(mfu) else "")
-    return Figure("tokens/s", short(median(history.columns["tokens_per_s"])), note)
+    return KeyNumber("tokens/s", short(median(history.columns["tokens_per_s"])), note)
 
 
-def _time(history: RunHistory) -> Figure:
+def _time(history: RunHistory) -> KeyNumber:
     trained_s = float(np.nansum(finite(history.columns["step_time_s"])))
     starts = find_starts(history)
     if not starts:
-        return Figure("time in steps", render_duration(trained_s))
+        return KeyNumber("time in steps", render_duration(trained_s))
     wall_s = sum(start.end - start.begin for start in starts)
-    return Figure("wall time", render_duration(wall_s), f"{render_duration(trained_s)} in the steps shown")
+    return KeyNumber("wall time", render_duration(wall_s), f"{render_duration(trained_s)} in the steps shown")
 
 
 def _model(history: RunHistory) -> str:

@@ -1,18 +1,51 @@
-"""What happened when: the starts of a run as bars, its events as marks."""
+"""Timelines: the starts and events of a run, its timed steps above the same step as simulated."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from megads.engine.timeline import Span
+from megads.errors import ConfigError
+from megads.parallel.pipeline_actions import ActionKind, Schedule
+from megads.parallel.schedule import build_schedule
+from megads.parallel.schedule_simulation import run_clock
+from megads.plan.step_time import (
+    RankTrace,
+    idle_share,
+    mean_costs,
+    measured_layer_costs,
+    perfetto_trace,
+    simulated_step,
+)
+from megads.runtime.files import read_json
 from megads.tools.report.history import RunHistory, number
-from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, close_panel, open_panel
+from megads.tools.report.style import (
+    BLUE,
+    GREEN,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    PINK,
+    RED,
+    REGULAR_INCHES,
+    WIDE_INCHES,
+    close_panel,
+    open_panel,
+)
 
 _LANES = (
     ("failures", ("failure", "killed", "checkpoint_failed"), "X", RED),
@@ -119,3 +152,228 @@ def _kind(start: RunStart) -> int:
     if start.exit_code is None:
         return 2
     return 1 if start.exit_code else 0
+
+
+_LOOKS = {
+    "forward": (BLUE, (ActionKind.forward,)),
+    "backward": (ORANGE, (ActionKind.backward, ActionKind.backward_input)),
+    "weight part": (GREEN, (ActionKind.backward_weight,)),
+    "sends, loads": (MUTED, (ActionKind.send_activation, ActionKind.send_gradient, ActionKind.load)),
+    "waits for a message": (GRID, (ActionKind.receive_activation, ActionKind.receive_gradient)),
+}
+"""Label, colour and kinds; everything else is what follows the schedule."""
+_OTHERS = "reduction, optimizer"
+_LATER_STAGE_ALPHA = 0.6
+_ROW_INCHES = 0.21
+_MOST_ROWS = 32
+_NARROWEST = 1 / 1500
+"""Of the width of the picture; neighbours of one colour that are narrower are drawn as one."""
+_MOST_GAPS = 100
+"""Bars of one colour in a row up to which gaps of a hair's breadth keep them apart."""
+_NUMBERED = 1 / 65
+"""Of the width, from which a pass shows the number of its micro-batch."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One step of a picture.
+
+    Attributes:
+        title: what it is.
+        traces: a row each; ranks of other replicas are left out where there are too many.
+    """
+
+    title: str
+    traces: Sequence[RankTrace]
+
+
+def draw_steps(panels: Sequence[Panel], wide: bool = True, *, timed: bool = True) -> Figure:
+    """Draws steps below each other over the same time.
+
+    Args:
+        panels: from the top.
+        wide: for the width of a page.
+        timed: times are seconds; else only their ratios mean something.
+    """
+    shown = [_shown(panel.traces) for panel in panels]
+    heights = [max(3, len(rows)) * _ROW_INCHES for rows in shown]
+    width = (WIDE_INCHES if wide else REGULAR_INCHES)[0]
+    figure = Figure(figsize=(width, sum(heights) + 0.75 * len(panels) + 0.75))
+    figure.suptitle("One step over all ranks", x=0.01, horizontalalignment="left", color=INK)
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    end = max((bar.end_s for rows in shown for trace in rows for bar in trace.bars), default=0.0) or 1.0
+    scale, unit = (1.0, "s") if end >= 2 else (1e3, "ms") if end >= 2e-3 else (1e6, "µs")
+    for panel, rows, one in zip(panels, shown, axes, strict=True):
+        _draw_rows(one, rows, end)
+        waiting = idle_share(panel.traces)
+        one.set_title(f"{panel.title}: {waiting:.1%} of the time without a pass", loc="left", color=MUTED)
+        one.set_xlim(0, end)
+        one.xaxis.set_major_formatter(lambda value, _position: f"{scale * value:,.4g}")
+    axes[-1].set_xlabel(unit if timed else "time")
+    if not timed:
+        axes[-1].set_xticks([])
+    handles = [Patch(color=color, label=label) for label, color in _used(shown)]
+    figure.legend(handles=handles, loc="outside lower left", ncols=6 if wide else 3, borderpad=0)
+    return figure
+
+
+def _shown(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """All ranks, or those of the first pipeline, or as many as there is room for."""
+    rows = list(traces)
+    if len(rows) > _MOST_ROWS:
+        rows = [trace for trace in rows if trace.replica == rows[0].replica]
+    return rows[:_MOST_ROWS]
+
+
+def _look(bar: Span) -> tuple[str, str]:
+    return next(((label, color) for label, (color, kinds) in _LOOKS.items() if bar.kind in kinds), (_OTHERS, PINK))
+
+
+def _used(shown: Sequence[Sequence[RankTrace]]) -> list[tuple[str, str]]:
+    """Labels and colours of what is there, in the order of the legend."""
+    there = {_look(bar) for rows in shown for trace in rows for bar in trace.bars if bar.end_s > bar.start_s}
+    looks = [*((label, color) for label, (color, _) in _LOOKS.items()), (_OTHERS, PINK)]
+    return [look for look in looks if look in there]
+
+
+def _draw_rows(axes: Axes, rows: Sequence[RankTrace], end: float) -> None:
+    for place, trace in enumerate(rows):
+        stages = sorted({bar.stage for bar in trace.bars if bar.stage is not None})
+        bars: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+        for bar in trace.bars:
+            later = bar.stage is not None and bar.stage != stages[0]
+            row = bars[_look(bar)[1], later]
+            touches = row and bar.start_s - sum(row[-1]) < _NARROWEST * end
+            if touches and min(row[-1][1], bar.end_s - bar.start_s) < _NARROWEST * end:
+                row[-1] = row[-1][0], max(sum(row[-1]), bar.end_s) - row[-1][0]
+            else:
+                row.append((bar.start_s, bar.end_s - bar.start_s))
+            passes = bar.kind in list(ActionKind) and ActionKind(bar.kind).computes
+            if passes and bar.end_s - bar.start_s > _NUMBERED * end:
+                axes.text(
+                    (bar.start_s + bar.end_s) / 2, place, str(bar.micro_batch), fontsize=6.5, color="white",
+                    horizontalalignment="center", verticalalignment="center_baseline",
+                )  # fmt: skip
+        # Waits first, so that what runs beside them is seen.
+        for (color, later), ranges in sorted(bars.items(), key=lambda item: item[0][0] != GRID):
+            alpha = _LATER_STAGE_ALPHA if later and color != GRID else 1.0
+            gap = 0.6 if color != GRID and len(ranges) < _MOST_GAPS else 0.0
+            axes.broken_barh(
+                ranges, (place - 0.42, 0.84), facecolor=color, edgecolor="white", linewidth=gap, alpha=alpha
+            )
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), [f"rank {trace.rank}" for trace in rows])
+    axes.grid(visible=False)
+
+
+TIMELINE_FOLDER = "timeline"
+_FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
+_MOST_STEPS = 5
+"""Timed steps that are read, the last ones; each has thousands of events on many ranks."""
+
+
+def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
+    """The timed steps of a run, ascending, each with the ranks that left a file that can be read."""
+    files: dict[int, list[Path]] = {}
+    for path in sorted((run_dir / TIMELINE_FOLDER).glob("step_*.json")):
+        name = _FILE.fullmatch(path.name)
+        if name is not None:
+            files.setdefault(int(name[1]), []).append(path)
+    steps = {}
+    for step, paths in sorted(files.items())[-_MOST_STEPS:]:
+        records = [record for record in map(_record, paths) if record is not None]
+        if records:
+            steps[step] = _traces(records)
+    return steps
+
+
+def _record(path: Path) -> Mapping[str, Any] | None:
+    """What a rank wrote; None where it is not that: a process was killed, or the disk was full."""
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return None
+    places = isinstance(record, dict) and isinstance(record.get("spans"), list)
+    return record if places and math.isfinite(number(record.get("rank"))) else None
+
+
+def _traces(records: Sequence[Mapping[str, Any]]) -> list[RankTrace]:
+    """Rows by rank, on rank 0's clock, from the first thing that any of them did."""
+    rows = {int(number(record["rank"])): (record, _bars(record)) for record in records}
+    begin = min((bar.start_s for _, bars in rows.values() for bar in bars), default=0.0)
+    traces = []
+    for rank, (record, bars) in sorted(rows.items()):
+        moved = [Span(bar.kind, bar.micro_batch, bar.stage, bar.start_s - begin, bar.end_s - begin) for bar in bars]
+        replica = tuple(_place(record, axis) for axis in ("dp", "cp", "tp"))
+        ordered = tuple(sorted(moved, key=lambda bar: (bar.start_s, -bar.end_s)))
+        traces.append(RankTrace(rank, _place(record, "pp"), replica, ordered))
+    return traces
+
+
+def _place(record: Mapping[str, Any], axis: str) -> int:
+    value = number(record.get(axis, 0))
+    return int(value) if math.isfinite(value) else 0
+
+
+def _bars(record: Mapping[str, Any]) -> list[Span]:
+    offset = number(record.get("clock_offset_s", 0.0))
+    offset = offset if math.isfinite(offset) else 0.0
+    bars = []
+    for span in record["spans"]:
+        if not isinstance(span, dict) or not isinstance(span.get("kind"), str):
+            continue
+        start, end = (number(span.get(key)) + offset for key in ("start_s", "end_s"))
+        if start <= end:
+            bars.append(Span(span["kind"], _index(span.get("micro_batch")), _index(span.get("stage")), start, end))
+    return bars
+
+
+def _index(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | None:
+    """The schedule that a measured step ran; None where config and micro-batches do not say it."""
+    numbers = {bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None}
+    if numbers != set(range(len(numbers))) or not numbers:
+        return None
+    ranks = 1 + max(trace.pipeline_rank for trace in traces)
+    settings = [history.setting(f"parallel.{key}") for key in ("virtual_stages", "contiguous_micro_batches")]
+    virtual, contiguous = (value if isinstance(value, int) else None for value in settings)
+    name = str(history.setting("parallel.schedule") or "1f1b")
+    try:
+        return build_schedule(name, ranks, virtual, len(numbers), contiguous=contiguous)
+    except ConfigError:
+        return None
+
+
+def layer_costs(history: RunHistory) -> tuple[float, float, float] | None:
+    """Costs of the embedding, a block and the head in blocks, over all timed steps; None where they cannot be told."""
+    traces = [trace for step in read_steps(history.run_dir).values() for trace in step]
+    bounds = history.last_event("start").get("stages")
+    if not traces or not isinstance(bounds, list) or not all(isinstance(bound, int) for bound in bounds):
+        return None
+    return measured_layer_costs(mean_costs(traces, len(bounds) - 1), bounds)
+
+
+def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]], wide: bool = True) -> Figure | None:
+    """The last timed step as it was, below it as the clock has it with the measured mean costs."""
+    if not steps:
+        return None
+    most = max(len(traces) for traces in steps.values())
+    step, traces = next((step, traces) for step, traces in reversed(list(steps.items())) if len(traces) == most)
+    panels = [Panel(f"measured, step {step:,}", traces)]
+    schedule = schedule_of(history, traces)
+    if schedule is not None:
+        costs = mean_costs(traces, schedule.placement.num_stages)
+        simulated = simulated_step(run_clock(schedule, costs))
+        panels.append(Panel(f"{schedule.name} simulated with these mean costs", simulated))
+    return draw_steps(panels, wide)
+
+
+def step_trace_json(run_dir: Path) -> bytes | None:
+    """The last timed steps for ui.perfetto.dev; None where there are none."""
+    steps = read_steps(run_dir)
+    if not steps:
+        return None
+    return json.dumps(perfetto_trace({f"step {step}": traces for step, traces in steps.items()})).encode()

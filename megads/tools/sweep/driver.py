@@ -1,10 +1,10 @@
-"""The loop of a sweep: starts points while there is room, judges their curves, notes how they end."""
+"""The loop of a sweep: chooses points, starts them while there is room, judges their curves, notes how they end."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +20,90 @@ from megads.errors import (
     StopRequested,
     exit_code_of_signal,
 )
-from megads.tools.sweep.config import SearchName, SweepConfig
-from megads.tools.sweep.launcher import Launcher, PointEnd
-from megads.tools.sweep.objective import Curve, launched_at, read_objective
-from megads.tools.sweep.points import UNFINISHED, Point, PointBook, PointState
+from megads.tools.sweep.config import Assignment, SearchName, Space, SweepConfig, draw, grid, size
+from megads.tools.sweep.launchers import Launcher, PointEnd
+from megads.tools.sweep.points import (
+    UNFINISHED,
+    Curve,
+    Point,
+    PointBook,
+    PointState,
+    launched_at,
+    read_objective,
+    validation_of,
+)
 from megads.tools.sweep.results import to_repeat
-from megads.tools.sweep.search import listed_points, propose, recall, validation_of
-from megads.tools.sweep.space import Assignment, Space
 
 if TYPE_CHECKING:
     from megads.tools.sweep.study import Study
 
 EXIT_KILLED = 130
 _STOPPED = (StopRequested.exit_code, Preempted.exit_code, EXIT_KILLED, -signal.SIGINT, -signal.SIGTERM)
+_DRAWS = 200
+"""Draws after which a point that was not drawn before is given up."""
+
+
+def listed_points(config: SweepConfig, space: Space) -> list[Assignment]:
+    """The points that are known before any is trained; none for search=bayes."""
+    if config.search is SearchName.grid:
+        return list(grid(space))
+    if config.search is SearchName.bayes:
+        return []
+    wanted = min(config.trials or 0, size(space) or config.trials or 0)
+    found: dict[tuple[str, ...], Assignment] = {}
+    number = 0
+    while len(found) < wanted:
+        assignment = draw(space, config.seed, number)
+        found.setdefault(tuple(assignment.values()), assignment)
+        number += 1
+    return list(found.values())
+
+
+def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Study | None:
+    """Optuna's study where the search or the pruning needs one.
+
+    Raises:
+        ConfigError: Optuna is not installed.
+    """
+    if not config.needs_optuna:
+        return None
+    try:
+        from megads.tools.sweep.study import Study
+    except ModuleNotFoundError as error:
+        wish = "search=bayes" if config.search is SearchName.bayes else f"pruning.name={config.pruning.name}"
+        raise ConfigError(
+            f"sweep.{wish} is done by Optuna, and {error.name} is not installed: pip install 'megads[sweep]', or in a "
+            "checkout pip install -e '.[sweep]' -c constraints.txt"
+        ) from error
+    return Study(config, space, validation_steps)
+
+
+def recall(study: Study, points: Sequence[Point], objective: str | None) -> None:
+    """Tells a new study of the points that an earlier start of the sweep trained."""
+    for point in points:
+        if point.repeats is not None or point.state is PointState.infeasible or point.state in UNFINISHED:
+            continue
+        study.adopt(point.number, point.assignment)
+        study.report(point.number, Curve(Path(point.run_dir), validation_of(objective)).read())
+        study.end(point)
+
+
+def propose(study: Study, config: SweepConfig, space: Space, points: Sequence[Point]) -> Assignment | None:
+    """The next point of search=bayes; None when every point of the space was tried."""
+    number = len(points)
+    known = {tuple(point.assignment.values()) for point in points}
+    proposed = study.propose(number)
+    if tuple(proposed.values()) not in known:
+        return proposed
+    # A space of few values: what the model likes best was tried, so any other will do.
+    total = size(space)
+    if total is not None and len(known) >= total:
+        return None
+    for attempt in range(_DRAWS):
+        drawn = draw(space, config.seed, _DRAWS * (number + 1) + attempt)
+        if tuple(drawn.values()) not in known:
+            return drawn
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,185 @@
-"""A sweep as one HTML page and a few PNG pictures, in the looks of `megads report`."""
+"""A sweep as one HTML page and a few PNG pictures, in the looks of `megads report`.
+
+A function that draws a chart returns None where there is nothing to draw.
+"""
 
 from __future__ import annotations
 
 import html
+import math
 import shlex
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
 from megads.monitor.console import render_duration
-from megads.tools.report.page import document, fact_list, footer, number_cards, table
-from megads.tools.report.style import Chart
-from megads.tools.report.summary import Figure
-from megads.tools.report.write import write_pages
-from megads.tools.sweep.charts import draw_curves, draw_history, draw_parallel, draw_parameter
-from megads.tools.sweep.points import UNFINISHED, Point, PointState, read_points
-from megads.tools.sweep.record import SweepRecord, read_record
-from megads.tools.sweep.results import Ranked, best_command, ranking
+from megads.tools.report.page import document, fact_list, footer, number_cards, table, write_pages
+from megads.tools.report.style import BLUE, GREEN, GRID, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
+from megads.tools.report.summary import KeyNumber
+from megads.tools.sweep.config import Direction
+from megads.tools.sweep.points import UNFINISHED, Curve, Point, PointState, read_points, validation_of
+from megads.tools.sweep.results import Ranked, SweepRecord, best_command, ranking, read_record
+
+_MOST_LABELS = 12
+"""Choices that are still named on an axis."""
+
+
+def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+    """The objective of every point in the order of the sweep, and the best up to each."""
+    finished = _valued(points, PointState.finished)
+    if not finished:
+        return None
+    figure, axes = open_panel("Objective of every point", wide)
+    for state, color, marker, label in (
+        (PointState.finished, BLUE, "o", "finished"),
+        (PointState.pruned, ORANGE, "v", "stopped early"),
+    ):
+        found = _valued(points, state)
+        if found:
+            axes.plot([p.number for p in found], _values(found), color=color, marker=marker, linestyle="", label=label)
+    best = accumulate(_values(finished), min if record.direction is Direction.minimize else max)
+    axes.step([p.number for p in finished], list(best), where="post", color=GREEN, label="best so far")
+    failed = [point.number for point in points if point.state in (PointState.failed, PointState.killed)]
+    if failed:
+        axes.plot(
+            failed, [0.98] * len(failed), transform=axes.get_xaxis_transform(), linestyle="", marker="X", color=RED,
+            label="failed", clip_on=False,
+        )  # fmt: skip
+    count_axis(axes)
+    close_panel(axes, "point", record.objective_name)
+    axes.margins(x=0.05)
+    return figure
+
+
+def _draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide: bool) -> Figure | None:
+    """The objective over one key; on a logarithmic axis where the values span more than a decade."""
+    found = [*_valued(points, PointState.finished), *_valued(points, PointState.pruned)]
+    if not found:
+        return None
+    figure, axes = open_panel(key, wide)
+    places, names = _axis_of(found, key)
+    colors = [BLUE if point.state is PointState.finished else ORANGE for point in found]
+    axes.scatter([places[point.assignment[key]] for point in found], _values(found), c=colors, s=22)
+    if names is not None:
+        axes.set_xticks(range(len(names)), names)
+    elif min(places.values()) > 0 and max(places.values()) > 10 * min(places.values()):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    ranked = ranking(points, record.direction)
+    if ranked:
+        best = ranked[0]
+        axes.scatter(
+            [places[best.point.assignment[key]]], [best.mean], s=90, facecolors="none", edgecolors=GREEN, label="best"
+        )
+    close_panel(axes, key, record.objective_name)
+    axes.margins(x=0.08)
+    return figure
+
+
+def _draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+    """Every finished point as a line through the values of all keys, to its objective; the best third stands out."""
+    found = [point for point in _valued(points, PointState.finished) if point.repeats is None]
+    keys = [key for key in record.space if len({point.assignment[key] for point in found}) > 1]
+    if len(found) < 2 or len(keys) < 2:
+        return None
+    figure, axes = open_panel("All keys at once", wide)
+    columns = []
+    for key in keys:
+        places, names = _axis_of(found, key)
+        numbers = [places[point.assignment[key]] for point in found]
+        if names is None and min(numbers) > 0 and max(numbers) > 10 * min(numbers):
+            numbers = [math.log(number) for number in numbers]
+        columns.append(_unit(numbers))
+    columns.append(_unit(_values(found)))
+    good = {ranked.point.number for ranked in ranking(found, record.direction)[: max(1, len(found) // 3)]}
+    for place, point in sorted(enumerate(found), key=lambda item: item[1].number in good):
+        best = point.number in good
+        axes.plot(
+            range(len(columns)), [column[place] for column in columns], color=GREEN if best else MUTED,
+            alpha=0.9 if best else 0.3, linewidth=1.6 if best else 1,
+        )  # fmt: skip
+    for position, key in enumerate(keys):
+        low, high = _ends(found, key)
+        axes.annotate(low, (position, 0), xytext=(3, -9), textcoords="offset points", color=MUTED)
+        axes.annotate(high, (position, 1), xytext=(3, 4), textcoords="offset points", color=MUTED)
+    for position in range(len(columns)):
+        axes.axvline(position, color=GRID, linewidth=1)
+    axes.set_xticks(range(len(columns)), [*keys, record.objective_name])
+    axes.set_yticks([])
+    axes.set_ylim(-0.1, 1.1)
+    close_panel(axes, "", "least to greatest")
+    return figure
+
+
+def _draw_curves(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
+    """The validations of every point over its steps."""
+    ranked = ranking(points, record.direction)
+    best = ranked[0].point.number if ranked else None
+    figure, axes = open_panel("Validation curves", wide)
+    drawn, labelled = False, set()
+    for point in sorted(points, key=lambda point: point.number == best):
+        if not point.run_dir:
+            continue
+        curve = Curve(Path(point.run_dir), validation_of(record.settings["objective"]))
+        curve.read()
+        values = {step: value for step, value in sorted(curve.values.items()) if math.isfinite(value)}
+        if not values:
+            continue
+        drawn = True
+        label, color = ("best", GREEN) if point.number == best else ("stopped early", ORANGE)
+        if point.number != best and point.state is not PointState.pruned:
+            label, color = "others", MUTED
+        axes.plot(
+            list(values), list(values.values()), color=color, label=None if label in labelled else label,
+            linewidth=2 if label == "best" else 1, alpha=0.6 if label == "others" else 1,
+            marker="o" if len(values) < 20 else "", markersize=3,
+        )  # fmt: skip
+        labelled.add(label)
+    if not drawn:
+        return None
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    count_axis(axes)
+    close_panel(axes, "step", "validation loss")
+    axes.margins(x=0.03)
+    return figure
+
+
+def _valued(points: Sequence[Point], state: PointState) -> list[Point]:
+    return [point for point in points if point.state is state and point.objective is not None]
+
+
+def _values(points: Sequence[Point]) -> list[float]:
+    return [point.objective for point in points if point.objective is not None]
+
+
+def _axis_of(points: Sequence[Point], key: str) -> tuple[dict[str, float], list[str] | None]:
+    """Where each value of a key is on its axis; and the names of the places where they are no numbers."""
+    values = list(dict.fromkeys(point.assignment[key] for point in points))
+    try:
+        return {value: float(value) for value in values}, None
+    except ValueError:
+        shown = sorted(values)
+        names = [value if len(value) <= 24 else value[:21] + "..." for value in shown]
+        if len(names) > _MOST_LABELS:
+            names = [""] * len(names)
+        return {value: float(place) for place, value in enumerate(shown)}, names
+
+
+def _ends(points: Sequence[Point], key: str) -> tuple[str, str]:
+    places, _ = _axis_of(points, key)
+    ordered = sorted(places, key=lambda value: places[value])
+    return ordered[0], ordered[-1]
+
+
+def _unit(numbers: Sequence[float]) -> list[float]:
+    low, high = min(numbers), max(numbers)
+    return [0.5 if high == low else (number - low) / (high - low) for number in numbers]
+
 
 _KINDS = {PointState.finished: "good", PointState.failed: "bad", PointState.killed: "bad"}
 _MOST_PARAMETERS = 8
@@ -35,20 +198,20 @@ def write_page(folder: Path) -> Path:
         ConfigError: the folder cannot be written to.
     """
     record, points = read_record(folder), read_points(folder)
-    return write_pages(folder, sweep_charts(record, points), partial(_page, record, points)).page
+    return write_pages(folder, _sweep_charts(record, points), partial(_page, record, points)).page
 
 
-def sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
+def _sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
     """The charts of a sweep in the order of its page."""
     keys = list(record.space)[:_MOST_PARAMETERS]
     return [
-        Chart("history", "Objective of every point, and the best so far", partial(draw_history, record, points), True),
+        Chart("history", "Objective of every point, and the best so far", partial(_draw_history, record, points), True),
         *(
-            Chart(f"parameter_{place}", f"Objective over {key}", partial(draw_parameter, record, points, key))
+            Chart(f"parameter_{place}", f"Objective over {key}", partial(_draw_parameter, record, points, key))
             for place, key in enumerate(keys)
         ),
-        Chart("parallel", "Every point as a line over all keys", partial(draw_parallel, record, points), True),
-        Chart("curves", "Validation curves of all points", partial(draw_curves, record, points), True),
+        Chart("parallel", "Every point as a line over all keys", partial(_draw_parallel, record, points), True),
+        Chart("curves", "Validation curves of all points", partial(_draw_curves, record, points), True),
     ]
 
 
@@ -73,10 +236,10 @@ def _page(record: SweepRecord, points: Sequence[Point], pictures: Sequence[str])
     return document(record.name, body)
 
 
-def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[Figure]:
+def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[KeyNumber]:
     """The best objective, what it was reached with, and how the points ended."""
     counts = [
-        Figure(str(state), str(number))
+        KeyNumber(str(state), str(number))
         for state in PointState
         if (number := sum(point.state is state for point in points))
     ]
@@ -84,7 +247,7 @@ def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Rank
         return counts
     best = ranked[0]
     note = "" if best.spread is None else f"mean of {len(best.objectives)} seeds, deviation {best.spread:.3g}"
-    return [Figure(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
+    return [KeyNumber(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
 
 
 def _points_table(record: SweepRecord, points: Sequence[Point]) -> str:

@@ -1,14 +1,19 @@
-"""The points of a sweep and points.jsonl, in which each change of one is a line; the last line of a point counts."""
+"""The points of a sweep: points.jsonl, in which each change of one is a line, and what their runs came to."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megads.monitor.recorder import is_step
+from megads.runtime.files import Tail
 from megads.runtime.metrics import JsonLinesWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 POINTS_FILE = "points.jsonl"
 
@@ -112,3 +117,94 @@ def read_points(folder: Path) -> list[Point]:
 
 def _point(line: dict[str, Any]) -> Point:
     return Point(**(line | {"state": PointState(line["state"])}))
+
+
+TRAINING_LOSS = "loss"
+_LAST_SHARE = 10
+"""The mean of a step's key is over this part of the steps, the last tenth."""
+
+
+def read_objective(run_dir: Path, key: str | None) -> tuple[float | None, int]:
+    """What a run came to.
+
+    Args:
+        run_dir: the run's folder.
+        key: of metrics.jsonl; None is the validation loss, or the training loss where nothing was validated.
+
+    Returns:
+        The objective, None where the run has no finite value of it; and the run's last step.
+    """
+    lines = list(read_json_lines(run_dir / METRICS_FILE))
+    step = max((int(line.get("step", 0)) for line in lines), default=0)
+    return _objective_of(lines, key), step
+
+
+def events_since(run_dir: Path, since: float | None) -> list[dict[str, Any]]:
+    """The run's events from a time on, in seconds since 1970."""
+    events = read_json_lines(run_dir / EVENTS_FILE)
+    return [event for event in events if float(event.get("time", 0)) >= (since or 0)]
+
+
+def launched_at(run_dir: Path, since: float | None) -> float | None:
+    """When the run's ranks were last started, from a time on; None while they were not: a job may wait for hours."""
+    launches = [float(event["time"]) for event in events_since(run_dir, since) if event.get("event") == "launch"]
+    return launches[-1] if launches else None
+
+
+def _objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float | None:
+    """The objective of the lines of a metrics.jsonl, see `read_objective`."""
+    key = key or _validation_key(lines) or TRAINING_LOSS
+    if any(is_step(line) and key in line for line in lines):
+        # A resume may have written a step twice; the last counts.
+        steps = {int(line["step"]): float(line[key]) for line in lines if is_step(line) and key in line}
+        values = [steps[step] for step in sorted(steps)]
+        last = values[-max(1, len(values) // _LAST_SHARE) :]
+        value = sum(last) / len(last)
+    else:
+        found = [float(line[key]) for line in lines if key in line]
+        value = found[-1] if found else math.nan
+    return value if math.isfinite(value) else None
+
+
+def _validation_key(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """The loss of the first validation set by name; None where nothing was validated."""
+    return next((key for line in lines for key in sorted(line) if _is_validation_loss(key)), None)
+
+
+def _is_validation_loss(key: str) -> bool:
+    """Tells valid/<name>/loss from the other keys."""
+    return key.startswith("valid/") and key.endswith("/loss")
+
+
+def validation_of(objective: str | None) -> str | None:
+    """The curve by which points are judged early: the objective where it is a validation's, else the first set's."""
+    return objective if objective and objective.startswith("valid/") else None
+
+
+class Curve:
+    """The validations of a run that may still go on.
+
+    Args:
+        run_dir: the run's folder.
+        key: of metrics.jsonl; None is the loss of the first validation set.
+    """
+
+    def __init__(self, run_dir: Path, key: str | None):
+        self._tail = Tail(run_dir / METRICS_FILE, 0)
+        self._key = key
+        self.values: dict[int, float] = {}
+        self.step = 0
+
+    def read(self) -> dict[int, float]:
+        """Returns the validations since the last call, by step."""
+        new: dict[int, float] = {}
+        while lines := self._tail.read():
+            self.step = int(lines[-1].get("step", 0))
+            self._key = self._key or _validation_key(lines)
+            new |= {
+                int(line["step"]): float(line[self._key])
+                for line in lines
+                if self._key in line and not is_step(line) and math.isfinite(float(line[self._key]))
+            }
+        self.values |= new
+        return new

@@ -19,9 +19,18 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from megads.errors import NumericalError
-from megads.tools.sweep.config import Direction, PrunerName, PruningConfig, SamplerName, SweepConfig
+from megads.tools.sweep.config import (
+    Assignment,
+    Choice,
+    Direction,
+    Interval,
+    PrunerName,
+    PruningConfig,
+    SamplerName,
+    Space,
+    SweepConfig,
+)
 from megads.tools.sweep.points import Point, PointState
-from megads.tools.sweep.space import Assignment, Choice, Interval, Space
 
 
 class Study:

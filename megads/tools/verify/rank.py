@@ -1,4 +1,4 @@
-"""One rank of a verification, started by megads.tools.verify.start: `python -m megads.tools.verify.rank <folder>`."""
+"""One rank of a verification, started by megads.tools.verify.compare: `python -m megads.tools.verify.rank <folder>`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def _work(folder: Path, rank: int) -> int:
     from megads.runtime.distributed import world
     from megads.runtime.registry import import_plugins
     from megads.tools.verify.layout import build_engine, train_rank
-    from megads.tools.verify.run import write_runs
+    from megads.tools.verify.run import read_stream, write_runs
     from megads.tools.verify.scenario import Job, result_path
-    from megads.tools.verify.stream import read_stream
 
     job = Job.read(folder)
     import_plugins(job.plugins)

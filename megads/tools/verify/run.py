@@ -1,7 +1,9 @@
-"""What a training did, and how it is put together from what its ranks hold."""
+"""What a training did: how it is put together from what its ranks hold, and what their data loaders gave them."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +12,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from megads.batch import MicroBatch
+from megads.data.batch_size import BatchSizeSchedule
+from megads.data.batches import Packing
+from megads.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megads.data.loader import TrainLoader
+from megads.data.samples import TrainSamples
 from megads.engine.interface import Shard
 from megads.errors import NumericalError
 from megads.model.config import ModelConfig
+from megads.tools.verify.scenario import Scenario
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -206,3 +216,64 @@ def differing_copies(held: Iterable[TensorPart]) -> dict[str, int]:
         known[piece.where] = bits
         seen[piece.where] = True
     return differing
+
+
+_DOCUMENTS = 48
+_PACKING = Packing(document_mask=True, reset_positions=True)
+
+
+def write_corpus(prefix: Path, scenario: Scenario) -> None:
+    """Writes documents of unequal length, so that samples start in mid-document; a run reads them in several epochs."""
+    random = np.random.default_rng(scenario.seed)
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for _ in range(_DOCUMENTS):
+            size = int(random.integers(1, 3 * scenario.seq_len))
+            writer.append(random.integers(0, scenario.model.vocabulary, size))
+
+
+def read_stream(prefix: Path, scenario: Scenario, dp_rank: int = 0, dp: int = 1, needs_tokens: bool = True) -> Stream:
+    """What a rank's loader yields over the scenario's steps.
+
+    Args:
+        prefix: the dataset that `write_corpus` wrote.
+        scenario: its batches, sequence length and steps.
+        dp_rank: the rank's place among the data-parallel ranks.
+        dp: data-parallel ranks.
+        needs_tokens: False on pipeline stages in the middle.
+    """
+    dataset = IndexedDataset(prefix)
+    samples = TrainSamples(dataset, range(dataset.num_documents), scenario.seq_len, scenario.seed)
+    schedule = BatchSizeSchedule(scenario.global_batch_size)
+    stream = Stream()
+    with TrainLoader(
+        samples,
+        schedule,
+        scenario.micro_batch_size,
+        dp_rank,
+        dp,
+        scenario.model.vocabulary,
+        needs_tokens=needs_tokens,
+        packing=_PACKING,
+    ) as loader:
+        for step in itertools.islice(loader, scenario.steps):
+            stream.hashes.append(step.batch_hash)
+            for batch in step.micro_batches:
+                _add(stream, batch)
+    return stream
+
+
+def _add(stream: Stream, batch: MicroBatch) -> None:
+    parts = {
+        "tokens": batch.tokens_bs,
+        "labels": batch.labels_bs,
+        "document starts": batch.info.document_starts,
+        "positions": batch.info.position_ids_bs,
+    }
+    for name, rows in parts.items():
+        if rows is not None:
+            for sample, row in zip(batch.info.sample_ids.tolist(), rows, strict=True):
+                stream.contents[f"{name} of sample {sample}"] = _digest(row)
+
+
+def _digest(row: Tensor) -> str:
+    return hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()[:16]

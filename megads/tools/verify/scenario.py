@@ -1,4 +1,4 @@
-"""What the reference and every layout train: weights, samples and settings at which no part of the model can hide.
+"""What the reference and every layout train: a run scaled down, at settings at which no part of the model can hide.
 
 At BLOOM's init a wrong ALiBi slope hides below 1e-6, so weights have std 0.2, and gains and biases are random.
 Shape suffixes: b = micro-batch size, s = sequence length.
@@ -6,6 +6,7 @@ Shape suffixes: b = micro-batch size, s = sequence length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampler import micro_batch_ids
+from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, parameter_generator
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
 from megads.runtime.distributed import decode, encode
 
 # Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
@@ -192,3 +194,246 @@ class Job:
 def result_path(folder: Path, rank: int) -> Path:
     """Where a rank leaves its RankRun of every scenario."""
     return folder / f"rank_{rank:05d}.pt"
+
+
+DEFAULT_RANKS = 8
+# Data ranks only repeat each other; tensor ranks are where most can go wrong.
+_SHRINK_FIRST = ("dp", "pp", "cp", "tp")
+_HEAD_DIM = 8
+_WINDOW = 5
+"""Below any small sample."""
+_VOCABULARY = 509
+"""Prime: every tensor-parallel layout pads it."""
+_SEQ_LEN, _SAMPLES = 16, 8
+# In bf16 layouts round differently, at random: over so many tokens it averages out, over 100 a pass would be luck.
+_BF16_SEQ_LEN, _BF16_SAMPLES = 64, 24
+_BF16_STEPS = 3
+"""Only the first loss is compared; copies must stay copies beyond it."""
+_BUCKET = 8192
+"""Several buckets a rank, as a large model has them."""
+_CLIP = 0.5
+"""Hot gradients have a norm of about 2: every step is clipped."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The run as the user described it.
+
+    Attributes:
+        model, parallel, optim: its configs.
+        global_batch_size, micro_batch_size, seq_len: train.*.
+        bf16: whether it trains in bf16.
+        document_mask, reset_positions: data.*.
+        ops: its config.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optim: OptimConfig
+    global_batch_size: int
+    micro_batch_size: int
+    seq_len: int
+    bf16: bool
+    document_mask: bool = False
+    reset_positions: bool = False
+    ops: OpsConfig = field(default_factory=OpsConfig)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What is verified in its place.
+
+    Attributes:
+        parallel: the layout; an axis is above 1 where it was.
+        exact: the scenario in fp32, whose bounds are tight.
+        bf16: the one in bf16, None where the run trains in fp32.
+        notes: what differs from the run, for people.
+    """
+
+    parallel: ParallelConfig
+    exact: Scenario
+    bf16: Scenario | None
+    notes: tuple[str, ...]
+
+
+def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
+    """Scales a run down.
+
+    Args:
+        wanted: a run that has been checked.
+        max_ranks: most ranks; None is DEFAULT_RANKS, or the fewest that keep the layout's shape.
+        steps: of the curve.
+
+    Raises:
+        ConfigError: the layout keeps its shape on more ranks only.
+    """
+    parallel = scale_layout(wanted.parallel, max_ranks)
+    model = _scale_model(wanted.model, wanted.parallel.tp, parallel)
+    exact = Scenario(
+        model=model,
+        steps=steps,
+        masked=True,
+        documents=wanted.document_mask or wanted.reset_positions,
+        document_mask=wanted.document_mask,
+        reset_positions=wanted.reset_positions,
+        clip_grad=_CLIP if wanted.optim.clip_grad > 0 else 0.0,
+        optimizer=wanted.optim,
+        ops=wanted.ops,
+    )
+    micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
+    exact = _with_batches(exact, wanted, parallel, min(micro_batches, parallel.num_stages + 2), _SEQ_LEN, _SAMPLES)
+    bf16 = None
+    if wanted.bf16:
+        bf16 = _with_batches(exact, wanted, parallel, 1, _BF16_SEQ_LEN, _BF16_SAMPLES)
+        bf16 = replace(bf16, precision="bfloat16", steps=min(steps, _BF16_STEPS))
+    return Scaled(parallel, exact, bf16, _notes(wanted, parallel, exact))
+
+
+def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelConfig:
+    """The layout on at most `max_ranks` ranks, each axis above 1 where it was.
+
+    Raises:
+        ConfigError: it needs more.
+    """
+    sizes = {axis: getattr(parallel, axis) for axis in AXES}
+    smallest = _smallest(parallel)
+    fewest = math.prod(smallest.values())
+    limit = max(DEFAULT_RANKS, fewest) if max_ranks is None else max_ranks
+    if fewest > limit:
+        wide = ", ".join(f"parallel.{axis}" for axis in AXES if sizes[axis] > 1)
+        raise ConfigError(
+            f"verify.max_ranks = {limit}: {wide} above 1 need at least {fewest} ranks; raise it, or verify the layout "
+            "in parts, with one of them at 1"
+        )
+    for axis in _SHRINK_FIRST:
+        others = math.prod(size for other, size in sizes.items() if other != axis)
+        if sizes[axis] > 1:
+            sizes[axis] = min(sizes[axis], max(smallest[axis], limit // others))
+    if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] % 2:
+        sizes["dp" if sizes["dp"] > smallest["dp"] else "cp"] -= 1
+    small = replace(parallel, **sizes, bucket_elements=min(parallel.bucket_elements, _BUCKET))
+    if parallel.zero_shard_size is not None:
+        small.zero_shard_size = 2 if _has_shard_groups(parallel) else small.data_size
+    return _with_recomputation(_with_few_blocks(small))
+
+
+def _has_shard_groups(parallel: ParallelConfig) -> bool:
+    """Whether several groups of data ranks each hold the whole model."""
+    return parallel.zero_shard_size is not None and parallel.zero_shard_size < parallel.data_size
+
+
+def _smallest(parallel: ParallelConfig) -> dict[str, int]:
+    """Every axis at 2 where it is above 1; four data ranks where two groups of two must be left."""
+    sizes = {axis: min(2, getattr(parallel, axis)) for axis in AXES}
+    if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] < 4:
+        sizes["dp" if parallel.dp > 1 else "cp"] = 4
+    return sizes
+
+
+def _with_few_blocks(parallel: ParallelConfig) -> ParallelConfig:
+    """A partition that fits a small model: one block where the ends of the pipeline were given several."""
+    first, last = parallel.first_stage_blocks, parallel.last_stage_blocks
+    return replace(
+        parallel,
+        # What auto measures of a large model says nothing of a small one.
+        partition=Partition.weighted if parallel.partition is Partition.auto else parallel.partition,
+        first_stage_blocks=None if first is None else min(1, first),
+        last_stage_blocks=None if last is None else min(1, last),
+    )
+
+
+def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
+    """Numbers of recomputed blocks that fit a small model: none or one a stage. Everything fits, so auto has one."""
+    if parallel.recompute is Recompute.auto:
+        return replace(parallel, recompute=Recompute.full, recompute_blocks=[1] * parallel.pp)
+    if parallel.recompute_blocks is None:
+        return parallel
+    return replace(parallel, recompute_blocks=[min(1, blocks) for blocks in parallel.recompute_blocks[: parallel.pp]])
+
+
+def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:
+    """A small model with the features of a large one.
+
+    Args:
+        model: the large one.
+        tp: ranks over which its heads are cut.
+        parallel: the layout that the small one must divide over.
+    """
+    power_of_two = model.num_heads & (model.num_heads - 1) == 0
+    # ALiBi's slopes follow another rule where the number of heads is no power of two.
+    kept = max(2, 4 // parallel.tp) if power_of_two else max(3, 6 // parallel.tp)
+    heads = parallel.tp * min(model.num_heads // tp, kept)
+    width = heads * min(model.head_dim, _HEAD_DIM)
+    ffn = None
+    if model.ffn_size is not None:
+        ffn = parallel.tp * max(1, round(model.ffn_size / model.hidden_size * width / parallel.tp))
+    return replace(
+        model,
+        num_layers=min(model.num_layers, max(3, 2 * parallel.num_stages - 1)),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=_kv_heads(model, tp, heads, parallel.tp),
+        ffn_size=ffn,
+        window=None if model.window is None else min(model.window, _WINDOW),
+        vocab_size=min(model.vocab_size or _VOCABULARY, _VOCABULARY),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | None:
+    """Heads of keys and values beside so many of queries: shared where they were, several a rank where there were."""
+    if model.queries_per_kv == 1:
+        return None
+    share = heads // small_tp
+    most = min(model.kv_heads // tp, share // 2)
+    return small_tp * max(count for count in range(1, most + 1) if share % count == 0)
+
+
+def _with_batches(
+    scenario: Scenario, wanted: Wanted, parallel: ParallelConfig, micro_batches: int, seq_len: int, samples: int
+) -> Scenario:
+    """At least so many samples of at least so many tokens, as the layout divides them."""
+    # Context parallelism cuts a sample in 2 cp chunks, and sequence parallelism each rank's share in tp.
+    unit = 2 * parallel.cp * parallel.tp
+    length = unit * math.ceil(seq_len / unit)
+    micro_batch_size = min(wanted.micro_batch_size, 2)
+    block = micro_batch_size * parallel.dp
+    return replace(
+        scenario,
+        model=replace(scenario.model, max_seq_len=length),
+        seq_len=length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=block * max(micro_batches, math.ceil(samples / block)),
+    )
+
+
+def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tuple[str, ...]:
+    """One line for the layout where it shrank, one for the model, one for what is set for the comparison."""
+    notes = []
+    shrunk = [
+        f"{a} {getattr(wanted.parallel, a)} -> {getattr(parallel, a)}"
+        for a in AXES
+        if getattr(wanted.parallel, a) != getattr(parallel, a)
+    ]
+    if shrunk:
+        notes.append(
+            f"layout: {', '.join(shrunk)}: {wanted.parallel.world_size} ranks are {parallel.world_size} here "
+            "(verify.max_ranks)"
+        )
+    names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "window", "vocab_size")
+    sizes = [
+        f"{name} {getattr(wanted.model, name) or 'null'} -> {getattr(scenario.model, name)}"
+        for name in names
+        if getattr(wanted.model, name) != getattr(scenario.model, name)
+    ]
+    notes.append(f"model: {', '.join(sizes) or 'as it is'}")
+    notes.append(
+        f"batch: {scenario.global_batch_size} samples of {scenario.seq_len} tokens in micro-batches of "
+        f"{scenario.micro_batch_size}, masks that leave 1 to all tokens"
+    )
+    notes.append(
+        "weights of std 0.2, dropout 0, "
+        + (f"gradients clipped to {scenario.clip_grad} at every step" if scenario.clip_grad else "no clipping")
+    )
+    return tuple(notes)

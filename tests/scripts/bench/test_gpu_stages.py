@@ -18,7 +18,7 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value
 from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
-from megads.plan.parameters import parameter_count
+from megads.plan.model_size import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from scripts.bench.gpu_items import ALWAYS, STAGES, Item, chosen, items, rounds
 from scripts.bench.gpu_profile import profile_command, read_report, slowest

@@ -1,119 +1,142 @@
-"""What is made of the probe's results: all the ways in which it can end."""
+"""Versions, known-bad releases and doubled packages; compilers, SLURM and wandb, with and without them."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from megads.ops.attention_kinds import AttentionKind
+import pytest
+from packaging.requirements import Requirement
+
+from megads.tools.doctor import software
 from megads.tools.doctor.finding import Finding, Status
-from megads.tools.doctor.software import describe_gpus, judge_probe
-from megads.tools.doctor.trial import TrialResult, read_outcome
-
-TORCH = '{"begin": "torch"}\n{"end": "torch", "result": {"version": "2.13.0", "seconds": 1.5, "cuda": null}}\n'
-GOOD = (
-    TORCH
-    + '{"begin": "gloo"}\n{"end": "gloo", "result": {"seconds": 0.1, "interface": null}}\n'
-    + '{"begin": "gpus"}\n{"end": "gpus", "result": {"gpus": [], "reason": null}}\n'
-    + '{"begin": "kernels"}\n{"end": "kernels", "result": {"state": "loaded", "error": 2e-7}}\n'
-    + '{"begin": "deepspeed"}\n{"end": "deepspeed", "result": {"seconds": 0.5}}\n'
+from megads.tools.doctor.software import (
+    ask,
+    check_packages,
+    check_python,
+    installed_version,
+    judge_copies,
+    judge_packages,
+    stated_requirements,
 )
 
-
-def statuses(outcome: TrialResult) -> dict[str, Status]:
-    return {finding.check: finding.status for finding in judge_probe(outcome)}
+REPOSITORY = Path(__file__).parents[3]
 
 
-def test_all_well() -> None:
-    """Catches a finding that is lost, and a good result that is called bad."""
-    found = statuses(read_outcome(GOOD, "exited with 0"))
-    assert {check: found[check] for check in ("import torch", "import deepspeed", "collectives")} == {
-        "import torch": Status.ok,
-        "import deepspeed": Status.ok,
-        "collectives": Status.ok,
-    }
+def judged(installed: dict[str, list[str]], python: str = "3.12.1", *wanted: str) -> dict[str, Finding]:
+    return {finding.check: finding for finding in judge_packages([Requirement(w) for w in wanted], installed, python)}
 
 
-def test_a_crash_is_blamed_on_what_was_begun() -> None:
-    """Catches a segmentation fault of DeepSpeed's that takes torch's results with it."""
-    outcome = read_outcome(GOOD[: GOOD.rindex('{"end"')], "was killed by SIGSEGV")
-    (finding,) = [finding for finding in judge_probe(outcome) if finding.status == Status.problem]
-    assert (finding.check, finding.found) == ("import deepspeed", "Python was killed by SIGSEGV")
-    # A cut line counts as nothing.
-    assert read_outcome(GOOD[:-30], "was killed by SIGSEGV") == outcome
+def test_this_environment_is_in_order() -> None:
+    """Catches a doctor that calls a tested environment ill, and one that reads no requirements."""
+    assert [finding.status for finding in [*check_python(), *check_packages()]] == [Status.ok] * 2
+    python, requirements = stated_requirements()
+    assert python.startswith(">=3.11")
+    assert {"deepspeed", "hydra-core", "omegaconf", "tokenizers", "torch"} <= {r.name for r in requirements}
+    assert "ruff" not in {r.name for r in requirements}
 
 
-def test_too_slow_is_a_note() -> None:
-    """Catches a busy machine that is called ill, and what was not tried reported as tried."""
-    assert statuses(read_outcome('{"begin": "torch"}\n', "took longer than 7 s")) == {
-        "import torch": Status.note,
-        "import deepspeed": Status.note,
-        "collectives": Status.note,
-        "gpu": Status.note,
-        "kernels": Status.note,
-    }
-    assert statuses(read_outcome("", "exited with 1"))["import torch"] == Status.problem
+@pytest.mark.parametrize(
+    ("package", "version", "python", "expected"),
+    [
+        ("deepspeed", "0.17.6", "3.11.0", "summed"),
+        ("deepspeed", "0.18.9", "3.11.0", "divided"),
+        ("deepspeed", "0.19.2+cpu", "3.11.0", "divided"),
+        ("deepspeed", "0.19.3", "3.11.0", None),
+        ("omegaconf", "2.4.0.dev3", "3.11.0", "does not work"),
+        ("omegaconf", "2.3.1", "3.11.0", None),
+        ("hydra-ax-sweeper", "1.2.0", "3.11.0", "every Hydra application"),
+        ("hydra-ax-sweeper", "1.2.0", "3.10.9", None),
+    ],
+)
+def test_known_bad_releases(package: str, version: str, python: str, expected: str | None) -> None:
+    """Catches a release that trains wrong and is let pass, and its repaired successor refused."""
+    found = judged({package: [version]}, python).get(package)
+    assert (found is None) if expected is None else (found is not None and expected in found.cost)
+    assert found is None or found.remedy
 
 
-def test_a_broken_torch_is_one_problem() -> None:
-    """Catches a list of consequences in which the cause is lost."""
-    error = '{"begin": "torch"}\n{"end": "torch", "error": "ImportError: no libcudart"}\n'
-    found = statuses(read_outcome(error, "exited with 0"))
-    assert [check for check, status in found.items() if status == Status.problem] == ["import torch"]
-    assert len(found) == 5
+def test_missing_and_old_packages_are_problems() -> None:
+    """Catches a requirement that is compared as text: 2.10 is newer than 2.9."""
+    findings = judged({"torch": ["2.8.0"], "numpy": ["2.10"]}, "3.12.1", "torch>=2.9", "numpy>=2.9", "xxhash")
+    assert (findings["torch"].status, findings["torch"].found) == (Status.problem, "2.8.0")
+    assert findings["xxhash"].found == "not installed"
+    assert findings["packages"].found == "numpy 2.10"
 
 
-def test_collectives_that_fail_name_the_interface_that_works() -> None:
-    """Catches a host name that resolves to nowhere, the usual cause, left without its remedy."""
-    failed = '{"seconds": null, "failure": "RuntimeError: no route", "interface": "lo"}'
-    outcome = read_outcome(GOOD.replace('{"seconds": 0.1, "interface": null}', failed), "exited with 0")
-    (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "collectives"]
-    assert finding.status == Status.problem and "GLOO_SOCKET_IFNAME=lo" in finding.remedy
+def test_copies_and_mixed_cuda() -> None:
+    """Catches two torch installations of which an unexpected one is imported."""
+    found = judge_copies({"torch": ["2.13.0", "2.9.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu13": ["1"]})
+    assert [finding.check for finding in found] == ["copies of torch", "CUDA libraries"]
+    assert judge_copies({"torch": ["2.13.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu12": ["1"]}) == []
 
 
-def kernels(result: str) -> Finding:
-    outcome = read_outcome(GOOD.replace('{"state": "loaded", "error": 2e-7}', result), "exited with 0")
-    (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "kernels"]
-    return finding
+def test_planted_packages_are_found(tmp_path: Path) -> None:
+    """Catches a search that misses what is on PYTHONPATH: a second torch, PyPI's apex, a sweeper that breaks Hydra."""
+    for name, version in (("torch", "2.1.0"), ("hydra_ax_sweeper", "1.2.0"), ("apex", "0.9.10.dev0")):
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    code = (
+        "from megads.tools.doctor.software import *\n"
+        "for f in [*check_packages(), *check_copies(), *check_apex()]: print(f.status, f.check, f.found, sep='|')"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = result.stdout.splitlines()
+    assert "problem|torch|2.1.0" in lines and "problem|hydra-ax-sweeper|1.2.0" in lines
+    assert any(line.startswith("note|copies of torch|2.1.0, 2.") for line in lines)
+    assert any(line.startswith("note|apex|apex 0.9.10.dev0 is not NVIDIA's: PyPI's package") for line in lines)
 
 
-def test_kernels() -> None:
-    """Catches kernels that are wrong or crash and are called good, and a missing compiler that is called a defect."""
-    assert kernels('{"state": "loaded", "error": 2e-7}').status == Status.ok
-    assert kernels('{"state": "not compiled"}').status == Status.ok
-    missing = kernels('{"state": "unavailable", "reason": "there is no C++ compiler: install one"}')
-    assert missing.status == Status.note and "install one" in missing.remedy
-    assert kernels('{"state": "loaded", "error": 0.5}').status == Status.problem
-    cut = GOOD[: GOOD.index('{"end": "kernels"')]
-    found = {finding.check: finding for finding in judge_probe(read_outcome(cut, "was killed by SIGILL"))}
-    assert found["kernels"].status == Status.problem and "SIGILL" in found["kernels"].found
+def test_nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a laptop without compilers or SLURM that is called ill."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (compilers,), (slurm,) = software.check_compilers(), software.check_slurm()
+    assert (compilers.status, compilers.found) == (Status.note, "none")
+    assert slurm.status == Status.ok and "this machine only" in slurm.found
 
 
-def test_gpus() -> None:
-    """Catches old, mixed, occupied and unconnected GPUs that are called good."""
-    gpu = {"name": "H100", "free_bytes": 79 * 2**30, "total_bytes": 80 * 2**30, "capability": [9, 0]}
-    good: dict[str, Any] = {"gpus": [gpu, dict(gpu)], "apart": [], "nccl": "2.27.7"}
-    assert {finding.status for finding in describe_gpus(good, "580.1")} == {Status.ok}
-    bad = copy.deepcopy(good)
-    bad["gpus"][1] = {**gpu, "name": "V100", "free_bytes": 2**30, "capability": [7, 0]}
-    bad.update(apart=[[0, 1], [1, 0]], nccl=None)
-    found = {finding.check: finding for finding in describe_gpus(bad, "580.1")}
-    assert found["nccl"].status == Status.problem
-    for check in ("gpu models", "bf16", "gpu memory", "peer access"):
-        assert found[check].status == Status.note and found[check].remedy
-    assert "GPU 1" in found["bf16"].found
+def test_half_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a container into which only srun was mounted, and a command that does not run."""
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    (slurm,) = software.check_slurm()
+    assert slurm.status == Status.note and "sbatch" in slurm.cost and "inside job 17" in slurm.found
 
 
-def test_attention_of_this_machine() -> None:
-    """Catches a GPU's kinds of attention promised to a CPU, and a kind that is left out without a reason."""
-    gpu = '{"name": "A", "free_bytes": 9, "total_bytes": 9, "capability": [9, 0]}'
-    on_gpu = GOOD.replace('"gpus": [], "reason": null', f'"gpus": [{gpu}], "apart": [], "nccl": "2"')
-    for text, there, reason in (
-        (GOOD, "fused, fused_softmax, sdpa, augmented", "cudnn is for GPUs (cuDNN)"),
-        (on_gpu, "fused_softmax, sdpa, augmented", "fused is for CPUs"),
-    ):
-        found = judge_probe(read_outcome(text, "exited with 0"))
-        (finding,) = [finding for finding in found if finding.check == "attention"]
-        kinds, *others = finding.found.split("; ")
-        assert kinds.startswith(there) and reason in others
-        assert {part.split()[0] for part in others} | set(kinds.split(", ")) == set(AttentionKind) - {"auto"}
+def test_wandb_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a key in ~/.netrc that is not found, one for another server, and a key that is shown."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    netrc = tmp_path / ".netrc"
+    netrc.write_text("machine wandb.example login user password not-a-real-key\n")
+    netrc.chmod(0o600)
+    (other,) = software.check_wandb()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example")
+    (found,) = software.check_wandb()
+    assert found.status == Status.ok and "not-a-real-key" not in found.found
+    if installed_version("wandb"):
+        assert other.status == Status.note and str(netrc) in found.found
+
+
+def test_ask_survives_every_program() -> None:
+    """Catches a doctor that hangs with the program it asks."""
+    assert ask("echo", "7") == "7"
+    assert ask("false") is None
+    assert ask("no-such-program") is None
+    assert ask("sleep", "9", timeout_s=0.1) is None

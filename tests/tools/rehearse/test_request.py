@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError
-from megads.tools.rehearse.request import Request, read_request
-from megads.tools.rehearse.sbatch_options import UnknownOptionError
+from megads.tools.rehearse.request import Request, UnknownOptionError, read_request
 
 SCRIPT = """#!/bin/bash
 # a comment

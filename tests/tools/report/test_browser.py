@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 from PIL import Image
 
 from megads.tools.report.config import ReportConfig
-from megads.tools.report.write import WrittenReport, write_report
+from megads.tools.report.page import WrittenReport, write_report
 from tests.tools.report.browser import DARK, browse
 from tests.tools.report.written_runs import write_eventful_run
 

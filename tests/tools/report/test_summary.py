@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megads.tools.report.history import read_history
-from megads.tools.report.summary import facts, figures, short, size, status
+from megads.tools.report.summary import facts, key_numbers, short, size, status
 from tests.tools.report.written_runs import (
     BEGIN,
     write_config,
@@ -25,7 +25,7 @@ def test_an_eventful_run(tmp_path: Path) -> None:
     write_eventful_run(tmp_path)
     write_validation(tmp_path, 301, 5.0)
     history = read_history(tmp_path)
-    shown = {item.label: (item.value, item.note) for item in figures(history)}
+    shown = {item.label: (item.value, item.note) for item in key_numbers(history)}
     assert shown["validation loss"] == ("5.0000", "best 4.3000 at step 300, unigram 6.2000")
     assert shown["perplexity"] == ("148.4", "of validation at step 301")
     assert shown["train loss"][1] == "mean of the last 10 steps; 1 of all not finite"
@@ -64,7 +64,7 @@ def test_nothing_but_steps(tmp_path: Path) -> None:
     """Catches a summary that needs a config, events or finite losses."""
     write_steps(tmp_path, 1, 2, loss=lambda step: math.nan)
     history = read_history(tmp_path)
-    assert next(item for item in figures(history) if item.label == "train loss").value == "not finite"
+    assert next(item for item in key_numbers(history) if item.label == "train loss").value == "not finite"
     assert dict(facts(history))["steps"] == "2"
 
 

@@ -1,16 +1,129 @@
-"""How a sweep takes the ends of its points, with a launcher whose points end at once."""
+"""Which points a sweep has, and how it takes their ends, with a launcher whose points end at once."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from megads.tools.sweep.config import SweepConfig
-from megads.tools.sweep.driver import Driver, PlannedPoint
-from megads.tools.sweep.launcher import PointEnd
+from megads.errors import ConfigError
+from megads.tools.sweep.config import (
+    Choice,
+    Interval,
+    PruningConfig,
+    SamplerName,
+    SearchName,
+    Space,
+    SweepConfig,
+    check_space,
+    draw,
+    grid,
+    size,
+)
+from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study, propose, recall
+from megads.tools.sweep.launchers import PointEnd
 from megads.tools.sweep.points import Point, PointBook, PointState
-from megads.tools.sweep.space import Choice
+
+SPACE: Space = {"lr": Interval(1e-5, 1e-1, log=True), "heads": Interval(1, 8, integer=True), "norm": Choice(("a", "b"))}
+SMALL: Space = {"x": Choice(("1", "2")), "y": Choice(("a", "b"))}
+
+
+def test_a_grid_is_hydras_product_in_its_order() -> None:
+    """Catches combinations that are missing, or numbered unlike Hydra numbers its jobs."""
+    assert [tuple(point.values()) for point in grid(SMALL)] == [("1", "a"), ("1", "b"), ("2", "a"), ("2", "b")]
+
+
+def test_draws_stay_inside_and_cover_what_they_should() -> None:
+    """Catches rounding that leaves the interval, a uniform draw where log was asked, and a bound never reached."""
+    points = [draw(SPACE, 3, number) for number in range(400)]
+    rates = sorted(float(point["lr"]) for point in points)
+    assert rates[0] >= 1e-5 and rates[-1] <= 1e-1
+    assert math.log10(rates[200]) == pytest.approx(-3, abs=0.35)
+    assert {point["heads"] for point in points} == {str(number) for number in range(1, 9)}
+    assert points[7] == draw(SPACE, 3, 7) != draw(SPACE, 4, 7)
+
+
+def test_random_points_are_different_and_end_with_the_space() -> None:
+    """Catches a point trained twice, and a loop without end over a small space."""
+    config = SweepConfig(search=SearchName.random, trials=20)
+    assert len({tuple(point.values()) for point in listed_points(config, SMALL)}) == size(SMALL) == 4
+    assert len(listed_points(config, SPACE)) == 20
+    longer = SweepConfig(search=SearchName.random, trials=30)
+    assert listed_points(longer, SPACE)[:20] == listed_points(config, SPACE), "more trials go on with the same ones"
+
+
+@pytest.mark.parametrize(
+    ("config", "space", "expected"),
+    [
+        (SweepConfig(), SPACE, "lr is an interval, of which a grid has no end"),
+        (SweepConfig(search=SearchName.random, trials=2), {}, "no key has several values"),
+        (SweepConfig(search=SearchName.random, trials=2), {"x": Interval(0, 1, log=True)}, "not positive"),
+        (SweepConfig(search=SearchName.random, trials=2), {"x": Interval(2, 1)}, "upside down"),
+    ],
+)
+def test_a_space_that_cannot_be_searched(config: SweepConfig, space: Space, expected: str) -> None:
+    """Catches a sweep that starts, and fails in the midst or never ends."""
+    with pytest.raises(ConfigError, match=expected):
+        check_space(config, space)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"trials": 3}, "a grid has as many points as there are combinations"),
+        ({"search": SearchName.bayes}, "set sweep.trials"),
+        ({"parallel": 0}, "sweep.parallel = 0"),
+        ({"point_limit_s": 0.0}, "sweep.point_limit_s = 0.0"),
+        ({"name": "a/b"}, "sweep.name = 'a/b'"),
+        ({"pruning": PruningConfig(factor=1)}, "sweep.pruning.factor = 1"),
+    ],
+)
+def test_settings_that_cannot_be_run(change: dict[str, object], expected: str) -> None:
+    """Catches a setting that is found out only hours later."""
+    with pytest.raises(ConfigError) as caught:
+        SweepConfig(**change).check()  # type: ignore[arg-type]
+    assert expected in str(caught.value)
+
+
+def trained(number: int, assignment: dict[str, str], folder: Path) -> Point:
+    """A point whose objective has its best at lr = 1e-3."""
+    value = (math.log10(float(assignment["lr"])) + 3) ** 2 + int(assignment["heads"]) / 10
+    return Point(number, assignment, run_dir=str(folder), state=PointState.finished, objective=value)
+
+
+@pytest.mark.parametrize("sampler", list(SamplerName))
+def test_bayes_finds_the_good_region_and_goes_on_as_it_would_have(sampler: SamplerName, tmp_path: Path) -> None:
+    """Catches a sampler that is not told of the results, and a resumed search that draws the same points again."""
+    config = SweepConfig(search=SearchName.bayes, trials=16, sampler=sampler, startup_trials=5, seed=1)
+    study = make_study(config, SPACE, 1)
+    assert study is not None
+    points: list[Point] = []
+    for number in range(15):
+        assignment = propose(study, config, SPACE, points)
+        assert assignment is not None
+        study.adopt(number, assignment)
+        points.append(trained(number, dict(assignment), tmp_path))
+        study.end(points[-1])
+    drawn, proposed = points[:5], points[10:]
+    assert min(float(p.objective or 0) for p in proposed) < min(float(p.objective or 0) for p in drawn)
+    resumed = make_study(config, SPACE, 1)
+    assert resumed is not None
+    recall(resumed, points, None)
+    assert propose(resumed, config, SPACE, points) == propose(study, config, SPACE, points)
+
+
+def test_bayes_ends_with_a_small_space() -> None:
+    """Catches a point proposed twice, whose run would only be continued, and a search without end."""
+    config = SweepConfig(search=SearchName.bayes, trials=9, startup_trials=2)
+    study = make_study(config, SMALL, 1)
+    assert study is not None
+    points: list[Point] = []
+    while (assignment := propose(study, config, SMALL, points)) is not None:
+        study.adopt(len(points), assignment)
+        points.append(Point(len(points), dict(assignment), state=PointState.finished, objective=1.0))
+        study.end(points[-1])
+    assert len({point.label for point in points}) == len(points) == 4
 
 
 class EndsAtOnce:

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 
 from megads.errors import ConfigError
-from megads.tools.sweep.config import Direction, SweepConfig
+from megads.tools.sweep.config import Choice, Direction, Interval, Space, SweepConfig
 from megads.tools.sweep.points import Point, PointBook, PointState, read_points
-from megads.tools.sweep.record import held, make_record, read_record, write_record
-from megads.tools.sweep.results import best_command, ranking, summary, to_repeat, write_results
-from megads.tools.sweep.space import Choice, Interval, Space
+from megads.tools.sweep.results import (
+    best_command,
+    held,
+    make_record,
+    ranking,
+    read_record,
+    summary,
+    to_repeat,
+    write_record,
+    write_results,
+)
 from tests.command import run_megads as megads
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from optuna.samplers import GPSampler
 
-from megads.tools.sweep.config import PrunerName, PruningConfig, SearchName, SweepConfig
+from megads.tools.sweep.config import Interval, PrunerName, PruningConfig, SearchName, SweepConfig
 from megads.tools.sweep.points import Point, PointState
-from megads.tools.sweep.space import Interval
 from megads.tools.sweep.study import Study
 
 SPACE = {"x": Interval(0, 1)}

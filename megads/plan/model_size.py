@@ -1,0 +1,154 @@
+"""Size of a model: names, shapes and number of its parameters, and the floating-point operations of training it.
+
+Nothing is allocated. Convention of megads: MODEL operations, those the algorithm needs. Two per multiply-add, forward
+once and backward twice, causal attention counted in full, no recomputation; norms, biases, activations and the
+embedding lookup are left out. HARDWARE operations are these and the ones that recomputation does again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position, has_attention_core
+from megads.model.gpt import make_block
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import Recompute
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
+    hidden, ffn = config.hidden_size, config.ffn_width
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
+        return {f"{name}.{part}": (hidden,) for part in parts}
+
+    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        biases = {f"{name}.bias": (rows,)} if config.bias else {}
+        return {f"{name}.weight": (rows, columns), **biases}
+
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocabulary, hidden)}
+    if config.position is Position.learned:
+        shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
+    if config.embedding_norm:
+        shapes |= norm("embedding.norm")
+    for block in range(config.num_layers):
+        if config.block.is_custom:
+            shapes |= {f"blocks.{block}.{path}": shape for path, shape in _custom_shapes(config).items()}
+            continue
+        shapes |= norm(f"blocks.{block}.input_norm")
+        shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
+        shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
+        if not config.parallel_block:
+            shapes |= norm(f"blocks.{block}.post_attention_norm")
+        into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
+        shapes |= linear(f"blocks.{block}.mlp.{into}", config.mlp_rows, hidden)
+        shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
+    shapes |= norm("final_norm")
+    if not config.tie_embeddings:
+        shapes["head.weight"] = (config.vocabulary, hidden)
+    return shapes
+
+
+def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
+    with torch.device("meta"):
+        block = make_block(config, seed=0, index=0)
+    return {path: tuple(parameter.shape) for path, parameter in block.named_parameters()}
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters, vocabulary padding excluded and a tied embedding counted once."""
+    return sum(prod(shape) for shape in parameter_shapes(config).values())
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """Operations a token of one layer.
+
+    Attributes:
+        forward: of a forward pass.
+        backward_input: of a backward pass but for the gradients of weights; attention's products count twice here.
+        backward_weight: of the gradients of its matrices.
+    """
+
+    forward: int
+    backward_input: int
+    backward_weight: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward_input + self.backward_weight
+
+
+def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
+    """Of one block: its matrices and attention's two products, as PaLM counts them.
+
+    Of a plugin's block: two per element of each matrix, and attention's products where it names an attention core.
+    """
+    if config.block.is_custom:
+        matrices = 2 * sum(prod(shape) for shape in _custom_shapes(config).values() if len(shape) == 2)
+        attention = 2 * _product(config, seq_len) if has_attention_core(config) else 0
+    else:
+        matrices, attention = sum(_matrices(config)), 2 * _product(config, seq_len)
+    return LayerFlops(matrices + attention, matrices + 2 * attention, matrices)
+
+
+def _matrices(config: ModelConfig) -> tuple[int, int, int]:
+    """Operations a token of a block's projections: attention's, those into the MLP, and the one out of it."""
+    twice = 2 * config.hidden_size
+    return twice * (config.qkv_width + config.hidden_size), twice * config.mlp_rows, twice * config.ffn_width
+
+
+def _product(config: ModelConfig, seq_len: int) -> int:
+    """Operations a token of one of attention's two products; a window is as many keys as a token sees at most."""
+    return 2 * config.hidden_size * min(seq_len, config.window or seq_len)
+
+
+def head_flops(config: ModelConfig) -> LayerFlops:
+    """Of the output projection."""
+    matrix = 2 * config.vocabulary * config.hidden_size
+    return LayerFlops(matrix, matrix, matrix)
+
+
+def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*h*S.
+
+    The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
+    window takes the place of S where it is smaller.
+
+    Args:
+        config: the model; L = num_layers, h = hidden_size.
+        seq_len: tokens a sample, S.
+    """
+    return config.num_layers * block_flops(config, seq_len).total + head_flops(config).total
+
+
+def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable[Recompute]) -> int:
+    """Operations a token with what is recomputed.
+
+    Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
+    product is therefore made again only where a dropout follows; of attention by fused_softmax without
+    dropout it is the probabilities, which are not multiplied by the values again; all others need their output.
+
+    Args:
+        config: the model.
+        seq_len: tokens a sample.
+        blocks: what each block of the model recomputes.
+    """
+    again = recompute_flops(config, seq_len)
+    return model_flops_per_token(config, seq_len) + sum(again[block] for block in blocks)
+
+
+def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
+    """Operations a token that a block's backward pass does again, by what is recomputed of it."""
+    attention, into, out_of = _matrices(config)
+    product = _product(config, seq_len)
+    explicit = config.attention is AttentionKind.fused_softmax and not config.attention_dropout
+    core = product if explicit else 2 * product
+    full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
+    return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}

@@ -1,0 +1,365 @@
+"""The tables of `megads plan` and of a dry run: which rank holds what, what each pipeline schedule promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import RootConfig, check_shape
+from megads.errors import ConfigError
+from megads.launch.preflight_memory import Machine, gib, plan_of, workload_of
+from megads.model.config import ModelConfig
+from megads.model.gpt import EMBEDDING, HEAD, stage_specs
+from megads.parallel.config import AXES, ParallelConfig
+from megads.parallel.grid import GridCoordinate, axis_lines, padded_rows, place_of
+from megads.parallel.partition import stage_bounds
+from megads.parallel.schedule import ScheduleName
+from megads.plan.step_time import Outlook, Speed, outlook
+from megads.runtime.visible_console import VisibleConsole
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """What one rank holds.
+
+    Attributes:
+        rank: global rank.
+        place: its coordinates; place.pp is its pipeline stage.
+        node: number of its node; None where ranks per node are not known.
+        layers: names of the model's stages it holds a share of.
+        heads: its attention heads, of every block it holds; empty without a block.
+        vocabulary: its rows of the vocabulary, padding left out; empty without embedding and head, None where the size
+            of the vocabulary is not known.
+    """
+
+    rank: int
+    place: GridCoordinate
+    node: int | None
+    layers: tuple[str, ...]
+    heads: range
+    vocabulary: range | None
+
+
+def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None) -> list[RankPlace]:
+    """Every rank of a layout, in order.
+
+    Args:
+        model: the model's shape; its vocabulary may still be the tokenizer's.
+        parallel: the layout.
+        ranks_per_node: how many neighbouring ranks share a node; None where that is not known.
+
+    Raises:
+        ConfigError: more pipeline stages than layers.
+    """
+    specs = stage_specs(model, seed=0)
+    bounds = stage_bounds([spec.weight for spec in specs], parallel)
+    stages = [tuple(spec.name for spec in specs[start:end]) for start, end in pairwise(bounds)]
+    share, placement = model.num_heads // parallel.tp, parallel.placement
+    found = []
+    for rank in range(parallel.world_size):
+        place = place_of(rank, parallel)
+        layers = tuple(chain.from_iterable(stages[stage] for stage in placement.stages_of(place.pp)))
+        has_blocks = any(layer.startswith("blocks.") for layer in layers)
+        heads = range(place.tp * share, (place.tp + 1) * share) if has_blocks else range(0)
+        node = None if ranks_per_node is None else rank // ranks_per_node
+        found.append(RankPlace(rank, place, node, layers, heads, _vocabulary(model, parallel, place, layers)))
+    return found
+
+
+def _vocabulary(
+    model: ModelConfig, parallel: ParallelConfig, place: GridCoordinate, layers: tuple[str, ...]
+) -> range | None:
+    if EMBEDDING not in layers and HEAD not in layers:
+        return range(0)
+    size = model.vocab_size
+    if size is None:
+        return None
+    rows = padded_rows(size, parallel.tp)
+    return range(min(place.tp * rows, size), min((place.tp + 1) * rows, size))
+
+
+def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
+    """Ranks that hold the same weights, together: those that differ in their context and data coordinates only."""
+    groups: dict[tuple[int, int], list[RankPlace]] = {}
+    for held in places:
+        groups.setdefault((held.place.pp, held.place.tp), []).append(held)
+    return [groups[key] for key in sorted(groups)]
+
+
+def axes_across_nodes(parallel: ParallelConfig, ranks_per_node: int) -> list[str]:
+    """Axes along which some ranks have to talk over the network, innermost first."""
+    return [
+        axis
+        for axis in parallel.rank_order
+        if any(len({rank // ranks_per_node for rank in line}) > 1 for line in axis_lines(axis, parallel))
+    ]
+
+
+MOST_ROWS = 32
+"""Ranks up to which each has a row of its own; of more, those with the same weights share one."""
+_MOST_SPANS = 4
+
+
+def rank_table(config: RootConfig) -> Table:
+    """One row a rank, or one for all ranks that hold the same weights where there are many."""
+    places = _places(config)
+    groups = [[place] for place in places] if len(places) <= MOST_ROWS else replicas(places)
+    nodes = places[0].node is not None
+    table = Table(
+        title="which rank holds what",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption=_across(config),
+    )
+    for header in ("rank", *(["node"] if nodes else []), *AXES):
+        table.add_column(header, justify="right", no_wrap=True)
+    for header in ("layers", "heads", "vocabulary rows"):
+        table.add_column(header)
+    for group in groups:
+        first = group[0]
+        table.add_row(
+            spans(held.rank for held in group),
+            *([spans(held.node for held in group if held.node is not None)] if nodes else []),
+            *(spans(getattr(held.place, axis) for held in group) for axis in AXES),
+            layer_names(first.layers),
+            _range(first.heads),
+            "the tokenizer's" if first.vocabulary is None else _range(first.vocabulary),
+        )
+    return table
+
+
+def rank_text(config: RootConfig, width: int) -> str:
+    """The table as lines of text, at most so many characters wide."""
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(rank_table(config))
+    return captured.get().rstrip("\n")
+
+
+def places_json(config: RootConfig) -> list[dict[str, Any]]:
+    """Every rank as plain dicts and lists; ranges as [first, one after the last], null where not known."""
+    found = []
+    for held in _places(config):
+        vocabulary = held.vocabulary
+        found.append(
+            {
+                "rank": held.rank,
+                "node": held.node,
+                **held.place._asdict(),
+                "layers": list(held.layers),
+                "heads": [held.heads.start, held.heads.stop],
+                "vocabulary": None if vocabulary is None else [vocabulary.start, vocabulary.stop],
+            }
+        )
+    return found
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers as people write them: 0-3, 8-11; of many pieces the first, the second and the last, with their count."""
+    ordered = sorted(set(numbers))
+    starts = [ordered[0], *(right for left, right in pairwise(ordered) if right > left + 1)]
+    stops = [*(left for left, right in pairwise(ordered) if right > left + 1), ordered[-1]]
+    pieces = [f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True)]
+    if len(pieces) <= _MOST_SPANS:
+        return ", ".join(pieces)
+    return f"{pieces[0]}, {pieces[1]} .. {pieces[-1]} ({len(ordered)})"
+
+
+def layer_names(layers: tuple[str, ...]) -> str:
+    """embedding, blocks 0-3: the blocks of a stage are neighbours."""
+    blocks = [int(layer.removeprefix("blocks.")) for layer in layers if layer.startswith("blocks.")]
+    names: list[str] = []
+    for layer in layers:
+        name = layer.replace("_", " ")
+        if layer.startswith("blocks."):
+            name = f"block{'s' if len(blocks) > 1 else ''} {spans(blocks)}"
+        if name not in names:
+            names.append(name)
+    return ", ".join(names)
+
+
+def _places(config: RootConfig) -> list[RankPlace]:
+    return rank_places(config.model, config.parallel, config.cluster.ranks_per_node)
+
+
+def _range(numbers: range) -> str:
+    return f"{numbers.start:,}-{numbers.stop - 1:,}" if numbers else "-"
+
+
+def _across(config: RootConfig) -> str | None:
+    """Which axes leave a node, as far as that is known."""
+    per_node = config.cluster.ranks_per_node
+    if per_node is None:
+        return None
+    across = axes_across_nodes(config.parallel, per_node)
+    return f"{', '.join(across)} across nodes" if across else "no axis leaves a node"
+
+
+_INTERLEAVED = (2, 3, 4)
+"""Virtual stages a rank that are compared."""
+_QUICK = 1024
+"""Ranks times micro-batches up to which the dry run of `megads train` compares schedules; more takes seconds."""
+_SIMULATED = 2**20
+"""The same, up to which the one that was chosen is simulated."""
+_RELATIVE = Speed(tflops=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One schedule of a comparison.
+
+    Attributes:
+        name: of the schedule.
+        virtual_stages: a rank.
+        chosen: whether the config has it.
+        outlook: what it promises; None where the layout cannot have it.
+        peak: bytes of the fullest rank.
+        fits: whether the machine has them; None where that is not known.
+        reason: why the layout cannot have it.
+    """
+
+    name: str
+    virtual_stages: int
+    chosen: bool
+    outlook: Outlook | None = None
+    peak: int = 0
+    fits: bool | None = None
+    reason: str = ""
+
+
+def outlook_of(config: RootConfig, speed: Speed = _RELATIVE) -> Outlook:
+    """The outlook of a config's schedule; of a machine of 1 TFLOP with free messages unless given."""
+    # Where ranks compute does not matter: the clock counts FLOPs.
+    return outlook(config.model, config.parallel, workload_of(config, cuda=True), speed)
+
+
+def schedule_line(found: Outlook) -> str:
+    """One line about a schedule, for people."""
+    placement = found.schedule.placement
+    virtual = placement.num_stages // placement.num_ranks
+    stages = f" with {virtual} virtual stages each" if virtual > 1 else ""
+    waiting = ", ".join(map(str, found.waiting))
+    if len(found.waiting) > 8:
+        waiting = f"{', '.join(map(str, found.waiting[:4]))} .. {found.waiting[-1]}"
+    return (
+        f"{found.schedule.name} on {placement.num_ranks} ranks{stages}: bubble {found.unit_bubble_share:.1%}, "
+        f"{found.bubble_share:.1%} by estimated FLOPs; passes waiting {waiting}"
+    )
+
+
+def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELATIVE) -> Iterator[Candidate]:
+    """Every schedule, as the config's layout would have it, the interleaved one with several virtual stages.
+
+    Args:
+        config: the run; neither recompute nor partition is auto any more.
+        machine: where it runs; None where that is not known.
+        speed: of ranks and messages.
+    """
+    own = config.parallel
+    chosen = own.schedule, own.num_stages // own.pp
+    for name in ScheduleName:
+        counts = {2} if name in (ScheduleName["dualpipe_v"], ScheduleName["zb_v"]) else {1}
+        if name is ScheduleName["interleaved"]:
+            counts = {*_INTERLEAVED, *([chosen[1]] if chosen[0] is name else [])}
+        for virtual in sorted(counts):
+            is_chosen = chosen == (name, virtual)
+            contiguous = own.contiguous_micro_batches if is_chosen else None
+            parallel = dataclasses.replace(
+                own, schedule=name, virtual_stages=virtual, contiguous_micro_batches=contiguous
+            )
+            candidate = Candidate(name.value, virtual, is_chosen)
+            yield _examined(candidate, dataclasses.replace(config, parallel=parallel), machine, speed)
+
+
+def _examined(candidate: Candidate, config: RootConfig, machine: Machine | None, speed: Speed) -> Candidate:
+    try:
+        check_shape(config)
+        found = outlook_of(config, speed)
+        plan = plan_of(config, cuda=machine is None or machine.per_gpu)
+    except ConfigError as error:
+        return dataclasses.replace(candidate, reason=str(error))
+    fits = None if machine is None else machine.room(plan).fits
+    return dataclasses.replace(candidate, outlook=found, peak=plan.largest.peak, fits=fits)
+
+
+def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table:
+    """One row a schedule that can be, the chosen one bold."""
+    table = Table(
+        title="pipeline schedules of this layout", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    headers = ("stages\na rank", "bubble", "by FLOPs", "step over\nideal", "passes\nwaiting", "fullest\nrank", "fits")
+    table.add_column("schedule", no_wrap=True)
+    for header in (*headers[:4], *(["step"] if in_seconds else []), *headers[4:]):
+        table.add_column(header, justify="right", no_wrap=True)
+    for candidate in found:
+        promised = candidate.outlook
+        if promised is None:
+            continue
+        step = [f"{1e3 * promised.timeline.step_time:,.1f} ms"] if in_seconds else []
+        table.add_row(
+            candidate.name,
+            str(candidate.virtual_stages),
+            f"{promised.unit_bubble_share:.1%}",
+            f"{promised.bubble_share:.1%}",
+            f"{promised.over_ideal:.3f}",
+            *step,
+            str(max(promised.waiting)),
+            gib(candidate.peak),
+            {True: "yes", False: "no", None: "?"}[candidate.fits],
+            style="bold" if candidate.chosen else "",
+        )
+    return table
+
+
+def refusals(found: list[Candidate]) -> list[str]:
+    """Why the others cannot be, a line each."""
+    return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
+
+
+def can_be_simulated(config: RootConfig, most: int = _SIMULATED) -> bool:
+    """Whether ranks times micro-batches are at most `most`, so that simulating a step takes seconds."""
+    return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= most
+
+
+def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:
+    """The table as text for the dry run; nothing where there is no pipeline, or too much to compare in passing."""
+    if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _QUICK):
+        return []
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(schedule_table([c for c in candidates(config, machine) if c.outlook is not None]))
+    return [captured.get().rstrip("\n")]
+
+
+def schedules_json(found: list[Candidate]) -> list[dict[str, Any]]:
+    """The comparison as plain dicts."""
+    rows = []
+    for candidate in found:
+        row: dict[str, Any] = {"schedule": candidate.name, "virtual_stages": candidate.virtual_stages}
+        row |= {"chosen": candidate.chosen, "possible": candidate.outlook is not None}
+        if candidate.outlook is None:
+            rows.append({**row, "reason": candidate.reason})
+        else:
+            peak = {"largest_rank_bytes": candidate.peak, "fits": candidate.fits}
+            rows.append({**row, **outlook_json(candidate.outlook), **peak})
+    return rows
+
+
+def outlook_json(found: Outlook) -> dict[str, Any]:
+    """What a schedule promises, as a plain dict."""
+    placement = found.schedule.placement
+    return {
+        "schedule": found.schedule.name,
+        "virtual_stages": placement.num_stages // placement.num_ranks,
+        "bubble_share": found.unit_bubble_share,
+        "estimated_bubble_share": found.bubble_share,
+        "step_over_ideal": found.over_ideal,
+        "passes_waiting": list(found.waiting),
+    }

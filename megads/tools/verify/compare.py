@@ -1,0 +1,302 @@
+"""Runs a verification and shows it: the reference in this process, the layout on ranks of its own, a table of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import Precision, RootConfig
+from megads.errors import EXIT_OK, ConfigError
+from megads.launch.launcher import LaunchSpec, launch
+from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
+from megads.monitor.console import Console
+from megads.monitor.console import Console as RunConsole
+from megads.optim.groups import parameter_groups
+from megads.parallel.config import AXES, ParallelConfig
+from megads.runtime.lease import claimed
+from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.verify.checks import BF16, FP32, Row, likely_cause, rows
+from megads.tools.verify.run import Run, join, read_runs, read_stream, write_corpus
+from megads.tools.verify.scenario import (
+    VALIDATION_SAMPLES,
+    Job,
+    Scaled,
+    Scenario,
+    Wanted,
+    initial_weights,
+    micro_batch,
+    result_path,
+    scale,
+    step_batches,
+)
+
+if TYPE_CHECKING:
+    from megads.tools.verify.config import VerifyLayoutConfig
+
+
+def train_reference(scenario: Scenario) -> Run:
+    """Autograd, fp32 gradient sums over micro-batches, clip, AdamW on fp32 masters."""
+    model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).to(scenario.dtype)
+    working = model.parameters_by_name()
+    masters = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
+    tied = TIED_PARAMETER if scenario.model.tie_embeddings else None
+    groups = parameter_groups(masters.items(), tied_name=tied, weight_decay=scenario.optim.weight_decay)
+    beta1, beta2 = scenario.optim.betas
+    adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=(beta1, beta2), eps=scenario.optim.eps)
+    run = Run(validation=_validate(model, scenario), model=scenario.model)
+    run.initial = {name: m.detach().numpy().copy() for name, m in masters.items()}
+    for step in range(scenario.steps):
+        loss, tokens, gradients = _gradients(model, scenario, step)
+        for name, master in masters.items():
+            master.grad = gradients[name]
+        if step == 0:
+            run.gradients = {name: g.numpy().copy() for name, g in gradients.items()}
+        limit = scenario.clip_grad or float("inf")
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit, foreach=False)))
+        run.losses.append(loss)
+        run.tokens.append(tokens)
+        adamw.step()
+        with torch.no_grad():
+            for name, p in working.items():
+                p.copy_(masters[name])
+    run.weights = {name: m.detach().numpy() for name, m in masters.items()}
+    return run
+
+
+def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, dict[str, torch.Tensor]]:
+    """Loss, unmasked tokens and fp32 gradients of one step: the mean over all the tokens of its global batch."""
+    batches = step_batches(scenario, step)
+    working = model.parameters_by_name()
+    gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in working.items()}
+    total = sum(float(b.loss_mask_bs.sum()) for b in batches if b.loss_mask_bs is not None)
+    loss_sum = 0.0
+    for batch in batches:
+        assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+        logits = model(batch.tokens_bs, batch.info)
+        loss = (token_losses(logits, batch.labels_bs) * batch.loss_mask_bs).sum() / total
+        model.zero_grad(set_to_none=True)
+        loss.backward()
+        loss_sum += loss.item()
+        for name, p in working.items():
+            assert p.grad is not None
+            gradients[name] += p.grad.float()
+    return loss_sum, int(total), gradients
+
+
+@torch.no_grad()
+def _validate(model: GPT, scenario: Scenario) -> tuple[float, int]:
+    loss_sum, tokens = 0.0, 0
+    model.eval()
+    for sample_id in range(VALIDATION_SAMPLES):
+        batch = micro_batch(scenario, [sample_id])
+        assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+        losses = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs)
+        loss_sum += float((losses * batch.loss_mask_bs).sum())
+        tokens += int(batch.loss_mask_bs.sum())
+    model.train()
+    return loss_sum, tokens
+
+
+def _run_reference(scenario: Scenario, corpus: Path) -> Run:
+    """One process of plain torch, on one thread, as every rank has."""
+    with _one_thread():
+        run = train_reference(scenario)
+        run.stream = read_stream(corpus, scenario)
+    return run
+
+
+def _run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run]]:
+    """Starts the ranks and waits for them.
+
+    Args:
+        folder: of the job, the ranks' logs and their results; the caller holds it (lease.claimed).
+        job: what they do.
+        console: says what the launcher has to say.
+
+    Returns:
+        The launcher's exit code, and where it is 0 one run a scenario.
+
+    Raises:
+        ConfigError: this machine has no memory for that many processes.
+    """
+    ranks = job.parallel.world_size
+    needed, available = ranks * PROCESS_BYTES, available_memory()
+    if needed > available:
+        raise ConfigError(
+            f"{ranks} processes need {needed / 2**30:.1f} GiB, this machine has {available / 2**30:.1f} GiB available: "
+            "lower verify.max_ranks, or verify the layout in parts"
+        )
+    for old in folder.glob("rank_*.pt"):
+        old.unlink()
+    job.write(folder)
+    command = ("-m", "megads.tools.verify.rank", str(folder))
+    code = launch(LaunchSpec(folder, ranks, command, threads_per_rank=1, cpu=True, saves=False), console).exit_code
+    if code:
+        return code, []
+    by_rank = [read_runs(result_path(folder, rank)) for rank in range(ranks)]
+    of_scenarios = zip(job.scenarios, zip(*by_rank, strict=True), strict=True)
+    return code, [join(runs, scenario.model) for scenario, runs in of_scenarios]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+T = TypeVar("T")
+
+REPORT_FILE = "verify.json"
+_TABLE_WIDTH = 100
+"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut words."""
+_SHOWN_FAULTS = (8, 8, 8, 2)
+"""Of each failed check, and of every one after the last: what fails late mostly follows from what fails first."""
+
+
+def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[int, int]:
+    """Verifies a layout, prints the verdict and writes it to the folder.
+
+    Args:
+        config: the run, and how to verify it.
+        place: folder of the report and the ranks' logs.
+        defect: module:function that every rank calls first; tests plant defects with it.
+
+    Returns:
+        The exit code of the ranks' launcher, and how many checks failed.
+    """
+    folder = Path(place)
+    scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
+    # JSON is for machines: what people read goes beside it.
+    console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
+    console.width = max(console.width, _TABLE_WIDTH)
+    console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
+    notes = list(scaled.notes)
+    if not config.optim.is_adamw:
+        notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
+    for note in notes:
+        console.print(f"  {note}", style="dim")
+    with claimed(folder):
+        code, found, cause = _compare(config, scaled, folder, defect, console)
+        if code != EXIT_OK:
+            return code, 0
+        content = as_json(scaled, found, cause)
+        (folder / REPORT_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    if config.json:
+        print(json.dumps(content, indent=2))
+    else:
+        show(console, found, cause)
+    return code, sum(not row.passed for row in found)
+
+
+def wanted(config: RootConfig) -> Wanted:
+    """The run as the verification sees it."""
+    train = config.train
+    return Wanted(
+        config.model,
+        config.parallel,
+        config.optim if config.optim.is_adamw else dataclasses.replace(config.optim, name="adamw", options={}),
+        train.global_batch_size,
+        train.micro_batch_size,
+        train.seq_len,
+        bf16=train.precision is Precision.bf16,
+        document_mask=config.data.document_mask,
+        reset_positions=config.data.reset_positions,
+        ops=config.ops,
+    )
+
+
+def _layout_line(parallel: ParallelConfig) -> str:
+    """tp 2 x pp 2 on 4 processes."""
+    sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
+    return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
+
+
+def _compare(
+    config: VerifyLayoutConfig, scaled: Scaled, folder: Path, defect: str, console: VisibleConsole
+) -> tuple[int, list[Row], str]:
+    """Trains both and returns the launcher's exit code, the verdicts and the likely cause of a failure."""
+    scenarios = [scaled.exact, *([scaled.bf16] if scaled.bf16 is not None else [])]
+    precisions = ("fp32", "bf16")[: len(scenarios)]
+    trained = " and ".join(f"{s.steps} steps in {name}" for s, name in zip(scenarios, precisions, strict=True))
+    corpus = folder / "corpus"
+    write_corpus(corpus, scaled.exact)
+    references = _timed(
+        console, f"reference: {trained}", lambda: [_run_reference(scenario, corpus) for scenario in scenarios]
+    )
+    job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect, tuple(config.plugins))
+    # Only warnings: the training's own lines have no meaning here.
+    with RunConsole(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
+        code, runs = _timed(
+            console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: _run_layout(folder, job, said)
+        )
+    if code != EXIT_OK:
+        return code, [], ""
+    tied, found = scaled.exact.model.tie_embeddings, []
+    for guarantees, precision, run, reference in zip((FP32, BF16), precisions, runs, references, strict=False):
+        found += rows(guarantees, precision, run, reference, scaled.parallel, tied)
+    failed = [row for row in found if not row.passed]
+    cause = likely_cause(failed, runs[0], references[0], scaled.parallel) if failed else ""
+    return code, found, cause
+
+
+def _timed(console: VisibleConsole, what: str, work: Callable[[], T]) -> T:
+    console.print(f"{what} ...", end="")
+    begin = time.perf_counter()
+    result = work()
+    console.print(f" {time.perf_counter() - begin:.1f} s")
+    return result
+
+
+def as_json(scaled: Scaled, found: Sequence[Row], cause: str) -> dict[str, Any]:
+    """The verdict as plain dicts."""
+    return {
+        "passed": all(row.passed for row in found),
+        "layout": {axis: getattr(scaled.parallel, axis) for axis in AXES},
+        "ranks": scaled.parallel.world_size,
+        "scaled_down": list(scaled.notes),
+        "checks": [dataclasses.asdict(row) for row in found],
+        "likely_cause": cause,
+    }
+
+
+def show(console: VisibleConsole, found: Sequence[Row], cause: str) -> None:
+    """Prints the table, and after a failure what is off and where to look."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("", "what is compared", "in", "how many", "bound", "found", "verdict"):
+        table.add_column(header, justify="right" if header in ("how many", "bound", "found") else "left", no_wrap=True)
+    for row in found:
+        verdict = "same" if row.passed else "DIFFERS"
+        bound = f"{row.bound:.0e}" if row.bound else "bitwise"
+        value = f"{row.found:.1e}" if row.bound else "equal" if not row.found else f"{row.found:.0f} differ"
+        if not row.compared:
+            bound, value = "", "none here" if row.passed else "none seen"
+        style = "" if row.passed else "bold red"
+        table.add_row(row.guarantee, row.what, row.precision, str(row.compared), bound, value, verdict, style=style)
+    console.print(table)
+    failed = [row for row in found if not row.passed]
+    if not failed:
+        console.print("This layout trains the same model.", style="bold green")
+        return
+    for number, row in enumerate(failed):
+        shown = _SHOWN_FAULTS[min(number, len(_SHOWN_FAULTS) - 1)]
+        console.print(f"{row.guarantee} {row.what} in {row.precision}:", style="bold")
+        for fault in row.faults[:shown]:
+            console.print(f"  {fault}")
+        if len(row.faults) > shown:
+            console.print(f"  and {len(row.faults) - shown} more, see {REPORT_FILE}")
+    console.print(f"Likely cause: {cause}", style="bold")

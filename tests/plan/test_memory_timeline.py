@@ -1,0 +1,130 @@
+"""What a rank's schedule holds at its fullest, with operations small enough to count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megads.model.config import ModelConfig
+from megads.parallel.config import ParallelConfig, Partition, Recompute
+from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import ScheduleName, build_schedule
+from megads.plan.memory import Workload, memory_plan
+from megads.plan.memory_timeline import (
+    GradientSums,
+    Op,
+    backward_moments,
+    forward_moments,
+    moments,
+    most_waiting,
+    pipeline_phases,
+)
+
+OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
+SUMS = GradientSums(begun=lambda made: made, full=100, widening=1, cast=False, straight=False)
+
+
+def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
+    schedule = build_schedule(name, p, None, m)
+    stages = dict.fromkeys(schedule.placement.stages_of(rank), OPS)
+    return {moment.name.partition(":")[0]: moment.total for moment in pipeline_phases(schedule, rank, stages, SUMS)}
+
+
+def test_1f1b_is_the_formula() -> None:
+    """Catches a replay that holds other micro-batches than 1F1B: min(p - rank, m), and of one less after the first."""
+    for p, m in ((1, 1), (1, 3), (4, 1), (4, 2), (4, 8)):
+        for rank in range(p):
+            found = fullest("1f1b", p, m, rank)
+            waiting = min(p - rank, m)
+            first = moments(OPS, waiting=waiting - 1, sums=lambda made: made, widening=1, cast=False)
+            assert found["first micro-batch"] == max(moment.total for moment in first)
+            assert ("later micro-batch" in found) == (m > 1)
+            if m > 1:
+                left = min(p - rank, m - 1)
+                later = moments(OPS, waiting=left - 1, sums=lambda made: 100, widening=1, cast=False)
+                assert found["later micro-batch"] == max(moment.total for moment in later)
+
+
+def test_a_part_that_is_put_off_holds_its_share() -> None:
+    """Catches weight parts that are free, or that hold all of what the forward pass kept.
+
+    ZB-H1's last rank of two, m = 2: F0 I0 F1 I1 W0 W1. Beside I0's 5 put off bytes F1 keeps 30, and I1 needs 2 more.
+    """
+    schedule = build_schedule("zb_h1", 2, None, 2)
+    letters = {ActionKind.forward: "F", ActionKind.backward_input: "I", ActionKind.backward_weight: "W"}
+    passes = [f"{letters[a.kind]}{a.micro_batch}" for a in schedule.actions[1] if a.kind in letters]
+    assert passes == ["F0", "I0", "F1", "I1", "W0", "W1"]
+    found = fullest("zb_h1", 2, 2, 1)
+    assert found["first micro-batch"] == 5 + 30 + 2
+    # W1, alone: 5 put off, its gradient of 2, and all sums.
+    assert found["later micro-batch"] == 100 + 5 + 2
+
+
+MODEL = ModelConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=512, tie_embeddings=True)
+WORK = Workload(seq_len=64, micro_batch_size=2, micro_batches=8, weight_bytes=2)
+
+
+def plan_of(name: str, pp: int = 2) -> list[int]:
+    plan = memory_plan(MODEL, ParallelConfig(pp=pp, schedule=ScheduleName[name], partition=Partition.uniform), WORK)
+    assert plan.parameters == memory_plan(MODEL, ParallelConfig(), WORK).parameters
+    return [stage.fullest.activations for stage in plan.stages]
+
+
+def test_every_layer_is_held_once_in_every_schedule() -> None:
+    """Catches virtual stages that the plan loses or counts on two ranks; only a tied embedding may be held twice."""
+    alone = memory_plan(MODEL, ParallelConfig(), WORK).stages[0]
+    tied = 512 * 64
+    for name in ScheduleName:
+        plan = memory_plan(MODEL, ParallelConfig(pp=2, schedule=name), WORK)
+        layers = [layer for stage in plan.stages for layer in stage.layers]
+        assert sorted(layers) == sorted(alone.layers)
+        both = name in ("dualpipe_v", "zb_v")  # the first rank has embedding and head
+        assert sum(stage.parameters for stage in plan.stages) == alone.parameters + (0 if both else tied)
+        schedule = build_schedule(name, 2, None, 8)
+        assert [stage.in_flight for stage in plan.stages] == [most_waiting(schedule, rank) for rank in range(2)]
+
+
+def test_deeper_schedules_hold_more() -> None:
+    """Catches activations that do not come from the schedule: V shapes even out what 1F1B loads on its first rank."""
+    one, zero, looped, v_shaped = (plan_of(name, 4) for name in ("1f1b", "zb_h1", "interleaved", "zb_v"))
+    assert one == sorted(one, reverse=True) and one[0] > 2 * one[-1]
+    assert looped[0] > one[0] and zero[-1] > one[-1]
+    assert max(v_shaped) < 1.6 * min(v_shaped)
+
+
+def test_recomputation_counts_a_rank_together() -> None:
+    """Catches numbers of recomputed blocks that are taken for each virtual stage."""
+    parallel = ParallelConfig(pp=2, schedule=ScheduleName["interleaved"])
+    full = replace(parallel, recompute=Recompute.full, recompute_blocks=[3, 0])
+    stages = memory_plan(MODEL, full, WORK).stages
+    assert stages[0].recomputation.count(Recompute.full) == 3
+    assert Recompute.full not in stages[1].recomputation
+
+
+def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
+    """Catches a plan that counts on a gradient's input being freed before its fp32 sums come into being."""
+    op = Op("head", kept=0, backward=40, arriving=32, gradient=4, deferred=36)
+    found = {
+        straight: max(
+            moment.total
+            for moment in backward_moments(
+                [op], held=0, sums=lambda made: made, widening=2, cast=True, straight=straight
+            )
+        )
+        for straight in (False, True)
+    }
+    assert found == {False: 44, True: 48}
+
+
+def test_sums_that_a_forward_pass_begins() -> None:
+    """Catches sums of a head in chunks that the plan has from the backward pass on only, forgets there, or does not see
+    in another stage's pass between the two."""
+    block, head = Op("block", kept=10, backward=5, gradient=7), Op("head", kept=1, forward=30, early=4, is_loss=True)
+    forward = forward_moments([block, head], held=0, sums=lambda made: made, widening=2)
+    assert [moment.gradients for moment in forward] == [0, 2 * 4]
+    backward = backward_moments([block, head], held=0, sums=lambda made: made, widening=2, cast=False)
+    assert [moment.gradients for moment in backward] == [2 * 4, 2 * 4 + 2 * 7]
+    # One rank with both stages: F0 of the last one, then F1 of the first one, before anything runs backward.
+    schedule = build_schedule("dualpipe_v", 1, None, 2)
+    stages = {0: [Op("block", forward=50)], 1: [Op("head", early=7, is_loss=True)]}
+    first = pipeline_phases(schedule, 0, stages, replace(SUMS, begun=lambda made: made))[0]
+    assert (first.name, first.total) == ("first micro-batch: block, forward", 50 + 7)

@@ -1,0 +1,111 @@
+"""Parameter counts against published models, FLOP counts against a count by torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from megads.batch import BatchInfo
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.gpt import GPT, Block, ParallelBlock
+from megads.parallel.config import Recompute
+from megads.parallel.recompute import recompute_module
+from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count, parameter_shapes
+
+VOCAB = 250_880
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "heads", "count"),
+    [
+        (14336, 70, 112, 176_247_271_424),
+        (1024, 24, 16, 559_214_592),
+        (1536, 24, 16, 1_065_314_304),
+        (2048, 24, 16, 1_722_408_960),
+        (2560, 30, 32, 3_002_557_440),
+        (4096, 30, 32, 7_069_016_064),
+    ],
+)
+def test_bloom_family(hidden: int, layers: int, heads: int, count: int) -> None:
+    """Catches a missing bias, norm or embedding norm, or a tied head counted twice."""
+    config = ModelConfig(hidden_size=hidden, num_layers=layers, num_heads=heads, vocab_size=VOCAB)
+    assert parameter_count(config) == count
+
+
+def test_optional_parameters() -> None:
+    """Catches an option of the model that adds or drops the wrong tensors."""
+    plain = ModelConfig(hidden_size=8, num_heads=2, vocab_size=32, max_seq_len=16, ffn_size=24)
+    full = ModelConfig(**{**plain.__dict__, "position": Position.learned, "tie_embeddings": False})
+    bare = ModelConfig(**{**plain.__dict__, "embedding_norm": False})
+    assert parameter_count(full) - parameter_count(plain) == 16 * 8 + 32 * 8
+    assert parameter_count(plain) - parameter_count(bare) == 16
+    assert parameter_shapes(plain)["blocks.1.mlp.up.weight"] == (24, 8)
+    assert parameter_shapes(plain)["blocks.1.mlp.down.weight"] == (8, 24)
+    assert sum(prod(shape) for shape in parameter_shapes(full).values()) == parameter_count(full)
+
+
+def test_tiny_llama() -> None:
+    """Catches keys of every query head, a gate that is missing, a bias in a norm or a projection that is to have none:
+    TinyLlama-1.1B has 1,100,048,384 parameters (Zhang et al. 2024)."""
+    biased = ModelConfig(
+        hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, ffn_size=5632, vocab_size=32000,
+        position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, embedding_norm=False, tie_embeddings=False,
+    )  # fmt: skip
+    biases = sum(prod(shape) for name, shape in parameter_shapes(biased).items() if name.endswith(".bias"))
+    assert biases == 22 * (2560 + 2048 + 2 * 5632 + 2048)
+    assert parameter_count(biased) - biases == parameter_count(replace(biased, bias=False)) == 1_100_048_384
+    layer_norms = replace(biased, bias=False, norm=NormKind.layernorm)
+    assert not any(name.endswith(".bias") for name in parameter_shapes(layer_norms))
+
+
+def test_model_flops_equal_counted_ones() -> None:
+    """Catches a missing head, a wrong attention term or a factor of two: torch counts the real matrix products."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, ffn_size=40, vocab_size=50)
+    seq_len, heads, head_dim = 12, config.num_heads, config.head_dim
+    shapes = [(48, 16), (16, 16), (40, 16), (16, 40), (50, 16)]
+    qkv, dense, up, down, head = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    hidden_sh = torch.randn(seq_len, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        q_nsd, k_nsd, v_nsd = F.linear(hidden_sh, qkv).view(seq_len, 3, heads, head_dim).permute(1, 2, 0, 3)
+        context_nsd = (q_nsd @ k_nsd.transpose(1, 2)).softmax(-1) @ v_nsd
+        out_sh = F.linear(context_nsd.transpose(0, 1).reshape(seq_len, 16), dense)
+        F.linear(F.linear(F.linear(out_sh, up), down), head).sum().backward()  # type: ignore[no-untyped-call]
+    assert model_flops_per_token(config, seq_len) * seq_len == counter.get_total_flops()
+
+
+FEATURES = {"num_heads": 4, "num_kv_heads": 2, "mlp": MLPKind.swiglu, "parallel_block": True}
+
+
+@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
+@pytest.mark.parametrize("hidden", [0.0, 0.1])
+@pytest.mark.parametrize("mode", list(Recompute)[:3])
+def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, changes: dict) -> None:
+    """Catches products counted that recomputation stops before, and products it does again that are not counted.
+
+    Attention dropout chooses the explicit product: torch's counter does not know the CPU's fused kernel.
+    """
+    config = ModelConfig(
+        **{"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 40, "vocab_size": 50} | changes,
+        hidden_dropout=hidden,
+        attention_dropout=0.1,
+    )
+    model, seq_len = GPT(config, seed=0), 12
+    for block in model.stages:
+        if isinstance(block, Block | ParallelBlock) and mode is not Recompute.none:
+            recompute_module(block if mode is Recompute.full else block.attention.core)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.arange(seq_len)[None], BatchInfo(torch.zeros(1, dtype=torch.int64))).sum().backward()
+    assert hardware_flops_per_token(config, seq_len, [mode, mode]) * seq_len == counter.get_total_flops()
+
+
+def test_a_window_is_what_a_token_sees() -> None:
+    """Catches products with keys that no token sees in MFU, and a window above the sample that adds some."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
+    whole, seen = model_flops_per_token(config, 12), model_flops_per_token(replace(config, window=5), 12)
+    assert whole - seen == 12 * 16 * (12 - 5)
+    assert model_flops_per_token(replace(config, window=13), 12) == whole

@@ -1,0 +1,137 @@
+"""The printed table of which rank holds what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megads.cli.main import run
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.model.attention import AttentionCore
+from megads.model.config import SHARDING, ModelConfig
+from megads.model.gpt import stage_specs
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import Axis, axis_lines
+from megads.parallel.sharding import shard_stage
+from megads.tools.plan.tables import axes_across_nodes, layer_names, rank_places, rank_text, replicas, spans
+
+MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=7)
+
+
+@pytest.mark.parametrize("order", [["tp", "cp", "pp", "dp"], ["pp", "dp", "tp", "cp"]])
+def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
+    """Catches a table that numbers ranks in another order than the groups do, and shares of heads or of the vocabulary
+    that differ from those of the layers as they are built."""
+    parallel = ParallelConfig(tp=3, cp=2, pp=2, dp=2, rank_order=order)
+    places = rank_places(MODEL, parallel)
+    for axis in ("tp", "cp", "pp", "dp"):
+        for line in axis_lines(axis, parallel):
+            assert [getattr(places[rank].place, axis) for rank in line] == list(range(len(line)))
+    for held in places:
+        for spec in stage_specs(MODEL, 0):
+            if spec.name not in held.layers:
+                continue
+            with torch.device("meta"):
+                stage = spec.build()
+            stage, placements = shard_stage(
+                stage, spec.name, SHARDING, Axis(held.place.tp, (0, 1, 2), None), sequence_parallel=False
+            )
+            for core in (module for module in stage.modules() if isinstance(module, AttentionCore)):
+                assert held.heads == core.heads
+            for place in placements.values():
+                if place.key in ("embedding.word.weight", "head.weight"):
+                    assert held.vocabulary == range(place.start, place.start + place.length)
+    stages = [{held.layers for held in places if held.place.pp == stage} for stage in range(2)]
+    assert all(len(layers) == 1 for layers in stages)
+    assert sum((layers.pop() for layers in stages), ()) == tuple(spec.name for spec in stage_specs(MODEL, 0))
+
+
+def test_replicas_are_the_ranks_of_a_data_group() -> None:
+    """Catches a folded row whose ranks hold different weights."""
+    parallel = ParallelConfig(tp=2, cp=2, pp=2, dp=3)
+    groups = {tuple(held.rank for held in group) for group in replicas(rank_places(MODEL, parallel))}
+    assert groups == set(axis_lines("data", parallel))
+
+
+def test_nodes() -> None:
+    """Catches a tensor-parallel group that leaves its node unsaid."""
+    parallel = ParallelConfig(tp=2, pp=2, dp=2)
+    assert [held.node for held in rank_places(MODEL, parallel, ranks_per_node=4)] == [0] * 4 + [1] * 4
+    assert axes_across_nodes(parallel, 8) == []
+    assert axes_across_nodes(parallel, 4) == ["dp"]
+    assert axes_across_nodes(parallel, 2) == ["pp", "dp"]
+    assert axes_across_nodes(ParallelConfig(tp=4, dp=2), 6) == ["tp", "dp"]
+
+
+def test_what_is_not_held_or_known() -> None:
+    """Catches heads on a stage without blocks, vocabulary rows in the middle, and a guess at an unknown vocabulary."""
+    places = rank_places(replace(MODEL, num_layers=1), ParallelConfig(pp=3))
+    assert [len(held.heads) for held in places] == [0, 6, 0]
+    assert [held.vocabulary for held in places] == [range(7), range(0), range(7)]
+    assert rank_places(replace(MODEL, vocab_size=None), ParallelConfig())[0].vocabulary is None
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 6"):
+        rank_places(MODEL, ParallelConfig(pp=6))
+
+
+LAYOUT = ["model=demo", "model.vocab_size=8191", "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "device=cpu"]
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line.strip()[:1].isdigit()]
+
+
+def test_plan_prints_every_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a table that is not printed, or not for machines, and two forms that disagree."""
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", *LAYOUT]) == 0
+    assert "which rank holds what" not in capsys.readouterr().out
+    assert run(["plan", *LAYOUT, "ranks=true", "cluster.ranks_per_node=4"]) == 0
+    printed = rows(capsys.readouterr().out.partition("which rank holds what")[2])
+    assert run(["plan", *LAYOUT, "ranks=true", "cluster.ranks_per_node=4", "json=true"]) == 0
+    places = json.loads(capsys.readouterr().out)["places"]
+    assert len(printed) == len(places) == 8
+    for row, place in zip(printed, places, strict=True):
+        assert [int(cell) for cell in row[:6]] == [place[key] for key in ("rank", "node", "tp", "cp", "pp", "dp")]
+        assert row[-2] == f"{place['heads'][0]}-{place['heads'][1] - 1}"
+        assert row[-1] == f"{place['vocabulary'][0]:,}-{place['vocabulary'][1] - 1:,}"
+    assert places[-1]["vocabulary"] == [4096, 8191], "padding is no row of the vocabulary"
+
+
+def test_many_ranks_share_rows() -> None:
+    """Catches a table of thousands of lines, and ranks lost where they are folded."""
+    config = RootConfig(
+        model=ModelConfig(num_layers=8, num_heads=4, vocab_size=None), parallel=ParallelConfig(tp=4, pp=4, dp=64)
+    )
+    text = rank_text(config, 120)
+    assert len(rows(text)) == 16 and "the tokenizer's" in text
+    assert text.count("(64)") == 16 and text.count("0-63") == 16
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_dry_run_shows_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a dry run that leaves the layout to be guessed, and a table of a single rank."""
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "train.steps=1", "data.train=[{path: nowhere}]", "run.dry_run=true"]
+    assert run([*command, "parallel.tp=2"]) == 0
+    assert len(rows(capsys.readouterr().out.partition("which rank holds what")[2])) == 2
+    assert run(command) == 0
+    assert "which rank holds what" not in capsys.readouterr().out
+
+
+def test_words() -> None:
+    """Catches spans that swallow a gap, and blocks counted one by one."""
+    assert spans([3, 0, 1, 2]) == "0-3"
+    assert spans([5]) == "5"
+    assert spans([0, 1, 4, 5, 9]) == "0-1, 4-5, 9"
+    assert spans(range(0, 400, 48)) == "0, 48 .. 384 (9)"
+    assert layer_names(("embedding", "blocks.0", "blocks.1")) == "embedding, blocks 0-1"
+    assert layer_names(("blocks.7", "final_norm", "head")) == "block 7, final norm, head"

@@ -1,0 +1,138 @@
+"""The files of a report, from a run's files to the page."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
+
+from megads.errors import ConfigError
+from megads.runtime.run_dir import find_run
+from megads.tools.report.config import ReportConfig
+from megads.tools.report.history import read_history
+from megads.tools.report.page import run_page, write_report
+from tests.tools.report.written_runs import (
+    BEGIN,
+    write_config,
+    write_eventful_run,
+    write_events,
+    write_start,
+    write_steps,
+)
+
+VOID = {"meta", "link", "br", "img"}
+
+
+class Balance(HTMLParser):
+    """Fails on a tag that is closed out of order or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_self_contained(page: str) -> None:
+    assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?\s*(?:https?:)?//""", page, re.IGNORECASE)
+    assert not re.search(r"<(?:script|iframe|object|embed|img|link(?! rel=\"icon\" href=\"data:,\"))\b", page)
+    assert "http" not in page.replace('http-equiv="Content-Security-Policy"', "")
+    assert "default-src 'none'" in page
+    balance = Balance()
+    balance.feed(page)
+    assert balance.open == []
+
+
+def test_one_run(tmp_path: Path) -> None:
+    """Catches a missing picture, a page that fetches something, and a message that becomes markup."""
+    write_eventful_run(tmp_path)
+    written = write_report(ReportConfig(run=str(tmp_path)))
+    assert written.page == tmp_path / "report.html"
+    assert [path.name for path in written.pictures] == [
+        f"{name}.png"
+        for name in ("loss", "learning_rate", "grad_norm", "throughput", "step_time", "memory", "timeline")
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures) and written.trace is None
+    page = written.page.read_text()
+    assert_self_contained(page)
+    for part in (
+        "eventful", "stopped on request", "624,512", "tp2 pp2 dp1", "4.3000", "step skipped", "rank 3, backward",
+        "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co", "<summary>config.yaml</summary>", "restart (2)", "unigram",
+    ):  # fmt: skip
+        assert part in page, part
+    assert len(page) < 1_000_000
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_again_and_elsewhere(tmp_path: Path) -> None:
+    """Catches a report that needs to write into the run, or that a second report cannot replace."""
+    run_dir = tmp_path / "run"
+    write_start(run_dir, 0, BEGIN)
+    write_steps(run_dir, 1, 3)
+    before = sorted(run_dir.iterdir())
+    for name in ("report.html", "report/loss.png"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("of last time")
+    written = write_report(ReportConfig(run=str(run_dir), output=str(tmp_path / "out")))
+    assert written.page == tmp_path / "out" / "report.html"
+    assert sorted(run_dir.iterdir()) == before
+    assert written.pictures[0].read_bytes().startswith(b"\x89PNG")
+    assert_self_contained(written.page.read_text())
+
+
+def test_a_comparison(tmp_path: Path) -> None:
+    """Catches a run that is missing in the table, and config keys that are equal."""
+    for name in ("small", "_large"):
+        write_eventful_run(tmp_path / name, name)
+    config = (tmp_path / "small" / "config.yaml").read_text()
+    (tmp_path / "small" / "config.yaml").write_text(config.replace("lr: 0.0003", "lr: 0.001"))
+    runs = [str(tmp_path / "small"), str(tmp_path / "_large")]
+    written = write_report(ReportConfig(run=runs, output=str(tmp_path / "out")))
+    assert [path.name for path in written.pictures] == ["loss.png", "loss_over_steps.png", "throughput.png"]
+    page = written.page.read_text()
+    assert_self_contained(page)
+    assert '<td class="key">optim.lr</td><td>0.001</td><td>0.0003</td>' in page
+    assert "train.seq_len" not in page
+    assert page.count("_large</text>") == 4, "in the legend of every chart"
+
+
+def test_many_events_make_a_short_table(tmp_path: Path) -> None:
+    """Catches a page of a million rows, and a failure that vanishes among checkpoints."""
+    write_start(tmp_path, 0, BEGIN)
+    write_steps(tmp_path, 1, 3)
+    write_events(tmp_path, ("failure", {"level": "error", "message": "the needle"}))
+    write_events(tmp_path, *[("checkpoint_saved", {"step": step}) for step in range(500)])
+    page = run_page(read_history(tmp_path), [])
+    assert "the needle" in page and "more in events.jsonl" in page
+    write_events(tmp_path, *[("step_skipped", {"step": step}) for step in range(500)])
+    assert run_page(read_history(tmp_path), []).count("<tr class=") == 200
+
+
+def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an id, which is what the terminal shows, that must be typed with its folder."""
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path / "runs" / "mine-01234567", "mine-01234567")
+    assert find_run("mine-01234567") == Path("runs/mine-01234567")
+    with pytest.raises(ConfigError, match=r"run = mine-0: there is no such .* runs here: runs/mine-01234567"):
+        find_run("mine-0")
+    shutil.rmtree("runs")
+    with pytest.raises(ConfigError, match="as megads train names it"):
+        find_run("mine-0")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    """Catches a traceback for a run directory of somebody else's."""
+    write_steps(tmp_path, 1, 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/x cannot be written to .*output=<folder>"):
+        write_report(ReportConfig(run=str(tmp_path), output=str(tmp_path / "file" / "x")))

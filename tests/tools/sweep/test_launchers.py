@@ -1,0 +1,22 @@
+"""Points as processes of one machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from megads.tools.sweep.launchers import shares_of
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpus", "parallel", "expected"),
+    [
+        (8, [], 1, [((), ())]),
+        (8, [], 2, [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]),
+        (7, [], 3, [((0, 1), ()), ((2, 3), ()), ((4, 5), ())]),
+        (4, ["2", "5", "6", "7"], 2, [((0, 1), ("2,5",)), ((2, 3), ("6,7",))]),
+    ],
+)
+def test_shares_do_not_overlap(cores: int, gpus: list[str], parallel: int, expected: list[object]) -> None:
+    """Catches two points on one core or GPU, and a single point that is kept to a part of the machine."""
+    shares = shares_of(range(cores), gpus, parallel)
+    assert [(share.cores, tuple(value for _, value in share.variables)) for share in shares] == expected

@@ -1,0 +1,101 @@
+"""A failure names where to look, and a check that saw nothing is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from megads.parallel.config import ParallelConfig
+from megads.tools.verify.checks import BF16, FP32, Row, likely_cause, rows
+from megads.tools.verify.compare import train_reference
+from megads.tools.verify.run import Run
+from megads.tools.verify.scenario import Scenario
+
+TP2 = ParallelConfig(tp=2)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Run:
+    return train_reference(Scenario(masked=True))
+
+
+def copy_of(reference: Run) -> Run:
+    """A run that equals the reference."""
+    return Run(
+        list(reference.losses), list(reference.norms), list(reference.tokens), dict(reference.initial),
+        dict(reference.weights), {n: g.copy() for n, g in reference.gradients.items()}, reference.validation,
+        replicas={"weight/final_norm.bias": 0}, reductions={("torch.float32", 5)}, model=reference.model,
+    )  # fmt: skip
+
+
+def failed(run: Run, reference: Run, parallel: ParallelConfig = TP2) -> list[Row]:
+    samples = [guarantee for guarantee in FP32 if guarantee.name != "N2"]
+    return [row for row in rows(samples, "fp32", run, reference, parallel, tied=True) if not row.passed]
+
+
+def scale_all(run: Run) -> None:
+    for name in run.gradients:
+        run.gradients[name] *= 3.0
+
+
+def spoil_below_block_1(run: Run) -> None:
+    for name in run.gradients:
+        if name.startswith(("embedding", "blocks.0", "blocks.1.input_norm")):
+            run.gradients[name] += np.float32(0.1)
+
+
+def spoil_the_forward(run: Run) -> None:
+    run.losses[0] += 0.1
+    for name in run.gradients:
+        run.gradients[name] += np.float32(0.1)
+
+
+def spoil_norms(run: Run) -> None:
+    for name in run.gradients:
+        if name.endswith("norm.weight"):
+            run.gradients[name] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("defect", "expected"),
+    [
+        (scale_all, "every gradient is 3 times the reference's"),
+        (spoil_below_block_1, "the first wrong gradient is that of blocks.1.input_norm.bias"),
+        (spoil_norms, "only parameters with copies on tensor-parallel ranks"),
+        (lambda run: run.gradients["embedding.word.weight"].fill(0), "only the word embedding"),
+        (lambda run: run.norms.__setitem__(0, 9.0), "every gradient is right and their norm is not"),
+        (lambda run: run.weights.update({"final_norm.bias": np.ones(48, np.float32)}), "decay groups"),
+        (lambda run: run.reductions.add(("torch.bfloat16", 7)), "gradients lose bits on their way"),
+        (lambda run: run.replicas.update({"weight/final_norm.bias": 2}), "copies see gradients that differ"),
+        (lambda run: run.tokens.__setitem__(0, 1), "count their tokens"),
+        (spoil_the_forward, "a layer or the loss that is cut over tp"),
+        (lambda run: run.gradients.clear(), "no rank shows gradients"),
+    ],
+)
+def test_the_cause_is_where_the_defect_is(defect: Callable[[Run], None], expected: str, reference: Run) -> None:
+    """Catches advice that sends a person to the wrong room, and a deviation that no check sees."""
+    run = copy_of(reference)
+    assert failed(run, reference) == []
+    defect(run)
+    assert expected in likely_cause(failed(run, reference), run, reference, TP2)
+
+
+def test_a_check_that_saw_nothing_fails_where_there_must_be_something(reference: Run) -> None:
+    """Catches a spy that sees no reduction, and ranks without copies, that pass for correct ones."""
+    run = copy_of(reference)
+    run.reductions, run.replicas = set(), {}
+    assert {row.guarantee for row in failed(run, reference)} == {"N8"}
+    assert {row.guarantee for row in failed(run, reference, ParallelConfig(dp=2))} == {"N7"}
+    assert {row.guarantee for row in failed(run, reference, ParallelConfig(pp=2))} == {"N7", "N8"}
+    assert failed(run, reference, ParallelConfig()) == []
+
+
+def test_bf16_is_held_to_its_own_bounds(reference: Run) -> None:
+    """Catches a bf16 loss that is held to fp32's bound, or to none."""
+    run = copy_of(reference)
+    for off, passed in ((1e-4, True), (3e-4, False)):
+        run.losses[0] = reference.losses[0] * (1 + off)
+        found = {row.what: row.passed for row in rows(BF16, "bf16", run, reference, TP2, tied=True)}
+        assert found["loss of step 1"] is passed
