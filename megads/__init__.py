@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from megads.model.attention import Attention as Attention
     from megads.model.config import ModelConfig as ModelConfig
     from megads.model.dropout import Dropout as Dropout
-    from megads.model.stages import Norm as Norm
+    from megads.model.gpt import Norm as Norm
     from megads.monitor.hooks import HookContext as HookContext
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
-    from megads.optim.elementwise import Update as Update
-    from megads.parallel.table import Cut as Cut
-    from megads.parallel.table import ShardingTable as ShardingTable
+    from megads.optim.optimizers import Update as Update
+    from megads.parallel.partition import Cut as Cut
+    from megads.parallel.partition import ShardingTable as ShardingTable
     from megads.runtime.hooks import Hook as Hook
     from megads.runtime.hooks import StepInfo as StepInfo
     from megads.runtime.hooks import TrainState as TrainState
@@ -46,14 +46,14 @@ _HOMES = {
     "megads.model.attention": ("Attention",),
     "megads.model.config": ("ModelConfig",),
     "megads.model.dropout": ("Dropout",),
-    "megads.model.stages": ("Norm",),
+    "megads.model.gpt": ("Norm",),
     "megads.monitor.hooks": ("HookContext",),
     "megads.monitor.trackers": (
         "RunDescription",
         "Tracker",
     ),
-    "megads.optim.elementwise": ("Update",),
-    "megads.parallel.table": (
+    "megads.optim.optimizers": ("Update",),
+    "megads.parallel.partition": (
         "Cut",
         "ShardingTable",
     ),

@@ -14,11 +14,9 @@ from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
-from megads.model.config import ModelConfig, Position
-from megads.model.sharding import has_attention_core
+from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.optim import schedule as _builtin_schedules  # noqa: F401 (registers them)
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.checkpoint.agreement import on_first
-from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
+from megads.checkpoint.store import on_first
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.data.config import Order
 from megads.data.indexed.dataset import idx_path

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megads.batch import MicroBatch
-from megads.checkpoint.folders import newest_before
+from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
@@ -21,34 +21,32 @@ from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, validat
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
+from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
-from megads.engine.build import build_train_engine
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
-from megads.engine.timeline_hook import TimelineHook
+from megads.engine.timeline import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
 from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.kernels import Kernels
+from megads.ops.config import Kernels
 from megads.ops.resolve import load
-from megads.optim.schedule import learning_rate
+from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience import NonFiniteHook
 from megads.resume import resume
-from megads.runtime.control_plane import ControlPlane
-from megads.runtime.distributed import world
+from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.heartbeat import Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
-from megads.runtime.process_settings import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
-from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop
-from megads.runtime.stop_signal import StopSignal
+from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 
 VALIDATION_MICRO_BATCHES = 8
 """Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
@@ -312,7 +310,7 @@ def checkpoint_hook(
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:
     """Times steps, where that is asked for."""
     every_steps = config.logging.timeline_every_steps
-    return [] if every_steps is None else [TimelineHook(engine, run_dir, every_steps, engine.grid)]
+    return [] if every_steps is None else [TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid)]
 
 
 def validation_hook(

@@ -25,8 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-from megads.ops.build import KernelsUnavailable, find_compiler
-from megads.ops.build_cuda import find_nvcc
+from megads.ops.build import KernelsUnavailable, find_compiler, find_nvcc
 from megads.runtime.environment import user_cache_dir
 
 TORCHES = ("2.11.0", "2.13.0")
@@ -114,7 +113,7 @@ def library_requirements(folder: Path) -> list[str]:
 
 
 def install_nvcc() -> None:
-    """Makes sure of an nvcc, which `megads.ops.build_cuda` finds by CUDA_HOME, and of a C++ compiler under it.
+    """Makes sure of an nvcc, which `megads.ops.build` finds by CUDA_HOME, and of a C++ compiler under it.
 
     Raises:
         Unavailable: there is none and none can be installed.

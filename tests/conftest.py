@@ -81,7 +81,7 @@ def module_megads(tmp_path_factory: pytest.TempPathFactory, command_server: Comm
 def kernels() -> None:
     """megads' own kernels, compiled and loaded."""
     from megads.ops.build import KernelsUnavailable, build
-    from megads.ops.library import load_library
+    from megads.ops.resolve import load_library
 
     try:
         load_library(build(print))

@@ -21,7 +21,8 @@ PRELOADED = [
     "torch",
     "deepspeed",
     "deepspeed.runtime.pipe.engine",
-    "megads.engine.build",
+    "megads.engine.pipeline_engine",
+    "megads.engine.zero_engine",
     "torch._dynamo",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megads.engine.bucket
+import megads.engine.optimizer
 from megads.engine.interface import TrainEngine
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
@@ -176,7 +176,7 @@ class CollectiveSpy:
 
 
 @contextmanager
-def recorded_collectives(seen: list[Collective], module: Any = megads.engine.bucket) -> Iterator[None]:
+def recorded_collectives(seen: list[Collective], module: Any = megads.engine.optimizer) -> Iterator[None]:
     """Notes the collectives that a module issues through its name `dist`."""
     inner = module.dist
     module.dist = CollectiveSpy(inner, seen)

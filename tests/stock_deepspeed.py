@@ -17,10 +17,10 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.engine.deepspeed_adapter import prepare_deepspeed
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import StagePipeline, placement_of, run_stages
-from megads.engine.token_mean import TokenMeanLoss
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
+from megads.parallel.loss import TokenMeanLoss
 from tests.parity import Scenario, initial_weights, step_batches
 
 

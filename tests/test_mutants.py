@@ -17,39 +17,35 @@ import torch.nn.functional as F
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
-import megads.engine.bucket
 import megads.engine.optimizer
 import megads.engine.stage_pipeline
-import megads.engine.token_mean
 import megads.engine.train_engine
 import megads.engine.zero_engine
 import megads.model.attention
-import megads.model.stages
+import megads.model.gpt
+import megads.parallel.loss
 import megads.parallel.recompute
-import megads.parallel.tensor
+import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.bucket import Bucket
-from megads.engine.optimizer import BucketAdamW, NamedParameter
+from megads.engine.optimizer import Bucket, BucketAdamW, NamedParameter
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.pipeline_engine import StageEngine
-from megads.engine.token_mean import TokenMeanLoss
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.model.dropout import Dropout
-from megads.model.stages import ParallelBlock
+from megads.model.gpt import ParallelBlock
 from megads.ops.config import Implementation, OpsConfig
-from megads.ops.philox import DropoutMask
-from megads.optim.buckets import BucketLayout
-from megads.optim.groups import Role
-from megads.parallel import collectives, context, cross_entropy, head_loss
-from megads.parallel.collectives import reduce_from_tp_region
+from megads.ops.dropout import DropoutMask
+from megads.optim.groups import BucketLayout, Role
+from megads.parallel import context, loss, region_linear
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.region_linear import Region
+from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
-from megads.parallel.tensor import PositionShardEmbedding, RowParallelLinear
+from megads.parallel.sharding import PositionShardEmbedding, RowParallelLinear
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradient, linear
 from tests import parity
 from tests.parity import LAYOUTS as PARITY_LAYOUTS
@@ -88,7 +84,7 @@ def bf16_reduction() -> None:
         rounded = self._main_grad.bfloat16()
         out = rounded.new_empty(len(self.slice))
         # Through the module's name, which the test listens at.
-        megads.engine.bucket.dist.reduce_scatter_tensor(out, rounded, group=self._data.group)
+        megads.engine.optimizer.dist.reduce_scatter_tensor(out, rounded, group=self._data.group)
         self.gradient = out.float()
 
     Bucket.launch = launch
@@ -212,7 +208,7 @@ def no_backward_all_reduce_of_column_layers() -> None:
     def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
         return linear(x, weight, bias, gradients)
 
-    megads.parallel.tensor.opening_linear = opening_linear
+    megads.parallel.sharding.opening_linear = opening_linear
 
 
 def row_bias_on_every_rank() -> None:
@@ -223,17 +219,21 @@ def row_bias_on_every_rank() -> None:
 
 
 def padding_in_the_softmax() -> None:
-    inner = cross_entropy.vocab_parallel_token_losses
+    inner = loss.vocab_parallel_token_losses
 
     def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> Tensor:
         return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis)
 
-    megads.engine.token_mean.vocab_parallel_token_losses = losses
+    megads.parallel.loss.vocab_parallel_token_losses = losses
 
 
 def input_gradients_of_chunks_stay_local() -> None:
     done = SimpleNamespace(wait=lambda: None)
-    head_loss.dist = SimpleNamespace(all_reduce=lambda *args, **kwargs: done)
+
+    def all_reduce(x: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        return done if async_op else dist.all_reduce(x, *args, **kwargs)
+
+    loss.dist = SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
 
 
 def weight_gradients_of_chunks_overwrite_each_other() -> None:
@@ -303,11 +303,11 @@ def parts_of_tokens_out_of_order() -> None:
 
 
 def own_slice_for_a_reduce_scatter() -> None:
-    def start_scatter(x: Tensor, axis: Axis) -> collectives.Pending:
+    def start_scatter(x: Tensor, axis: Axis) -> region_linear.Pending:
         own = x.chunk(axis.size, dim=1)[axis.rank].contiguous()
         return lambda: own
 
-    collectives.start_scatter = start_scatter
+    region_linear.start_scatter = start_scatter
 
 
 def dropout_of_the_first_shard_everywhere() -> None:
@@ -561,7 +561,7 @@ def gates_before_ups() -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    megads.model.stages.swiglu = swiglu
+    megads.model.gpt.swiglu = swiglu
 
 
 def mlp_reads_what_attention_added() -> None:

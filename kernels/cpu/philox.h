@@ -1,5 +1,5 @@
 // Dropout masks as a pure function of place, by Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as
-// 1, 2, 3"). Nothing is stored: whoever needs the mask draws it again. megads/ops/philox.py says what is drawn from
+// 1, 2, 3"). Nothing is stored: whoever needs the mask draws it again. megads/ops/dropout.py says what is drawn from
 // which counter, and has the same in plain torch.
 #pragma once
 

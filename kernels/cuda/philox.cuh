@@ -1,4 +1,4 @@
-// Dropout masks as a pure function of place, by Philox4x32-10 (Salmon et al. 2011). megads/ops/philox.py says what is
+// Dropout masks as a pure function of place, by Philox4x32-10 (Salmon et al. 2011). megads/ops/dropout.py says what is
 // drawn from which counter; kernels/cpu/philox.h draws the same bits.
 #pragma once
 

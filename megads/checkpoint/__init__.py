@@ -1,1 +1,6 @@
-"""Mechanism of checkpoints: manifest, store, resharding reads. Policy lives elsewhere."""
+"""Checkpoints: a manifest, an atomic store, and reads that reshard.
+
+`hook` saves during a run, `store` writes, `read` finds and loads; `manifest` is what a checkpoint says of itself.
+"""
+
+__all__ = ["config", "hook", "manifest", "read", "store"]

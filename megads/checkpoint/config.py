@@ -1,10 +1,15 @@
-"""When checkpoints are written and which one a run starts from."""
+"""When checkpoints are written, where a run keeps them, and which one it starts from. Imports no torch."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from megads.errors import ConfigError
+
+LATEST_FILE = "latest"
+_STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 @dataclass
@@ -26,3 +31,31 @@ class CheckpointConfig:
         for name in ("every_steps", "keep", "max_failed_saves"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Final place of the checkpoint of a step."""
+    return checkpoints_folder(run_dir) / f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name says; None where it has another name, as a copy may."""
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(run_dir: Path) -> dict[int, Path]:
+    """Folders with a checkpoint's name by step, ascending; whether they are usable is for read.py to say."""
+    folder = checkpoints_folder(run_dir)
+    found = ((step_of(path), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
+    return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+def newest_before(run_dir: Path, step: int) -> Path | None:
+    """The checkpoint of the latest step before this one; None where there is none."""
+    return next((folder for at, folder in reversed(list_checkpoints(run_dir).items()) if at < step), None)

@@ -7,11 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.agreement import on_first
-from megads.checkpoint.config import CheckpointConfig
-from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.store import SaveError, remove_old, save_checkpoint
+from megads.checkpoint.store import SaveError, on_first, remove_old, save_checkpoint
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
 from megads.runtime.hooks import StepInfo, TrainState

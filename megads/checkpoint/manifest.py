@@ -1,24 +1,34 @@
-"""manifest.json: what a checkpoint holds and where; written last, so that its presence commits the checkpoint."""
+"""manifest.json: which rectangles of which tensors a checkpoint holds and where, and the software that computed it.
+
+It is written last, so that its presence commits the checkpoint. A resume promises equal bits only with the same
+software and thread count.
+"""
 
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+import torch
 import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megads.checkpoint.folders import list_checkpoints, step_of
-from megads.checkpoint.tensor_file import Rectangle, coverage_fault
+import megads
+from megads.checkpoint.config import list_checkpoints, step_of
 from megads.errors import CheckpointError
+from megads.ops.resolve import loaded_kernels
 from megads.runtime.files import read_regular
 from megads.runtime.metrics import LedgerRecord
+from megads.runtime.registry import plugin_versions
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -29,6 +39,60 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Extents = tuple[Count, ...]
 _STRICT = ConfigDict(strict=True, extra="forbid")
 """What is read is of the types that are written, with nothing missing and nothing more."""
+_PLUGIN = "plugin "
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a global tensor.
+
+    Attributes:
+        offset: first index in each dim.
+        shape: extent in each dim.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
+
+    def overlap(self, other: Rectangle) -> Rectangle | None:
+        """The elements that both hold, None where there are none."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(high - low for low, high in zip(offset, map(min, self.end, other.end), strict=True))
+        return Rectangle(offset, shape) if all(extent > 0 for extent in shape) else None
+
+    def within(self, outer: Rectangle) -> tuple[slice, ...]:
+        """Where this rectangle lies in a tensor that holds `outer`, which contains it."""
+        starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
+        return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
+
+
+def coverage_fault(global_shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str | None:
+    """Says why rectangles do not cover every element of a tensor exactly once, None when they do."""
+    whole = Rectangle((0,) * len(global_shape), tuple(global_shape))
+    # A sweep along the first dim: only rectangles that are still open there can overlap the next one.
+    open_rectangles: list[Rectangle] = []
+    covered = 0
+    for rectangle in sorted(rectangles, key=lambda part: part.offset):
+        if len(rectangle.shape) != len(whole.shape) or rectangle.overlap(whole) != rectangle:
+            return f"the part at {list(rectangle.offset)} of shape {list(rectangle.shape)} is not inside it"
+        open_rectangles = [part for part in open_rectangles if not part.shape or part.end[0] > rectangle.offset[0]]
+        for part in open_rectangles:
+            if part.overlap(rectangle) is not None:
+                return f"the parts at {list(part.offset)} and {list(rectangle.offset)} overlap"
+        open_rectangles.append(rectangle)
+        covered += rectangle.elements
+    if covered != whole.elements:
+        return f"{whole.elements - covered} of its {whole.elements} elements are in no part"
+    return None
 
 
 @dataclass(frozen=True)
@@ -230,3 +294,45 @@ def _group(tensors: Iterable[StoredTensor], attribute: str) -> dict[str, list[St
     for tensor in tensors:
         groups[getattr(tensor, attribute)].append(tensor)
     return dict(groups)
+
+
+def software() -> dict[str, str]:
+    """Versions of Python, torch, megads and what it requires, the CPU's vector instructions, threads, kernels."""
+    versions = {
+        "python": platform.python_version(),
+        "megads": megads.__version__,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "kernels": loaded_kernels(),
+    }
+    if torch.cuda.is_available():
+        versions |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    for name in _required_distributions():
+        try:
+            versions.setdefault(name, version(name))
+        except PackageNotFoundError:
+            continue
+    return versions | {f"{_PLUGIN}{name}": found for name, found in plugin_versions().items()}
+
+
+def _required_distributions() -> list[str]:
+    """Names of megads's own requirements; none when it runs from a checkout that is not installed."""
+    try:
+        requirements = requires("megads") or []
+    except PackageNotFoundError:
+        return []
+    names = (re.match(r"[\w.-]+", requirement) for requirement in requirements if "extra ==" not in requirement)
+    return [match.group() for match in names if match]
+
+
+def software_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """One readable line for each entry that both know and that differs, and for each plugin that one of them lacks."""
+    shared = [name for name in before if name in now]
+    differing = [f"{name}: {before[name]} then, {now[name]} now" for name in shared if before[name] != now[name]]
+    differing += [f"{name}: {before[name]} then, not imported now" for name in before if _only(name, now)]
+    return differing + [f"{name}: not imported then, {now[name]} now" for name in now if _only(name, before)]
+
+
+def _only(name: str, others: Mapping[str, str]) -> bool:
+    return name.startswith(_PLUGIN) and name not in others

@@ -1,4 +1,7 @@
-"""Finds the checkpoint to start from and reads it in any layout. Nothing is trusted before its checksum holds."""
+"""Finds the checkpoint to start from and reads it in any layout, or unsharded in one process.
+
+Nothing is trusted before its checksum holds.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,29 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError, safe_open
 
-from megads.checkpoint.agreement import agreed, on_first
-from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, read_manifest
-from megads.checkpoint.software import software, software_differences
-from megads.checkpoint.store import recover
-from megads.checkpoint.tensor_file import DTYPE_NAMES, Rectangle, checksum
+from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
+from megads.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Rectangle,
+    StoredTensor,
+    read_manifest,
+    software,
+    software_differences,
+)
+from megads.checkpoint.store import DTYPE_NAMES, agreed, checksum, on_first, recover
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
-from megads.runtime.control_plane import ALONE, ControlPlane
+from megads.model.gpt import GPT
+from megads.runtime.distributed import ALONE, ControlPlane
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
@@ -307,3 +319,41 @@ def _parts(handle: CheckpointHandle, stored: Mapping[str, list[StoredTensor]], s
             f"{list(shard.global_shape)} here: it is of another model"
         )
     return parts
+
+
+def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.dtype) -> GPT:
+    """Builds the unsharded model of a checkpoint; its weights are in memory once.
+
+    Args:
+        handle: the checkpoint.
+        device: where the model goes.
+        dtype: of its weights, rounded from the fp32 masters as training rounds them.
+
+    Returns:
+        The model in evaluation mode, without gradients.
+
+    Raises:
+        CheckpointError: this version cannot build its model, or a weight is missing.
+    """
+    model = GPT.empty(_model_config(handle), device, dtype)
+    with torch.no_grad():
+        shards = [
+            Shard(f"weight/{name}", tuple(parameter.shape), (0,) * parameter.dim(), parameter)
+            for name, parameter in model.parameters_by_name().items()
+        ]
+        read_into(handle, shards)
+    return model.eval().requires_grad_(False)
+
+
+def _model_config(handle: CheckpointHandle) -> ModelConfig:
+    """The shape that the checkpoint records of its model."""
+    try:
+        if "${" in str(handle.manifest.run.model):
+            raise ValueError("${...} is never resolved in a manifest")
+        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), handle.manifest.run.model)
+        return cast(ModelConfig, OmegaConf.to_object(merged))
+    except (ValueError, OmegaConfBaseException) as error:
+        raise CheckpointError(
+            f"{handle.folder} is of a model that this version of megads cannot build "
+            f"({str(error).splitlines()[0]}): use the version that wrote it"
+        ) from error

@@ -5,10 +5,17 @@ checkpoints/step_00000100/            committed: manifest.json is its last file,
 checkpoints/.step_00000100.replaced/  gives way to a new checkpoint of the same step
 checkpoints/.step_00000100.removed/   being deleted
 checkpoints/latest                    names the last committed one, for people and scripts
+
+Files are written piece by piece in the format of safetensors, with a checksum a tensor: 8 bytes of header length
+(little endian), a JSON header, the data. safetensors' own writer copies every tensor into memory first, refuses views
+of one buffer, which is what ZeRO shards are, and knows no checksums.
+
+Ranks act together: what fails on one fails on all, so that none waits for another forever.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -17,18 +24,41 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
+from typing import Any, TypeVar
 
-from megads.checkpoint.agreement import RanksFailed, agreed, on_first
-from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, StoredTensor, newest_manifest, read_manifest
-from megads.checkpoint.software import software
-from megads.checkpoint.tensor_file import DTYPE_NAMES, write_tensor_file
+import torch
+import xxhash
+from torch import Tensor
+
+from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
+from megads.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    RunRecord,
+    StoredTensor,
+    newest_manifest,
+    read_manifest,
+    software,
+)
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
-from megads.runtime.control_plane import ALONE, ControlPlane
+from megads.runtime.distributed import ALONE, ControlPlane
 from megads.runtime.files import atomic_writer, sync_directory
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import LedgerRecord
+
+T = TypeVar("T")
+
+_NAMED_FAILURES = 3
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
+"""Names of dtypes in the safetensors format."""
 
 
 class SaveError(CheckpointError):
@@ -233,3 +263,117 @@ def remove_old(run_dir: Path, step: int, keep: int) -> list[str]:
         shutil.rmtree(removed, ignore_errors=True)
         gone.append(folder.name)
     return gone
+
+
+class RanksFailed(CheckpointError):
+    """What some ranks could not do, raised on all.
+
+    Attributes:
+        errnos: the system's numbers of their errors, of those that it reported.
+    """
+
+    def __init__(self, message: str, errnos: frozenset[int]) -> None:
+        super().__init__(message)
+        self.errnos = errnos
+
+
+def agreed(control: ControlPlane, action: Callable[[], T]) -> T:
+    """Runs `action`, which must not communicate, on every rank and waits for all; collective.
+
+    Raises:
+        RanksFailed: on every rank, when the action failed on any; names the ranks and their reasons.
+    """
+    cause: Exception | None = None
+    failure: tuple[str, int | None] | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        cause, failure = error, (_reason(error), _errno(error))
+    failed = [
+        (rank, *found)
+        for rank, found in enumerate(control.gather(failure, tuple[str, int | None] | None))
+        if found is not None
+    ]
+    if failed:
+        named = "; ".join(f"rank {rank}: {reason}" for rank, reason, _ in failed[:_NAMED_FAILURES])
+        more = f" (and {len(failed) - _NAMED_FAILURES} more ranks)" if len(failed) > _NAMED_FAILURES else ""
+        raise RanksFailed(named + more, frozenset(code for *_, code in failed if code is not None)) from cause
+    return result  # type: ignore[no-any-return]
+
+
+def on_first(control: ControlPlane, action: Callable[[], T], kind: Any) -> T:
+    """Runs `action` on rank 0 and gives its result to all; collective.
+
+    Args:
+        control: of all ranks.
+        action: must not communicate.
+        kind: type of its result, see json_message.encode.
+
+    Raises:
+        RanksFailed: on every rank, when the action failed.
+    """
+    result = agreed(control, lambda: action() if control.rank == 0 else None)
+    return control.broadcast(result, kind)  # type: ignore[return-value]
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """Of the error of the system that is the cause."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return None if error is None else error.errno
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def checksum(tensor: Tensor) -> str:
+    """xxh3_128 of a tensor's bytes in row-major order, as hex."""
+    return xxhash.xxh3_128_hexdigest(_row_major_bytes(tensor))
+
+
+def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> list[str]:
+    """Writes tensors under the names "0", "1", ... and waits until they are on disk.
+
+    Args:
+        path: a file that does not exist yet.
+        tensors: on any device; copied to the CPU one at a time.
+
+    Returns:
+        Each tensor's checksum.
+
+    Raises:
+        CheckpointError: the file cannot be written; part of it may exist.
+    """
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    for index, tensor in enumerate(tensors):
+        start, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        header[str(index)] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # Data that starts at a multiple of 8 can be mapped as any dtype.
+    encoded += b" " * (-len(encoded) % 8)
+    checksums = []
+    try:
+        with path.open("xb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for tensor in tensors:
+                data = _row_major_bytes(tensor)
+                checksums.append(xxhash.xxh3_128_hexdigest(data))
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    return checksums
+
+
+def _row_major_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -35,9 +35,8 @@ from megads.ops.autotune import (
     read_cached,
     write_cached,
 )
-from megads.ops.config import Implementation
-from megads.ops.kernels import FUSED, TORCH
-from megads.ops.philox import DropoutMask
+from megads.ops.config import FUSED, TORCH, Implementation
+from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import masked_softmax
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -30,8 +30,7 @@ from megads.ops.autotune import (
     read_cached,
     write_cached,
 )
-from megads.ops.config import Implementation, KernelOp
-from megads.ops.kernels import Kernels
+from megads.ops.config import Implementation, KernelOp, Kernels
 from megads.parallel.context import held_places
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.metrics import EventWriter, read_json_lines

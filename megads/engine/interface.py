@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
+from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
-from megads.model.initialise import InitialValue, initial_value
-from megads.ops.kernels import TORCH, Kernels
+from megads.model.gpt import InitialValue, initial_value
+from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
-from megads.runtime.spans import Span
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class EngineSpec:
         micro_batch_size: samples in one forward pass.
         seed: of initial weights and dropout.
         device: where this rank computes.
-        value: initial weights; None is `megads.model.initialise.initial_value`.
+        value: initial weights; None is `megads.model.gpt.initial_value`.
         kernels: which implementation computes each operator, as `megads.ops.resolve.load` has made them ready.
         deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
     """

@@ -14,27 +14,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.rotary import rotary_tables
-from megads.model.stages import TIED_COPY, TIED_PARAMETER, stage_specs
-from megads.ops.adamw import AdamWStep, adamw_reference
+from megads.model.gpt import TIED_COPY, TIED_PARAMETER, stage_specs
+from megads.ops.activation import gelu, swiglu
+from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.autotune import Step, error_ratio
-from megads.ops.config import Implementation, KernelOp
-from megads.ops.dropout import dropout
-from megads.ops.gelu import gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.rotary import rotate
-from megads.ops.square_sums import Pieces, square_sums
-from megads.ops.swiglu import swiglu
-from megads.optim.adamw import FusedAdamW
-from megads.optim.buckets import BucketLayout, Member, bucket_layouts
-from megads.optim.groups import parameter_role
+from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
+from megads.optim.optimizers import FusedAdamW
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
-from megads.parallel.cross_entropy import weighted_loss_
 from megads.parallel.grid import Axis, padded_rows, single_rank_grid
-from megads.parallel.head_loss import chunk_tokens
+from megads.parallel.loss import chunk_tokens, weighted_loss_
 from megads.parallel.partition import stage_bounds
 from megads.parallel.sharding import shard_stage
 

@@ -15,8 +15,14 @@ from torch.distributed import ProcessGroup
 
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, axis_lines
-from megads.parallel.pipeline_actions import Action, Schedule, StagePlacement
-from megads.parallel.schedule_p2p import P2P_CTAS, acknowledged_sends, sent_and_received
+from megads.parallel.pipeline_actions import (
+    P2P_CTAS,
+    Action,
+    Schedule,
+    StagePlacement,
+    acknowledged_sends,
+    sent_and_received,
+)
 
 Shape = tuple[int, ...]
 

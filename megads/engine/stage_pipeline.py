@@ -16,9 +16,8 @@ from megads.batch import BatchInfo
 from megads.engine.deepspeed_adapter import PipelineStages
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
-from megads.engine.token_mean import TokenMeanLoss
-from megads.model.sharding import sharding_of
-from megads.model.stages import (
+from megads.model.config import sharding_of
+from megads.model.gpt import (
     EMBEDDING,
     HEAD,
     TIED_COPY,
@@ -32,10 +31,10 @@ from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import axis_lines
-from megads.parallel.partition import stage_bounds
+from megads.parallel.loss import TokenMeanLoss
+from megads.parallel.partition import ShardingTable, stage_bounds
 from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
 from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
-from megads.parallel.table import ShardingTable
 from megads.parallel.weight_gradients import SplitLayer
 
 

@@ -21,11 +21,11 @@ from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
 from megads.engine.interface import Culprit, EngineSpec, EvaluationResult, Shard, StepResult
 from megads.engine.stage_pipeline import placement_of
-from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
+from megads.engine.timeline import Span
 from megads.parallel.context import cut_micro_batch
+from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
-from megads.runtime.control_plane import ControlPlane
-from megads.runtime.spans import Span
+from megads.runtime.distributed import ControlPlane
 
 SHOWN = 8
 

@@ -16,15 +16,14 @@ from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, local_shape, shard_weights, zero_settings
 from megads.engine.interface import Culprit, EngineSpec
 from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
-from megads.engine.token_mean import TokenMeanLoss
+from megads.engine.timeline import Span, SpanRecorder
 from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
-from megads.model.sharding import sharding_of
-from megads.model.stages import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
-from megads.optim.buckets import BUCKET_ELEMENTS, bucket_elements
-from megads.optim.groups import parameter_groups
+from megads.model.config import sharding_of
+from megads.model.gpt import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis, ParallelGrid
+from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
-from megads.runtime.spans import Span, SpanRecorder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

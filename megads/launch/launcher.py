@@ -30,7 +30,7 @@ from megads.runtime.heartbeat import RankPosition, render_positions
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import tracker_log_path
 from megads.runtime.run_secret import start_secret
-from megads.runtime.stop_file import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
 
 _POLL_S = 0.05
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.errors import ConfigError
-from megads.runtime.config import ClusterKind
-from megads.runtime.duration import LONGEST_WAIT_S
+from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
 from megads.runtime.environment import exported, loopback_variables
 from megads.runtime.listener import launcher_address
 from megads.runtime.run_secret import Secret

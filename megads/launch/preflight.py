@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.config import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, check_attention, open_run_data, planned_steps
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
@@ -19,11 +19,11 @@ from megads.frozen_config import config_dict, derive_run_id, load_frozen
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.kernels import Kernels
+from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
-from megads.runtime.stop_file import REQUESTED, read_stop, stop_path
+from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
     from megads.data.prepare.preparation import Preparation, Prepared

@@ -29,7 +29,12 @@ from megads.errors import EXIT_BUG, UnhealthyNode
 from megads.launch.rank import die_with_launcher
 from megads.runtime import environment
 
-_PRELOADED = ("megads.train", "deepspeed.runtime.pipe.engine", "megads.engine.build")
+_PRELOADED = (
+    "megads.train",
+    "deepspeed.runtime.pipe.engine",
+    "megads.engine.pipeline_engine",
+    "megads.engine.zero_engine",
+)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -22,7 +22,7 @@ from megads.runtime.lease import Lease
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.slurm import Allocation
-from megads.runtime.stop_file import INTERRUPTED, PREEMPTED, TIME_LIMIT
+from megads.runtime.stop import INTERRUPTED, PREEMPTED, TIME_LIMIT
 
 _REASONS = {
     signal.SIGINT: INTERRUPTED,
@@ -37,7 +37,7 @@ class StopOrder:
     """A wish that the run save and stop.
 
     Attributes:
-        reason: one of megads.runtime.stop_file's.
+        reason: one of megads.runtime.stop's.
         message: for people.
     """
 

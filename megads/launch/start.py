@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.folders import LATEST_FILE, checkpoints_folder, step_of
+from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, check_config, planned_steps
 from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted, UnhealthyNode
 from megads.frozen_config import config_digest, record_config
@@ -34,11 +34,11 @@ from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.kernels import Kernels
+from megads.ops.config import Kernels
 from megads.ops.resolve import prepare
 from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment
-from megads.runtime.duration import parse_duration
+from megads.runtime.config import parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed
 from megads.runtime.machine_memory import may_have_gpus

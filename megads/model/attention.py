@@ -2,8 +2,13 @@
 
 With ALiBi (Press, Smith and Lewis 2021) scores are biased linearly in the distance of query and key.
 
+With rotary position embedding (Su et al. 2021, RoFormer) feature i of a head and feature i + d/2 are one point in the
+plane, turned by the angle position * theta^(-2i/d); so the product of a query and a key depends on the distance of
+their positions. The paper pairs neighbouring features; halves, as Llama and GPT-NeoX pair them, are the same up to the
+order of a head's features.
+
 Shape suffixes: b = batch, s = query position, t = key position, n = heads, m = heads of keys and values, g = heads of
-queries that share one of them (n / m), d = head dim, h = hidden size.
+queries that share one of them (n / m), d = head dim, r = d/2 pairs of features, h = hidden size.
 """
 
 from __future__ import annotations
@@ -19,16 +24,27 @@ from torch.nn.attention.flex_attention import BlockMask
 from megads.batch import BatchInfo, PerBatch
 from megads.model.config import ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.model.rotary import Rotary
-from megads.ops.attention import attention
+from megads.ops.attention import (
+    FLASH_INSTALLED,
+    Documents,
+    attention,
+    augmented_attention,
+    bias_dtype,
+    cudnn_attention,
+    documents_of,
+    flash_attention,
+    flex_attention,
+    masked_attention,
+    visible_blocks,
+)
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import KernelOp
-from megads.ops.flash_attention import INSTALLED, Documents, documents_of, flash_attention
-from megads.ops.flex_attention import flex_attention, visible_blocks
-from megads.ops.kernels import TORCH
-from megads.ops.philox import DropoutMask
-from megads.ops.sdpa import augmented_attention, bias_dtype, cudnn_attention, masked_attention
+from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.dropout import DropoutMask
+from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
+
+Tables = tuple[Tensor, Tensor]
+_RESTARTED: PerBatch[Tables] = PerBatch()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
@@ -44,7 +60,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
+def _slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
     """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
     return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
 
@@ -194,7 +210,7 @@ class AttentionCore(nn.Module):
 
     def slopes(self, device: torch.device) -> Tensor | None:
         """ALiBi slope of each of this core's heads, fp32; None: there is no bias."""
-        return slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
+        return _slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
 
     def blocks(self, info: BatchInfo, queries: int, keys: int, device: torch.device) -> BlockMask:
         """FlexAttention's mask of this micro-batch: of its documents, or of its lengths alone."""
@@ -220,7 +236,7 @@ class AttentionCore(nn.Module):
             case AttentionKind.flex:
                 there = q_bnsd.is_cuda
             case AttentionKind.flash:
-                there = q_bnsd.is_cuda and low and INSTALLED
+                there = q_bnsd.is_cuda and low and FLASH_INSTALLED
             case _:
                 there = q_bnsd.is_cuda and low
         return kind if there else AttentionKind.sdpa
@@ -313,3 +329,59 @@ class Attention(nn.Module):
         if self.rotary is not None or apart:
             v_bsmd = v_bsmd.contiguous()
         return q_bsnd, k_bsmd, v_bsmd
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tables:
+    """Cosine and sine of every angle, each [..., s, 1, r] for integer positions [..., s].
+
+    Angles are fp64 whatever the result's dtype: near position 10^6 neighbouring fp32 numbers are 0.06 radians apart.
+    """
+    pairs_r = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    angles = positions[..., None, None] * theta**-pairs_r
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def _place_tables(
+    seq_len: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype, places_s: Tensor | None
+) -> Tables:
+    """Tables of a sample whose positions are places; cached by the identity of `places_s`."""
+    places_s = torch.arange(seq_len, device=device) if places_s is None else places_s
+    return rotary_tables(places_s, head_dim, theta, dtype)
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding of one attention layer; no parameters.
+
+    Args:
+        head_dim: features of a head, an even number.
+        theta: the base of the angles.
+    """
+
+    untraced: ClassVar = ("tables",)
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(
+        self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, kernels: Kernels = TORCH
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys turned by the positions of the tokens that this rank holds.
+
+        Args:
+            q_bsnd: queries.
+            k_bsnd: keys.
+            info: of the micro-batch.
+            kernels: whose kernel computes.
+        """
+        tables = self.tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
+        return rotate(q_bsnd, *tables, kernels), rotate(k_bsnd, *tables, kernels)
+
+    def tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
+        """Cosine and sine for so many tokens, made once for all layers."""
+        positions_bs = info.position_ids_bs
+        if positions_bs is None:
+            return _place_tables(count, self.head_dim, self.theta, device, dtype, info.sequence_index)
+        key = (self.head_dim, self.theta, dtype)
+        return _RESTARTED.get(info, key, lambda: rotary_tables(positions_bs, self.head_dim, self.theta, dtype))

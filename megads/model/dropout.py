@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo, copy_to
-from megads.ops.dropout import dropout
-from megads.ops.kernels import TORCH
-from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.config import TORCH
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 
 
 class Dropout(nn.Module):
@@ -19,7 +18,7 @@ class Dropout(nn.Module):
 
     Whether an element is dropped follows from the run's seed, the site, the sample's number, the token's place in the
     sample and the feature; of attention probabilities from those, the head's number in the whole model, and the places
-    of query and key (`megads.ops.philox`). Nothing has to be saved for a resume or replayed for recomputation.
+    of query and key (`megads.ops.dropout`). Nothing has to be saved for a resume or replayed for recomputation.
 
     Args:
         p: probability of a zero, in steps of 2^-16; what stays is scaled by what that leaves.

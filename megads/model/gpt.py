@@ -1,15 +1,373 @@
-"""The unsharded model on one process: what every layout is compared with."""
+"""The model: its stages (embedding, blocks, final norm, head), their initial weights, and all of them on one process.
+
+A stage is a plain module called as `stage(hidden, info) -> hidden`; the embedding takes tokens, the head returns
+logits. `GPT` runs all stages unsharded: every layout is compared with it.
+
+Initial weights are a pure function of seed and parameter name, and therefore bitwise the same in every layout. Each
+full tensor is drawn from a random stream of its own and sliced afterwards, so no more than one full matrix is in memory
+at a time and no rank needs to know what another one drew.
+
+Shape suffixes: b = batch, s = sequence, h = hidden size, v = vocabulary.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.batch import BatchInfo
-from megads.model.config import ModelConfig
-from megads.model.initialise import InitialValue, initial_value
-from megads.model.stages import TIED_COPY, TIED_PARAMETER, Embedding, Head, stage_specs
+from megads.model.attention import Attention, AttentionCore
+from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, NormKind, Position, sharding_of
+from megads.model.dropout import Dropout
+from megads.ops.activation import gelu, swiglu
+from megads.ops.config import FUSED, TORCH, Kernels
+from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megads.parallel.partition import ShardingTable
+from megads.runtime.registry import BLOCKS
+
+InitialValue = Callable[[str, tuple[int, ...]], Tensor]
+"""(parameter name, unsharded shape) -> fp32 tensor on the CPU."""
+
+EMBEDDING, HEAD = "embedding", "head"
+TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of every token, with gains, as the model says.
+
+    Attributes:
+        kernels: whose kernel computes.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kernels = TORCH
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+        self.centred = config.norm is NormKind.layernorm
+        biased = self.centred and config.bias
+        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if biased else None
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        if not self.centred:
+            return rms_norm(hidden_bsh, self.weight, self.eps, self.kernels)
+        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.kernels)
+
+    def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; the kernel makes both in one pass."""
+        if not self.centred:
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)
+        weight, bias = self.weight, self.bias
+        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.kernels)
+
+
+class Embedding(nn.Module):
+    """Word embedding, learned positions if any, BLOOM's embedding norm if asked for, dropout."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        super().__init__()
+        self.word = _table(config.vocabulary, config.hidden_size)
+        learned = config.position is Position.learned
+        self.position = _table(config.max_seq_len, config.hidden_size) if learned else None
+        self.norm = Norm(config) if config.embedding_norm else None
+        self.dropout = Dropout(config.hidden_dropout, seed, "embedding.dropout")
+
+    def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        hidden_bsh: Tensor = self.word(tokens_bs)
+        if self.position is not None:
+            hidden_bsh = hidden_bsh + self.position(info.positions(tokens_bs.shape[1], tokens_bs.device))
+        if self.norm is not None:
+            hidden_bsh = self.norm(hidden_bsh)
+        dropped_bsh: Tensor = self.dropout(hidden_bsh, info)
+        return dropped_bsh
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """An embedding whose weights are not drawn: on the meta device torch's own start loads the compiler for that."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
+class MLP(nn.Module):
+    """Two projections around a tanh-approximated GELU.
+
+    Attributes:
+        kernels: whose kernel computes the activation.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kernels = TORCH
+        self.up = nn.Linear(config.hidden_size, config.ffn_width, bias=config.bias)
+        self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
+
+    @property
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
+        return self.up
+
+    def activate(self, up_bsf: Tensor) -> Tensor:
+        """What `down` reads of what `first` made, [b, s, f]."""
+        return gelu(up_bsf, self.kernels)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.down(self.activate(self.up(hidden_bsh)))
+        return out_bsh
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate) * up): SwiGLU (Shazeer 2020), gates and ups made by one projection.
+
+    Row 2 i of its weight is gate i, row 2 i + 1 is up i: a contiguous share of the rows, as tensor parallelism cuts
+    them, holds matching gates and ups, and is the same share of the columns of `down`.
+
+    Attributes:
+        kernels: whose kernel computes the activation.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kernels = TORCH
+        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows, bias=config.bias)
+        self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
+
+    @property
+    def first(self) -> nn.Module:
+        """The projection that reads the hidden states."""
+        return self.gate_up
+
+    def activate(self, gate_up_bsf: Tensor) -> Tensor:
+        """What `down` reads of what `first` made, [b, s, f]."""
+        return swiglu(gate_up_bsf, self.kernels)
+
+    def forward(self, hidden_bsh: Tensor) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.down(self.activate(self.gate_up(hidden_bsh)))
+        return out_bsh
+
+
+def _mlp(config: ModelConfig) -> MLP | GatedMLP:
+    return GatedMLP(config) if config.mlp is MLPKind.swiglu else MLP(config)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)) with a second norm."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}"
+        self.input_norm = Norm(config)
+        self.attention = Attention(config, seed, f"{site}.attention")
+        self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
+        self.post_attention_norm = Norm(config)
+        self.mlp = _mlp(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        attended_bsh = self.attention(self.input_norm(hidden_bsh), info)
+        normed_bsh, hidden_bsh = self.post_attention_norm.of_sum(self.attention_dropout(attended_bsh, info), hidden_bsh)
+        return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
+
+
+class SharedInput(nn.Module):
+    """Several linear layers of one input. It holds none of them: what may be cut is how they are run together."""
+
+    def forward(self, hidden_bsh: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        """Returns each layer's output, [b, s, ...]."""
+        return tuple(layer(hidden_bsh) for layer in layers)
+
+
+class SummedOutput(nn.Module):
+    """The sum of linear layers, each of an input of its own. It holds none of them, as `SharedInput`."""
+
+    def forward(self, inputs: Sequence[Tensor], layers: Sequence[nn.Module]) -> Tensor:
+        """Returns [b, s, h].
+
+        Args:
+            inputs: of each layer, [b, s, ...].
+            layers: at least one.
+        """
+        first_bsh, *others = (layer(x) for layer, x in zip(layers, inputs, strict=True))
+        out_bsh: Tensor = sum(others, start=first_bsh)
+        return out_bsh
+
+
+class ParallelBlock(nn.Module):
+    """x + dropout(attention(norm(x)) + mlp(norm(x))), as in GPT-J and PaLM (Chowdhery et al. 2022): one norm.
+
+    The two branches are run as one: the first projections read the same tensor, the last ones are added before anything
+    else, the dropout too (one mask, as in Falcon). So a rank that holds a part of each enters and leaves its
+    tensor-parallel region once (Jiang et al. 2024, MegaScale, section 3.1).
+    """
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}"
+        self.input_norm = Norm(config)
+        self.attention = Attention(config, seed, f"{site}.attention")
+        self.mlp = _mlp(config)
+        self.summed_dropout = Dropout(config.hidden_dropout, seed, f"{site}.summed_dropout")
+        self.shared_input: nn.Module = SharedInput()
+        self.summed_output: nn.Module = SummedOutput()
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        inputs = self._inner(self.input_norm(hidden_bsh), info)
+        summed_bsh = self.summed_output(inputs, (self.attention.dense, self.mlp.down))
+        return self.summed_dropout.add(summed_bsh, hidden_bsh, info)
+
+    def _inner(self, normed_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
+        """What the last projections read."""
+        qkv, up_bsf = self.shared_input(normed_bsh, self.attention.qkv, self.mlp.first)
+        heads = self.attention.heads(qkv, info)
+        del qkv  # where the heads are copies
+        return self.attention.context(*heads, info), self.mlp.activate(up_bsf)
+
+
+class CustomBlock(nn.Module):
+    """A plugin's block in the place of a built-in one."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}.{CUSTOM}"
+        self.custom: nn.Module = BLOCKS.make(config.block.name, config.block.options, config, seed, site)
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        out_bsh: Tensor = self.custom(hidden_bsh, info)
+        return out_bsh
+
+
+def make_block(config: ModelConfig, seed: int, index: int) -> Block | ParallelBlock | CustomBlock:
+    """A block of the model's kind.
+
+    Args:
+        config: the model's shape.
+        seed: the run's seed, for dropout.
+        index: number of the block in the whole model.
+
+    Raises:
+        ConfigError: no plugin registered the block that is asked for.
+    """
+    if config.block.is_custom:
+        return CustomBlock(config, seed, index)
+    return (ParallelBlock if config.parallel_block else Block)(config, seed, index)
+
+
+class FinalNorm(Norm):
+    """The norm after the last block."""
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden_bsh)
+
+
+class Head(nn.Module):
+    """Output projection without bias; its weight is the word embedding's when they are tied."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
+
+    def tie(self, embedding: Embedding) -> None:
+        """Shares the word embedding's weight."""
+        weight = embedding.word.weight
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns logits [b, s, v]."""
+        return F.linear(hidden_bsh, self.weight)
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A stage that has not been built yet.
+
+    Attributes:
+        name: prefix of its parameters' names in the whole model, for example "blocks.3".
+        weight: its share of a pipeline stage's work; embedding and head count as much as a block.
+        build: makes the module on torch's current default device.
+        table: how the model's stages may be cut.
+    """
+
+    name: str
+    weight: float
+    build: Callable[[], nn.Module]
+    table: ShardingTable = SHARDING
+
+
+def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
+    """Makes a stage, or a whole model, compute each operator as it says.
+
+    Args:
+        stage: with modules that take torch's operators.
+        kernels: what `megads.ops.resolve.load` has loaded.
+    """
+    for module in stage.modules():
+        if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
+            module.kernels = kernels
+
+
+def is_block(name: str) -> bool:
+    """Whether the stage of this name is a transformer block."""
+    return name.startswith("blocks.")
+
+
+def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
+    """The whole model in order, nothing allocated.
+
+    Args:
+        config: the model's shape.
+        seed: the run's seed, for dropout.
+    """
+
+    table = sharding_of(config)
+
+    def block(index: int) -> StageSpec:
+        return StageSpec(f"blocks.{index}", 1.0, lambda: make_block(config, seed, index), table)
+
+    return [
+        StageSpec(EMBEDDING, 1.0, lambda: Embedding(config, seed)),
+        *(block(index) for index in range(config.num_layers)),
+        StageSpec("final_norm", 0.0, lambda: FinalNorm(config)),
+        StageSpec(HEAD, 1.0, lambda: Head(config)),
+    ]
+
+
+def parameter_generator(seed: int, name: str) -> torch.Generator:
+    """A random stream of its own for every parameter name."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def initial_value(config: ModelConfig, seed: int) -> InitialValue:
+    """BLOOM's initialisation: matrices N(0, std), the projections that end a branch N(0, std / sqrt(2 L)),
+    gains one, biases zero.
+
+    Args:
+        config: the model's shape; `config.weight_std` is std.
+        seed: the run's seed.
+    """
+    branch_std = config.weight_std / math.sqrt(2.0 * config.num_layers)
+
+    def value(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        if len(shape) == 1:
+            return torch.ones(shape)
+        std = branch_std if name.endswith(("attention.dense.weight", "mlp.down.weight")) else config.weight_std
+        return torch.empty(shape).normal_(0.0, std, generator=parameter_generator(seed, name))
+
+    return value
 
 
 class GPT(nn.Module):
@@ -18,7 +376,7 @@ class GPT(nn.Module):
     Args:
         config: the model's shape.
         seed: seed of weights and dropout.
-        value: initial weights; None is `megads.model.initialise.initial_value`.
+        value: initial weights; None is `megads.model.gpt.initial_value`.
     """
 
     def __init__(self, config: ModelConfig, seed: int, value: InitialValue | None = None) -> None:

@@ -15,7 +15,7 @@ from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
 from megads.model.config import Position
 from megads.model.gpt import GPT
-from megads.ops.sdpa import bias_dtype, masked_attention
+from megads.ops.attention import bias_dtype, masked_attention
 
 PIECE = 512
 """Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""

@@ -1,1 +1,24 @@
-"""Fused operators: the Python face of kernels/, each beside its reference in plain torch."""
+"""Operators: the Python side of kernels/, each beside its reference in plain torch.
+
+`config` says which implementation computes each operator, `resolve` decides it for this machine and loads the kernels,
+`build` compiles them, `autotune` compares implementations on a device. The other modules are the operators themselves.
+"""
+
+__all__ = [
+    "activation",
+    "adamw",
+    "apex",
+    "attention",
+    "attention_kinds",
+    "autotune",
+    "build",
+    "config",
+    "cross_entropy",
+    "data_kernels",
+    "dropout",
+    "linear",
+    "norm",
+    "resolve",
+    "rotary",
+    "softmax",
+]

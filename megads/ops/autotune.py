@@ -24,7 +24,7 @@ from torch import Tensor
 
 import megads
 from megads.errors import ConfigError
-from megads.ops.library import loaded_kernels
+from megads.ops.resolve import loaded_kernels
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.files import read_json
 

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.config import KernelOp
-from megads.ops.kernels import Kernels
+from megads.ops.config import KernelOp, Kernels
 
 THINNEST = 16
 """Rows and columns of the smallest result that our kernels compute: torch's dot products are better at less."""

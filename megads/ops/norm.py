@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.ops.apex import INT32_ELEMENTS
-from megads.ops.config import KernelOp
-from megads.ops.kernels import Kernels, kernel_takes
+from megads.ops.config import KernelOp, Kernels, kernel_takes
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:

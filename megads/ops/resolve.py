@@ -1,19 +1,28 @@
-"""Decides what ops.impl and optim.impl stand for on this machine, before anything is computed.
+"""Decides what ops.impl and optim.impl stand for on this machine, and loads the compiled operators into torch.
 
 Imports no torch unless kernels are loaded: a launcher must not wait for it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 from megads.errors import ConfigError
-from megads.ops import build_cuda
 from megads.ops.apex import load_apex, require_apex
-from megads.ops.build import KernelsUnavailable, build, find_compiler, library_path
-from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.ops.kernels import Kernels
+from megads.ops.build import (
+    CUDA_LIBRARY,
+    LIBRARY,
+    KernelsUnavailable,
+    build,
+    build_cuda,
+    cuda_library_path,
+    find_compiler,
+    library_path,
+)
+from megads.ops.config import Compile, Implementation, Kernels, OpsConfig
 
 Prepare = Callable[[], object]
 
@@ -29,7 +38,7 @@ def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Impleme
     Raises:
         ConfigError: fused or apex was asked for and cannot be had.
     """
-    return _choose(config, optimizer, cuda, lambda: (library_path(), cuda and build_cuda.library_path()), _nothing)
+    return _choose(config, optimizer, cuda, lambda: (library_path(), cuda and cuda_library_path()), _nothing)
 
 
 def prepare(
@@ -46,7 +55,7 @@ def prepare(
     Raises:
         ConfigError: fused or apex was asked for and cannot be had.
     """
-    return _choose(config, optimizer, cuda, lambda: (build(say), cuda and build_cuda.build_library(say)), _nothing)
+    return _choose(config, optimizer, cuda, lambda: (build(say), cuda and build_cuda(say)), _nothing)
 
 
 def load(
@@ -63,13 +72,11 @@ def load(
     Raises:
         ConfigError: fused or apex was asked for and cannot be had.
     """
-    # It imports torch, for which a launcher must not wait.
-    from megads.ops.library import load_cuda_library, load_library
 
     def get() -> None:
         load_library(build(say))
         if cuda:
-            load_cuda_library(build_cuda.build_library(say))
+            load_cuda_library(build_cuda(say))
 
     return _choose(config, optimizer, cuda, get, load_apex)
 
@@ -97,7 +104,7 @@ def _nothing(_key: str) -> None:
 def _choose(
     config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
 ) -> Kernels:
-    require_compiler(config.compile, cuda=cuda)
+    _require_compiler(config.compile, cuda=cuda)
     model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
     own = model
     if optimizer is not Implementation.auto:
@@ -125,7 +132,7 @@ def _take(
     return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""
 
 
-def require_compiler(compiled: Compile, *, cuda: bool) -> None:
+def _require_compiler(compiled: Compile, *, cuda: bool) -> None:
     """Refuses torch.compile where it cannot work.
 
     Args:
@@ -150,3 +157,51 @@ def require_compiler(compiled: Compile, *, cuda: bool) -> None:
             f"ops.compile = {compiled} cannot run: torch compiles for GPUs by triton, which is not installed; install "
             "the triton that this torch names (pip show torch), or use ops.compile=none"
         )
+
+
+@functools.cache
+def load_library(path: Path) -> None:
+    """Registers the operators of namespace megads; once in a process.
+
+    Args:
+        path: what `megads.ops.build.build` returned.
+
+    Raises:
+        KernelsUnavailable: the file does not fit this torch.
+    """
+    _load(path)
+    from megads.ops import activation, adamw, attention, cross_entropy, dropout, linear, norm, rotary, softmax
+
+    for operator in (activation, adamw, attention, cross_entropy, dropout, linear, norm, rotary, softmax):
+        operator.register()
+
+
+@functools.cache
+def load_cuda_library(path: Path) -> None:
+    """Registers the operators' implementations for GPUs, beside what `load_library` registered; once in a process.
+
+    Args:
+        path: what `megads.ops.build.build_cuda` returned.
+
+    Raises:
+        KernelsUnavailable: the file does not fit this torch.
+    """
+    _load(path)
+
+
+def _load(path: Path) -> None:
+    import torch
+
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise KernelsUnavailable(f"{path} cannot be loaded ({error}): remove it, and it is built anew") from error
+
+
+def loaded_kernels() -> str:
+    """Returns which builds of the kernels this process has loaded, the CPU's first, or "torch" for none."""
+    import torch
+
+    paths = [Path(path) for path in torch.ops.loaded_libraries]
+    builds = [path.parent.name for name in (LIBRARY, CUDA_LIBRARY) for path in paths if path.name == name]
+    return "+".join(builds) or "torch"

@@ -1,6 +1,6 @@
 """Turns queries and keys by the angles of their positions (Su et al. 2021, RoFormer).
 
-Feature i of a head and feature i + d/2 are one point in the plane, as in `megads.model.rotary`.
+Feature i of a head and feature i + d/2 are one point in the plane, as in `megads.model.attention`.
 
 Shape suffixes: b = batch, s = sequence, n = heads, d = head dim, r = d/2 pairs.
 """
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.config import KernelOp
-from megads.ops.kernels import Kernels
+from megads.ops.config import KernelOp, Kernels
 
 
 def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:

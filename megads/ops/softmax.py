@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.config import KernelOp
-from megads.ops.kernels import FUSED, TORCH, Kernels
-from megads.ops.philox import DropoutMask
+from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
+from megads.ops.dropout import DropoutMask
 
 
 def masked_softmax(

@@ -1,1 +1,20 @@
-"""HOW the model is split, in pure torch.distributed; knows no model."""
+"""How the model is split over ranks, in pure torch.distributed; knows no model.
+
+`grid` says which rank holds what, and makes the process groups. `sharding` cuts a stage by tensor and sequence
+parallelism, `context` cuts samples, `partition` cuts the model into pipeline stages, which run a `schedule`. `loss` is
+the cross entropy over a cut vocabulary.
+"""
+
+__all__ = [
+    "config",
+    "context",
+    "grid",
+    "loss",
+    "partition",
+    "pipeline_actions",
+    "recompute",
+    "schedule",
+    "schedule_simulation",
+    "sharding",
+    "weight_gradients",
+]

@@ -7,14 +7,8 @@ from enum import StrEnum
 from math import isfinite
 
 from megads.errors import ConfigError
-from megads.parallel.schedule import (
-    Schedule,
-    ScheduleName,
-    StagePlacement,
-    build_schedule,
-    check_contiguous,
-    stage_placement,
-)
+from megads.parallel.pipeline_actions import Schedule, StagePlacement
+from megads.parallel.schedule import ScheduleName, build_schedule, check_contiguous, stage_placement
 
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of the grid of ranks."""

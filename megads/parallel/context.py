@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.parallel.grid import Axis
-from megads.parallel.table import ShardingTable
+from megads.parallel.partition import ShardingTable
 
 
 def held_chunks(rank: int, size: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
 from megads.parallel.config import AXES, ParallelConfig
-from megads.runtime.control_plane import ALONE, ControlPlane, open_control_plane
+from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Which layers go to which pipeline stage: pure arithmetic, no torch."""
+"""How a model is cut: its layers into pipeline stages, its parameters by tensor parallelism. Imports no torch."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
@@ -71,11 +73,11 @@ def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int
     return [0, *ends[:-1], len(weights)]
 
 
-Given = tuple[int | None, int | None]
+_Given = tuple[int | None, int | None]
 """Blocks that the first and the last stage shall have; None leaves it to the weights."""
 
 
-def _check_given(given: Given, blocks: int, num_stages: int) -> None:
+def _check_given(given: _Given, blocks: int, num_stages: int) -> None:
     """Raises ConfigError where given numbers of blocks leave too few for the other stages, or too many."""
     inner = num_stages - sum(number is not None for number in given)
     left = blocks - sum(number or 0 for number in given)
@@ -87,7 +89,7 @@ def _check_given(given: Given, blocks: int, num_stages: int) -> None:
         )
 
 
-def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages: int, given: Given) -> list[int]:
+def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages: int, given: _Given) -> list[int]:
     """`partition` between a first and a last stage that may be given, for one stage a rank.
 
     Args:
@@ -105,7 +107,7 @@ def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages:
 
 
 def _counts_over_ranks(
-    costs: Sequence[float], blocks: Sequence[int], placement: StagePlacement, given: Given
+    costs: Sequence[float], blocks: Sequence[int], placement: StagePlacement, given: _Given
 ) -> list[int]:
     """Blocks of each virtual stage, so that the heaviest rank is as light as possible, then its heaviest stage.
 
@@ -209,3 +211,48 @@ def _cost_row(prefix: Sequence[int], heaviest: int, rest: dict[int, int], starts
         )
         open_ranges += [(low, start - 1, first_end, end), (start + 1, high, end, last_end)]
     return row
+
+
+class Cut(StrEnum):
+    """How tensor parallelism cuts a module's parameters.
+
+    column: output features (dim 0 of weight and bias); the module enters a parallel region.
+    row: input features (dim 1 of the weight, bias whole); the module leaves the region with a sum over ranks.
+    columns: nothing; the module is called with a tensor and the column modules that read it, and enters their region
+        once for all of them.
+    rows: nothing; the module is called with tensors and the row modules that read them, and leaves their region once,
+        with the sum of all.
+    vocab: rows of an embedding table; the lookup ends with a sum over ranks.
+    vocab_head: rows of the output projection; the module enters a region that ends in the loss.
+    sequence: nothing; the module looks up whole positions [..., s], and with sequence parallelism a rank looks up only
+        those of its share of the sequence.
+
+    With sequence parallelism entering a region gathers the sequence, leaving one scatters it.
+    """
+
+    column = "column"
+    row = "row"
+    columns = "columns"
+    rows = "rows"
+    vocab = "vocab"
+    vocab_head = "vocab_head"
+    sequence = "sequence"
+
+
+@dataclass(frozen=True)
+class ShardingTable:
+    """What tensor parallelism must know of a model; keys are patterns of full module paths, first match wins.
+
+    Attributes:
+        parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
+            region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
+            Modules of columns and rows do both for several branches together.
+        dropouts: patterns of modules outside of the regions whose masks follow from the tokens' places. With sequence
+            parallelism a rank's tokens are a share of dim 1, which `shard`, (rank, size), tells them.
+        attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
+            take queries of some tokens with keys and values of all.
+    """
+
+    parameters: Mapping[str, Cut]
+    dropouts: tuple[str, ...] = ()
+    attention_cores: tuple[str, ...] = ()

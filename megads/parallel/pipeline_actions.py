@@ -1,9 +1,21 @@
-"""What pipeline schedules are made of: actions, the placement of virtual stages, and a schedule of one step."""
+"""What pipeline schedules are made of: actions, the placement of virtual stages, and messages between stages.
+
+A sent tensor may be freed once a later message shows that its receiver has used it. Backends differ in how a sender
+learns that a message has left it; gloo says it only to those who wait. What a schedule does next says it at no cost:
+the gradient of an activation cannot come back before the activation got there.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+P2P_CTAS = 8
+"""Most blocks of NCCL's send and receive kernels, and so channels of their communicators. Each block holds a
+multiprocessor of the GPU until the peer has come, while the rest of it computes. Not measured."""
 
 
 class ActionKind(StrEnum):
@@ -47,6 +59,12 @@ _COMPUTATIONS = (
     ActionKind.backward_input,
     ActionKind.backward_weight,
 )
+_MESSAGES = {
+    ActionKind.forward: (ActionKind.send_activation, ActionKind.receive_activation, 1),
+    ActionKind.backward: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),
+    ActionKind.backward_input: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),
+}
+"""By what makes or uses the tensor: its send, its receive, and how many stages further it is used."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +145,119 @@ class Schedule:
     placement: StagePlacement
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A tensor that one rank hands to another.
+
+    Attributes:
+        send: the sender's action.
+        receive: the receiver's.
+        sender: pipeline rank.
+        receiver: pipeline rank.
+    """
+
+    send: Action
+    receive: Action
+    sender: int
+    receiver: int
+
+
+def message_from(placement: StagePlacement, computation: Action) -> Message | None:
+    """The message that carries what a computation makes; None where it stays on its rank or is the last of its row."""
+    if computation.kind not in _MESSAGES:
+        return None
+    return _message(placement, computation, computation.stage, computation.stage + _MESSAGES[computation.kind][2])
+
+
+def message_to(placement: StagePlacement, computation: Action) -> Message | None:
+    """The message that a computation waits for; None if it needs none."""
+    if computation.kind not in _MESSAGES:
+        return None
+    return _message(placement, computation, computation.stage - _MESSAGES[computation.kind][2], computation.stage)
+
+
+def _message(placement: StagePlacement, computation: Action, maker: int, user: int) -> Message | None:
+    if not placement.crosses(maker, user):
+        return None
+    send, receive, _ = _MESSAGES[computation.kind]
+    return Message(
+        Action(send, computation.micro_batch, maker),
+        Action(receive, computation.micro_batch, user),
+        placement.rank_of(maker),
+        placement.rank_of(user),
+    )
+
+
+def with_messages(
+    placement: StagePlacement, computations: Sequence[Sequence[Action]]
+) -> tuple[tuple[Action, ...], ...]:
+    """Adds loads, sends (right after what makes the tensor) and receives (right before its use, in order of sending).
+
+    Where messages of one peer are used in another order than they are sent, a receive is listed earlier than its use.
+
+    Args:
+        placement: where the stages are.
+        computations: forward and backward passes of each rank, in order.
+
+    Returns:
+        All actions of each rank, in order.
+    """
+    arriving: dict[tuple[int, int], deque[Action]] = {}
+    for row in computations:
+        for computation in row:
+            message = message_from(placement, computation)
+            if message is not None:
+                arriving.setdefault((message.sender, message.receiver), deque()).append(message.receive)
+    rows = []
+    for row in computations:
+        listed: list[Action] = []
+        received: set[Action] = set()
+        for computation in row:
+            needed, made = message_to(placement, computation), message_from(placement, computation)
+            while needed is not None and needed.receive not in received:
+                listed.append(arriving[needed.sender, needed.receiver].popleft())
+                received.add(listed[-1])
+            if computation.kind is ActionKind.forward and computation.stage in (0, placement.num_stages - 1):
+                listed.append(Action(ActionKind.load, computation.micro_batch, computation.stage))
+            listed.append(computation)
+            if made is not None:
+                listed.append(made.send)
+        rows.append(tuple(listed))
+    return tuple(rows)
+
+
+def sent_and_received(schedule: Schedule, rank: int) -> tuple[list[Message], list[Message]]:
+    """Messages that a pipeline rank sends, in order, and those that it uses, in the order of their receives."""
+    placement, row = schedule.placement, schedule.actions[rank]
+    sent = [message for message in (message_from(placement, action) for action in row) if message is not None]
+    used = {m.receive: m for m in (message_to(placement, action) for action in row) if m is not None}
+    return sent, [used[action] for action in row if action.kind.receives]
+
+
+def acknowledged_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
+    """What a pipeline rank knows to have arrived as soon as a message of its own is there.
+
+    Args:
+        schedule: of the step.
+        rank: the pipeline rank.
+
+    Returns:
+        For receives of this rank, the sends of this rank to the same peer that the peer used before it sent. A send
+        that no message follows is not in it.
+    """
+    sent, received = sent_and_received(schedule, rank)
+    found: dict[Action, list[Action]] = {}
+    for peer in {message.receiver for message in sent}:
+        row = schedule.actions[peer]
+        uses = {m.receive: place for place, action in enumerate(row) if (m := message_to(schedule.placement, action))}
+        places = {action: place for place, action in enumerate(row) if action.kind.sends}
+        replies = [message for message in received if message.sender == peer]
+        sent_at = [places[reply.send] for reply in replies]
+        for message in sent:
+            if message.receiver == peer:
+                following = bisect_right(sent_at, uses[message.receive])
+                if following < len(replies):
+                    found.setdefault(replies[following].receive, []).append(message.send)
+    return {receive: tuple(sends) for receive, sends in found.items()}

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.partition import ShardingTable
 from megads.parallel.sharding import attention_cores
-from megads.parallel.table import ShardingTable
 
 
 def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[Recompute]:

@@ -1,5 +1,11 @@
 """Linear layers that open or close a tensor-parallel region, their collectives beside their matrix products.
 
+The collectives are conjugate, the f and g of Shoeybi et al. 2019 (Megatron-LM): entering a parallel region copies
+forward and sums gradients backward; leaving one sums forward and copies backward. With sequence parallelism
+(Korthikanti et al. 2022) every rank has only its share of the tokens outside of the regions: entering gathers them,
+leaving sums and scatters them. The two are as many bytes as one all-reduce. Shares of a sequence are contiguous pieces
+of dim 1, in the order of the axis.
+
 Backward, layers that open a region sum the gradient of their input over ranks while they compute those of their
 weights. Layers that read the same input share that message, and those whose outputs are added the one behind them.
 Where a product has to wait for a message, or a message for a product, `Region.chunks` cuts both along the tokens: the
@@ -22,11 +28,118 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megads.ops import linear as products
-from megads.ops.config import KernelOp
-from megads.ops.kernels import TORCH, Kernels
-from megads.parallel import collectives
+from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.parallel.grid import Axis
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, give, linear
+
+Pending = Callable[[], Tensor]
+"""Waits for a collective that has been started; returns its result. To be called once."""
+
+
+def _start_gather_parts(x: Tensor, axis: Axis) -> Pending:
+    """Starts to collect every rank's share of a sequence; no autograd.
+
+    Args:
+        x: this rank's share, [b, t, ...].
+        axis: the tensor-parallel axis, of size 2 or more.
+
+    Returns:
+        What waits for the shares, [size, b, t, ...].
+    """
+    # Gloo wants pieces of the input's shape along dim 0.
+    parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+    work = dist.all_gather_into_tensor(parts, x.contiguous(), group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return parts.unflatten(0, (axis.size, -1))
+
+    return finish
+
+
+def start_gather(x: Tensor, axis: Axis) -> Pending:
+    """Starts to put the shares of a sequence together; no autograd.
+
+    A micro-batch of one sample arrives in place, more of them are copied once into the order of the samples.
+
+    Args:
+        x: this rank's share, [b, s / size, ...].
+        axis: the tensor-parallel axis, of size 2 or more.
+
+    Returns:
+        What waits for the whole, [b, s, ...].
+    """
+    finish = _start_gather_parts(x, axis)
+    return lambda: finish().transpose(0, 1).flatten(1, 2)
+
+
+def _start_scatter_parts(parts: Tensor, axis: Axis) -> Pending:
+    """Starts to sum every rank's share of a sequence over ranks, each of which gets its own; no autograd.
+
+    Args:
+        parts: this rank's summand of every share, contiguous [size, b, t, ...]. Not to be written until the end.
+        axis: the tensor-parallel axis, of size 2 or more.
+
+    Returns:
+        What waits for the sum of this rank's share, [b, t, ...].
+    """
+    share = torch.empty_like(parts[0])
+    work = dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=axis.group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return share
+
+    return finish
+
+
+def start_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Starts to sum a sequence over ranks and to leave each of them its share; no autograd.
+
+    Args:
+        x: this rank's summand, [b, s, ...], s a multiple of the axis' size. Not to be written until the end.
+        axis: the tensor-parallel axis, of size 2 or more.
+
+    Returns:
+        What waits for this rank's share of the sum, [b, s / size, ...].
+    """
+    assert x.shape[1] % axis.size == 0, f"{x.shape[1]} tokens cannot be cut over {axis.size} ranks"
+    return _start_scatter_parts(x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis)
+
+
+class _ReduceFromTPRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        assert x.is_contiguous()
+        # The sum is written into the producer's output, which nothing else reads.
+        dist.all_reduce(x, group=axis.group)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _ReduceScatterToSPRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return start_scatter(x, axis)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return start_gather(grad, ctx.axis)(), None
+
+
+def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
+    """All-reduce forward; identity backward."""
+    return x if axis.size == 1 else _ReduceFromTPRegion.apply(x, axis)
+
+
+def reduce_scatter_to_sp_region(x: Tensor, axis: Axis) -> Tensor:
+    """Leaves a region: reduce-scatter along dim 1 forward, [b, s, ...] -> [b, s / size, ...]; all-gather backward."""
+    return x if axis.size == 1 else _ReduceScatterToSPRegion.apply(x, axis)
 
 
 @dataclass(frozen=True)
@@ -154,7 +267,7 @@ class _GatheredOnce:
     def __call__(self, _number: int) -> Tensor:
         whole_bsi = self._whole_bsi
         if whole_bsi is None:
-            whole_bsi = collectives.start_gather(self._share_bti, self._axis)()
+            whole_bsi = start_gather(self._share_bti, self._axis)()
         self._uses -= 1
         self._whole_bsi = whole_bsi if self._uses else None
         return whole_bsi
@@ -173,9 +286,9 @@ class _OpenShare(torch.autograd.Function):
         ctx.region, ctx.gradients = region, gradients
         parts = region.parts(x_bti.shape[1])
         if len(parts) == 1:
-            whole_bsi = collectives.start_gather(x_bti, region.axis)()
+            whole_bsi = start_gather(x_bti, region.axis)()
             return tuple(products.linear(whole_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
-        arriving = [collectives.start_gather_parts(x_bti[:, part], region.axis) for part in parts]
+        arriving = [_start_gather_parts(x_bti[:, part], region.axis) for part in parts]
         outs = [x_bti.new_empty(len(x_bti), region.axis.size, x_bti.shape[1], weight.shape[0]) for weight in weights]
         for part, finish in zip(parts, arriving, strict=True):
             x_brci = finish().transpose(0, 1)
@@ -191,14 +304,14 @@ class _OpenShare(torch.autograd.Function):
         if ctx.gradients is not None and ctx.gradients.defers:
             # The whole is gathered when it is needed, so that only the share is kept until then.
             of_weights = _weight_gradients(ctx, ctx.parameters, grads, _GatheredOnce(x_bti, axis, len(grads)))
-            grad_x_bti = collectives.start_scatter(_input_gradient(grads, weights, kernels), axis)()
+            grad_x_bti = start_scatter(_input_gradient(grads, weights, kernels), axis)()
             return grad_x_bti, None, None, *_interleaved(of_weights, of_biases)
         # Each collective runs beside the products that do not need it.
-        gathering = collectives.start_gather(x_bti, axis)
+        gathering = start_gather(x_bti, axis)
         grad_x_bsi = _input_gradient(grads, weights, kernels)
         whole_bsi = gathering()
         del gathering
-        scattering = collectives.start_scatter(grad_x_bsi, axis)
+        scattering = start_scatter(grad_x_bsi, axis)
         del grad_x_bsi
         of_weights = _weight_gradients(ctx, ctx.parameters, grads, lambda _: whole_bsi)
         return scattering(), None, None, *_interleaved(of_weights, of_biases)
@@ -250,7 +363,7 @@ class _CloseShare(torch.autograd.Function):
             out_bso = products.linear(inputs[0], weights[0], None, region.kernels)
             for x_bsi, weight in _pairs(layers)[1:]:
                 products.linear_into(out_bso.flatten(0, -2), x_bsi.flatten(0, -2), weight, region.kernels, add=True)
-            return collectives.start_scatter(out_bso, axis)()
+            return start_scatter(out_bso, axis)()
         by_rank = [x_bsi.unflatten(1, (axis.size, -1)) for x_bsi in inputs]
         leaving = []
         for part in parts:
@@ -258,7 +371,7 @@ class _CloseShare(torch.autograd.Function):
             for number, (x_brti, weight) in enumerate(zip(by_rank, weights, strict=True)):
                 for x_rti, out_rco in zip(x_brti, out_rbco.unbind(1), strict=True):
                     _product(x_rti[:, part], weight, out_rco, region.kernels, add=number > 0)
-            leaving.append(collectives.start_scatter_parts(out_rbco, axis))
+            leaving.append(_start_scatter_parts(out_rbco, axis))
         return torch.cat([finish() for finish in leaving], dim=1)
 
     @staticmethod
@@ -266,9 +379,9 @@ class _CloseShare(torch.autograd.Function):
         axis, parts = ctx.region.axis, ctx.region.parts(grad_bto.shape[1])
         layers = ctx.saved_tensors
         if len(parts) == 1:
-            return None, None, *_closed_gradients(ctx, layers, collectives.start_gather(grad_bto, axis)())
+            return None, None, *_closed_gradients(ctx, layers, start_gather(grad_bto, axis)())
         inputs, weights = layers[::2], layers[1::2]
-        arriving = [collectives.start_gather_parts(grad_bto[:, part], axis) for part in parts]
+        arriving = [_start_gather_parts(grad_bto[:, part], axis) for part in parts]
         of_inputs = [torch.empty_like(x_bsi, memory_format=torch.contiguous_format) for x_bsi in inputs]
         whole_brto = grad_bto.new_empty(grad_bto.shape[0], axis.size, *grad_bto.shape[1:])
         for part, finish in zip(parts, arriving, strict=True):

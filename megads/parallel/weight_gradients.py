@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megads.ops import linear as products
-from megads.ops.config import KernelOp
-from megads.ops.kernels import TORCH, Kernels
+from megads.ops.config import TORCH, KernelOp, Kernels
 
 
 class WeightGradient:

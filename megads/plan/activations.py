@@ -16,10 +16,10 @@ from dataclasses import replace
 import torch
 
 from megads.model.config import MLPKind, Position
-from megads.model.stages import EMBEDDING, HEAD
+from megads.model.gpt import EMBEDDING, HEAD
 from megads.ops.config import AUGMENTED_FEATURES
+from megads.ops.dropout import DRAWN_AT_ONCE
 from megads.ops.linear import multiplies
-from megads.ops.philox import DRAWN_AT_ONCE
 from megads.parallel.config import Recompute
 from megads.plan.memory_timeline import Op, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass

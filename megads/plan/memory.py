@@ -24,17 +24,14 @@ from functools import partial
 from itertools import chain, pairwise
 from math import prod
 
-from megads.model.config import ModelConfig
-from megads.model.sharding import sharding_of
-from megads.model.stages import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
-from megads.optim.buckets import BucketLayout, Member, bucket_layouts
-from megads.optim.groups import Role, parameter_role
+from megads.model.config import ModelConfig, sharding_of
+from megads.model.gpt import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
+from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
 from megads.parallel.partition import stage_bounds
+from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
 from megads.parallel.recompute import block_modes
-from megads.parallel.schedule import Schedule, StagePlacement
-from megads.parallel.schedule_p2p import P2P_CTAS
 from megads.parallel.sharding import local_shape
 from megads.plan.activations import stage_ops
 from megads.plan.memory_timeline import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megads.optim.buckets import bucket_elements
-from megads.optim.groups import Role
+from megads.optim.groups import Role, bucket_elements
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.plan.micro_batch import FP32
 

@@ -15,7 +15,7 @@ from megads.model.config import ModelConfig, NormKind, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import shares_keys
 from megads.parallel.grid import padded_rows
-from megads.parallel.head_loss import chunk_tokens
+from megads.parallel.loss import chunk_tokens
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160

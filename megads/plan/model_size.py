@@ -13,9 +13,8 @@ from math import prod
 
 import torch
 
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.sharding import has_attention_core
-from megads.model.stages import make_block
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position, has_attention_core
+from megads.model.gpt import make_block
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 

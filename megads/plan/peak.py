@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from megads.ops.kernels import FUSED, TORCH, Kernels
-from megads.ops.library import loaded_kernels
+from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.linear import linear_into
+from megads.ops.resolve import loaded_kernels
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.files import atomic_writer, read_json
 

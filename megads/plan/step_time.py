@@ -9,18 +9,16 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
-from megads.model.stages import HEAD, is_block, stage_specs
+from megads.model.gpt import HEAD, is_block, stage_specs
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
-from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.recompute import block_modes
-from megads.parallel.schedule import Schedule
-from megads.parallel.schedule_check import bubble_share, peak_waiting
-from megads.parallel.schedule_clock import ScheduleCosts, Timeline, run_clock
+from megads.parallel.schedule_simulation import ScheduleCosts, Timeline, bubble_share, peak_waiting, run_clock
 from megads.plan.memory import Workload, one_pass
 from megads.plan.model_size import LayerFlops, block_flops, head_flops, recompute_flops
-from megads.runtime.spans import Span
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a run is named, where it writes and how its processes start."""
+"""How a run is named, where it writes and how its processes start; durations as people and SLURM write them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from enum import StrEnum
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.runtime.duration import LONGEST_WAIT_S, parse_duration
 from megads.runtime.heartbeat import LOST_AFTER_S
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LONGEST_WAIT_S = 86400.0 * 7
+"""Most that a wait can be set to: some of the system's calls count milliseconds in 31 bits."""
 
 
 class ClusterKind(StrEnum):
@@ -238,3 +241,34 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and not least_s <= value <= LONGEST_WAIT_S:
                 raise ConfigError(f"cluster.{name} = {value}: must be from {least_s:g} to {LONGEST_WAIT_S:.0f} seconds")
+
+
+def parse_duration(text: str) -> float:
+    """Returns a duration in seconds: 90s, 30m, 2h30m, 1.5d, or SLURM's 12:00:00 and 1-12:00:00; a number is seconds.
+
+    Raises:
+        ValueError: it is none, or not positive.
+    """
+    seconds = _seconds(text.strip())
+    if seconds is None or seconds <= 0:
+        raise ValueError(f"{text!r} is no duration: want 90s, 30m, 2h30m, 1.5d, or 1-12:00:00")
+    return seconds
+
+
+def _seconds(text: str) -> float | None:
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    if re.fullmatch(r"(\d+(\.\d+)?[smhd])+", text):
+        return sum(float(number) * _UNITS_S[unit] for number, unit in re.findall(r"([\d.]+)([smhd])", text))
+    return clock_seconds(text)
+
+
+def clock_seconds(text: str) -> float | None:
+    """Returns the seconds of [days-]hours:minutes:seconds or minutes:seconds; None where it is neither."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){1,2})", text)
+    if match is None:
+        return None
+    seconds = 0.0
+    for part in match[2].split(":"):
+        seconds = 60 * seconds + int(part)
+    return 86400 * int(match[1] or 0) + seconds

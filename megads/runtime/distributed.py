@@ -1,21 +1,34 @@
-"""Joins and leaves the world of processes."""
+"""The world of processes: joining and leaving it, and the control plane, by which ranks agree on what is no tensor.
+
+Checkpoint commits, requests to stop, equal configs: small values between hosts, which wait for disks and for each
+other. On NCCL they would go through GPU memory, wait for all work in the stream, and run under the watchdog, which ends
+a run whose shared disk is slow. So the control plane is always a gloo group of its own, on the CPU.
+
+Values travel as JSON of a type that the caller declares, never as pickles: a pickle is a program of whoever sent it.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
+import json
+import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignore[attr-defined]
 
-from megads.errors import UnhealthyNode
-from megads.runtime.control_plane import ControlPlane, open_control_plane
+from megads import errors
+from megads.errors import ConfigError, MegadsError, UnhealthyNode
 from megads.runtime.environment import rank_environment, secret_file, store_address
 from megads.runtime.run_secret import Secret, read_secret
 
@@ -26,6 +39,258 @@ _REMEDY = (
     "nothing of the run was told to it; keep other users and networks off the run's ports (docs/slurm.md, Ports and "
     "strangers), look for ranks of an earlier start that still live, and start again"
 )
+
+_MOST_BYTES = 2**30
+"""Of one message: more is an error of a peer."""
+T = TypeVar("T")
+
+
+@functools.lru_cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def encode(value: Any, kind: Any) -> bytes:
+    """A value as JSON. Floats keep their bits, NaN and infinities too.
+
+    Args:
+        value: of this type.
+        kind: of None, bool, int, float, str, Path, enums, dataclasses and containers of them.
+
+    Raises:
+        pydantic_core.PydanticSerializationError: the value is of another type.
+    """
+    plain = _adapter(kind).dump_python(value, mode="json", warnings="error")
+    # A file's name may hold bytes that are no text: a question mark serves, as such names only are in messages.
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def decode(message: bytes, kind: Any, sender: int) -> Any:
+    """Reads what `encode` made of a value of the same type.
+
+    Args:
+        message: as it came.
+        kind: of the value.
+        sender: rank that sent it.
+
+    Raises:
+        UnhealthyNode: it is anything else.
+    """
+    try:
+        return _adapter(kind).validate_json(message, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        wrong = f"{where}: {first['msg']}" if where else first["msg"]
+        raise UnhealthyNode(
+            f"rank {sender} sent {message[:40]!r} where {_name(kind)} was expected ({wrong}): do all nodes run the "
+            "same version of megads?"
+        ) from None
+
+
+def encode_error(error: MegadsError) -> tuple[str, str]:
+    """An error as the name of its class in megads.errors, or of the nearest above it there, and its message."""
+    known = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
+    return known.__name__, str(error)
+
+
+def decode_error(name: str, message: str) -> MegadsError:
+    """The error of `encode_error`; a name that is no error's makes a plain MegadsError."""
+    kind = vars(errors).get(name)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, MegadsError) else MegadsError(message)
+
+
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+@dataclass(frozen=True)
+class ControlPlane:
+    """Collectives between the hosts of all ranks; every method is collective over the world.
+
+    Attributes:
+        group: gloo over the world; None for a process alone.
+        rank: global rank.
+        world_size: all ranks.
+        timeout: of its collectives, and of the groups that are made for tensors; None is torch's default.
+    """
+
+    group: ProcessGroup | None
+    rank: int
+    world_size: int
+    timeout: timedelta | None = None
+
+    def _is_alone(self) -> bool:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        assert self.world_size == ranks, f"a control plane of {self.world_size} ranks is used in a world of {ranks}"
+        return ranks == 1
+
+    def gather(self, value: T, kind: Any) -> list[T]:
+        """Every rank's value, by rank, on all of them.
+
+        Args:
+            value: of this rank.
+            kind: type of the values, see json_message.encode.
+
+        Raises:
+            UnhealthyNode: a rank sent something else.
+        """
+        if self._is_alone():
+            return [value]
+        own, lengths = self._padded(encode(value, kind))
+        return self._decoded(self.gather_bytes(own), lengths, kind)
+
+    def gather_to_first(self, value: T, kind: Any) -> list[T] | None:
+        """As `gather`, on rank 0; None on the others."""
+        if self._is_alone():
+            return [value]
+        own, lengths = self._padded(encode(value, kind))
+        if self.rank:
+            dist.gather(own, dst=0, group=self.group)
+            return None
+        rows = torch.empty(self.world_size, own.numel(), dtype=torch.uint8)
+        dist.gather(own, list(rows), dst=0, group=self.group)
+        return self._decoded(rows, lengths, kind)
+
+    def broadcast(self, value: T, kind: Any, source: int = 0) -> T:
+        """The value of one rank, on all of them.
+
+        Args:
+            value: to send; not looked at on other ranks than the source.
+            kind: type of the value, see json_message.encode.
+            source: rank that sends.
+
+        Raises:
+            UnhealthyNode: it sent something else.
+        """
+        if self._is_alone():
+            return value
+        sends = self.rank == source
+        message = encode(value, kind) if sends else b""
+        length = torch.tensor(len(message))
+        dist.broadcast(length, src=source, group=self.group)
+        _require_length(source, int(length))
+        shared = _as_tensor(message) if sends else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(shared, src=source, group=self.group)
+        return value if sends else decode(shared.numpy().tobytes(), kind, source)  # type: ignore[no-any-return]
+
+    def gather_bytes(self, own: Tensor) -> Tensor:
+        """Every rank's bytes, by rank, on all of them.
+
+        Args:
+            own: [n] uint8, n the same on all ranks.
+
+        Returns:
+            [world_size, n] uint8.
+        """
+        if self._is_alone():
+            return own[None]
+        rows = torch.empty(self.world_size, own.numel(), dtype=torch.uint8)
+        dist.all_gather(list(rows), own, group=self.group)
+        return rows
+
+    def _padded(self, message: bytes) -> tuple[Tensor, list[int]]:
+        """A message, as long as the longest of all ranks, and the lengths of all."""
+        lengths = self.gather_bytes(torch.tensor([len(message)]).view(torch.uint8)).view(torch.int64)[:, 0].tolist()
+        for rank, length in enumerate(lengths):
+            _require_length(rank, length)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(message)] = _as_tensor(message)
+        return padded, lengths
+
+    def _decoded(self, rows: Tensor, lengths: Sequence[int], kind: Any) -> list[Any]:
+        pairs = zip(rows, lengths, strict=True)
+        return [decode(row[:length].numpy().tobytes(), kind, rank) for rank, (row, length) in enumerate(pairs)]
+
+    def broadcast_number(self, number: int) -> int:
+        """Rank 0's number, on all of them: one message of eight bytes, for every step."""
+        if self._is_alone():
+            return number
+        shared = torch.tensor(number, dtype=torch.int64)
+        dist.broadcast(shared, src=0, group=self.group)
+        return int(shared)
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks when the flag is set on at least one."""
+        if self._is_alone():
+            return flag
+        shared = torch.tensor(int(flag))
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(shared)
+
+    def barrier(self) -> None:
+        """Waits for the hosts of all ranks, not for their devices."""
+        if not self._is_alone():
+            dist.barrier(group=self.group)
+
+    def require_equal(self, what: str, value: str, remedy: str = "every node must see the same run directory") -> None:
+        """Raises ConfigError on every rank unless all ranks hold the same value.
+
+        Args:
+            what: is compared.
+            value: this rank's.
+            remedy: what the user should do.
+        """
+        values = self.gather(value, str)
+        if len(set(values)) > 1:
+            by_value = {v: [r for r, other in enumerate(values) if other == v] for v in set(values)}
+            raise ConfigError(f"{what} differs between ranks: {by_value}; {remedy}")
+
+    def first_decides(self, decide: Callable[[], T], kind: Any) -> T:
+        """Rank 0's answer, on every rank.
+
+        Args:
+            decide: called on rank 0 only, so it must not communicate.
+            kind: type of its answer, see json_message.encode.
+
+        Raises:
+            MegadsError: on every rank, when rank 0 met one; on the others of a class of megads.errors.
+        """
+        answer, failure = None, None
+        if self.rank == 0:
+            try:
+                answer = decide()
+            except MegadsError as error:
+                failure = error
+        met = self.broadcast(encode_error(failure) if failure is not None else None, tuple[str, str] | None)
+        if met is not None:
+            raise failure or decode_error(*met)
+        return self.broadcast(answer, kind)  # type: ignore[return-value]
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _require_length(rank: int, length: int) -> None:
+    """Raises UnhealthyNode on a length that no message has."""
+    if not 0 < length <= _MOST_BYTES:
+        raise UnhealthyNode(
+            f"rank {rank} announces a message of {length} bytes, where 1 to {_MOST_BYTES} are possible: do all nodes "
+            "run the same version of megads?"
+        )
+
+
+ALONE = ControlPlane(None, 0, 1)
+"""Of one process without process groups, or in a world of one."""
+
+
+def open_control_plane(timeout: timedelta | None = None) -> ControlPlane:
+    """The control plane of the default process group; collective, once a process.
+
+    Where the default group is gloo, as on CPUs, it is the control plane itself. Beside NCCL a group is made whose ranks
+    connect when they first talk: all to all would be 10,000 sockets on each of 10,000 ranks, most of them never used.
+
+    Args:
+        timeout: of its collectives; None is torch's default.
+    """
+    if not dist.is_initialized():
+        return ALONE
+    group = dist.group.WORLD
+    if dist.get_backend() == "nccl":
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    return ControlPlane(group, dist.get_rank(), dist.get_world_size(), timeout)
 
 
 def admit(control: ControlPlane, secret: Secret | None) -> None:
@@ -77,7 +342,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
     """Default process group from the environment, gloo on CPU and NCCL on CUDA; yields the control plane beside it.
 
-    Ranks that a launcher started meet under a name that strangers cannot guess, and are admitted (`admission.admit`).
+    Ranks that a launcher started meet under a name that strangers cannot guess, and are admitted (`admit`).
 
     Left through a barrier only when all went well: on failure no further collective is started. Without the barrier
     small gloo jobs sometimes abort at exit.

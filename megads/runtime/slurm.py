@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from megads.errors import ConfigError
 from megads.runtime import environment
-from megads.runtime.duration import parse_time_left
+from megads.runtime.config import clock_seconds
 
 _TIMEOUT_S = 20.0
+_NO_LIMIT = ("UNLIMITED", "NOT_SET", "INVALID", "")
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,18 @@ def time_left_s(job_id: str) -> float | None:
         ConfigError: SLURM does not answer.
     """
     return parse_time_left(ask("squeue", "--noheader", "--jobs", job_id, "--format", "%L"))
+
+
+def parse_time_left(text: str) -> float | None:
+    """Returns what squeue prints as %L in seconds; None for a job without a limit. An overdue job has 0 or less."""
+    text = text.strip()
+    if text in _NO_LIMIT:
+        return None
+    overdue = text.startswith("-")
+    seconds = clock_seconds(text.removeprefix("-"))
+    if seconds is None:
+        return None
+    return -seconds if overdue else seconds
 
 
 def steps(job_id: str, name: str) -> list[str]:

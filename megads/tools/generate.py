@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from megads.checkpoint.read import open_checkpoint
-from megads.checkpoint.unsharded import load_unsharded
+from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.data.indexed.sidecar import find_tokenizer
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.checkpoint.read import CheckpointHandle, open_checkpoint
-from megads.checkpoint.unsharded import load_unsharded
+from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
 from megads.config import RootConfig, open_run_data
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer

@@ -26,7 +26,7 @@ from megads.data.sampling.blend import BalancedOrder
 from megads.data.sampling.cached_arrays import ArrayCache
 from megads.data.sampling.index_maps import build_sample_index
 from megads.data.sampling.megatron import MegatronOrder, _deal_in_python
-from megads.ops.deal import compiled_deal
+from megads.ops.data_kernels import compiled_deal
 from scripts.bench.results import Verdict, add_results_option, against_rate, record
 
 SEQ_LEN = 2048

@@ -23,7 +23,7 @@ from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.autotune import TuningResult, compare
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.resolve import load
-from megads.runtime.process_settings import make_deterministic
+from megads.runtime.process import make_deterministic
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 FORMULA = "scores in memory, plain torch"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megads.ops import build, build_cuda
+from megads.ops import build
 from megads.ops.build import KernelsUnavailable
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.resolve import load
@@ -40,7 +40,7 @@ def main() -> int:
     cuda = arguments.device == "cuda"
     makes: dict[str, Make] = {"CPU": build.build}
     if cuda:
-        makes["CUDA"] = build_cuda.build_library
+        makes["CUDA"] = build.build_cuda
     try:
         with ThreadPoolExecutor() as threads:
             made = {name: threads.submit(seconds_of, make) for name, make in makes.items()}

@@ -20,21 +20,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes
-from megads.model.rotary import rotary_tables
+from megads.model.attention import alibi_slopes, rotary_tables
+from megads.ops.activation import bias_gelu, gelu, swiglu
 from megads.ops.apex import ApexState, find_apex
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.dropout import dropout
-from megads.ops.gelu import bias_gelu, gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
-from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.resolve import load
 from megads.ops.rotary import rotate
 from megads.ops.softmax import masked_softmax
-from megads.ops.swiglu import swiglu
-from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from scripts.bench.device_clock import copy_bandwidth, median_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 

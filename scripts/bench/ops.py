@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import FUSED
+from megads.ops.config import FUSED, Implementation, OpsConfig
 from megads.ops.linear import linear
 from megads.ops.resolve import load
 from megads.runtime.environment import available_cores

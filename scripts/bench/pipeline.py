@@ -29,8 +29,7 @@ from torch.distributed import pipelining
 
 from megads.batch import BatchInfo
 from megads.model.config import ModelConfig
-from megads.model.gpt import GPT
-from megads.model.stages import Block, stage_specs
+from megads.model.gpt import GPT, Block, stage_specs
 from megads.parallel.config import ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.parallel.schedule import ScheduleName

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megads.model.config import ModelConfig
-from megads.model.initialise import InitialValue
+from megads.model.gpt import InitialValue
 from scripts.bench.processes import Turn, UnavailableError
 from scripts.bench.training_sides import TrainingWork, adamw, first_weights
 

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.model.config import ModelConfig
-from megads.model.gpt import GPT
-from megads.model.initialise import InitialValue, initial_value, parameter_generator
+from megads.model.gpt import GPT, InitialValue, initial_value, parameter_generator
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Compile, Implementation, KernelOp, OpsConfig
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.plan.model_size import model_flops_per_token
 from scripts.bench.bloom_names import bloom_state
@@ -148,14 +146,14 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
     """
     import torch.distributed as dist
 
+    from megads.engine import build_train_engine
     from megads.engine.attention_trials import tune_attention
-    from megads.engine.build import build_train_engine
     from megads.engine.interface import EngineSpec
     from megads.errors import ConfigError
     from megads.ops.resolve import load
     from megads.parallel.config import ParallelConfig, Recompute
     from megads.parallel.grid import build_grid
-    from megads.runtime.process_settings import make_deterministic
+    from megads.runtime.process import make_deterministic
 
     cuda = work.device == "cuda"
     try:

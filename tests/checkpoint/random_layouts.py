@@ -8,8 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.tensor_file import Rectangle
+from megads.checkpoint.manifest import Rectangle, RunRecord
 from megads.engine.interface import Shard
 
 SHAPES = {"weight/a": (17, 12), "exp_avg/a": (17, 12), "weight/b": (40,), "weight/c": (5, 6, 7), "weight/d": (1, 1)}

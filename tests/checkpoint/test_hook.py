@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from megads.checkpoint import hook as hook_module
-from megads.checkpoint.config import CheckpointConfig
-from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.parallel.grid import single_rank_grid
-from megads.runtime.control_plane import open_control_plane
+from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE

@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredTensor, _digest, read_manifest
+from megads.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    StoredTensor,
+    _digest,
+    read_manifest,
+    software,
+    software_differences,
+)
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import run_record
 
@@ -126,3 +135,21 @@ def test_coverage() -> None:
     manifest().check_coverage()
     with pytest.raises(CheckpointError, match=r"weight/a of shape \[4, 3\] is not stored exactly once: .* overlap"):
         manifest(offset=1).check_coverage()
+
+
+def test_thread_count_and_versions_are_recorded() -> None:
+    """Catches a resume under another thread count (other bits, see N5) that passes unnoticed."""
+    threads = torch.get_num_threads()
+    before = software()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert software_differences(before, software()) == [f"threads: {threads} then, {threads + 1} now"]
+    finally:
+        torch.set_num_threads(threads)
+    assert {"python", "torch", "megads", "threads", "cpu_capability"} <= before.keys()
+    assert software_differences(before, software()) == []
+
+
+def test_unknown_entries_are_no_difference() -> None:
+    """Catches a warning at every resume because one side recorded more."""
+    assert software_differences({"a": "1", "b": "2"}, {"b": "2", "c": "3"}) == []

@@ -45,7 +45,8 @@ PRELOADED = [
     "deepspeed.compile.backend",
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.zero.muon.muon_optimizer",
-    "megads.engine.build",
+    "megads.engine.pipeline_engine",
+    "megads.engine.zero_engine",
     "torch._dynamo",
 ]
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}

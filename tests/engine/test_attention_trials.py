@@ -11,10 +11,9 @@ from torch import Tensor
 
 from megads.engine import attention_trials
 from megads.engine.attention_trials import AttentionTrial, Problem, plain_attention, tried_queries
-from megads.ops.attention import attention
+from megads.ops.attention import attention, flex_attention, visible_blocks
 from megads.ops.autotune import TuningResult, compare, examine, fastest
-from megads.ops.flex_attention import flex_attention, visible_blocks
-from megads.ops.philox import DropoutMask
+from megads.ops.dropout import DropoutMask
 from tests.ops.test_attention import inputs
 
 SLOPES = torch.linspace(0.5, 0.01, 6)

@@ -37,8 +37,7 @@ from megads.model.config import ModelConfig
 from megads.monitor.console import render_event
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.autotune import DeviceBroken, TuningResult
-from megads.ops.config import Implementation, KernelOp, OpsConfig
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid

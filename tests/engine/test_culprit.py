@@ -6,8 +6,8 @@ import pytest
 
 from megads.engine.interface import Culprit
 from megads.engine.train_engine import SHOWN, Symptoms, agree_on_culprit, find_culprit
-from megads.runtime import control_plane
-from megads.runtime.control_plane import encode, open_control_plane
+from megads.runtime import distributed
+from megads.runtime.distributed import encode, open_control_plane
 from tests.distributed import run_ranks
 
 FINE = Symptoms(rank=0)
@@ -57,7 +57,7 @@ def _agreed(weights: dict[int, list[str]], gradients: ManyNames) -> tuple[Culpri
         sent.append(len(encode(value, kind)))
         return encode(value, kind)
 
-    control_plane.encode = measured
+    distributed.encode = measured
     rank = control.rank
     found = agree_on_culprit(control, weights.get(rank, []), None, gradients.get(rank, []))
     return found, sum(sent)

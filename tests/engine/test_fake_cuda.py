@@ -13,16 +13,15 @@ import torch.distributed as dist
 import megads.engine.optimizer
 import megads.engine.pipeline_engine
 import megads.engine.train_engine
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.pipeline_engine import PipelineTrainEngine
 from megads.model.attention import AttentionCore
 from megads.model.config import MLPKind, NormKind, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import Kernels
-from megads.ops.library import load_library
+from megads.ops.config import Implementation, Kernels, OpsConfig
+from megads.ops.resolve import load_library
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName

@@ -23,7 +23,7 @@ from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid
-from megads.runtime.process_settings import make_deterministic
+from megads.runtime.process import make_deterministic
 from tests import parity
 from tests.distributed import free_port, run_ranks
 from tests.ops.test_apex import without_apex

@@ -22,14 +22,13 @@ import megads.engine.optimizer
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW, NamedParameter
 from megads.engine.stage_pipeline import placement_of
-from megads.engine.token_mean import TokenMeanLoss, global_tokens, share_loss
 from megads.engine.zero_engine import WholeModel
 from megads.model.config import NormKind, Position
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import TORCH
+from megads.ops.config import TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import MODEL, Scenario, build_engine, scenario_with, step_batches
@@ -44,9 +43,9 @@ METHODS = {"tolist", "numpy", "cpu"}
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 THE_WAIT = ("engine/train_engine.py", "step")
-HOST = {("engine/token_mean.py", "<genexpr>")}
+HOST = {("parallel/loss.py", "<genexpr>")}
 """Reads masks of the loss, which are on the host."""
-CPU = {("parallel/cross_entropy.py", "is_root"), ("optim/adamw.py", "_step_by_torch")}
+CPU = {("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch")}
 """Ask a CPU for what saves a pass over memory there, and no other device."""
 
 Place = tuple[str, str]
@@ -124,7 +123,7 @@ def test_a_step_waits_once(case: str) -> None:
     for found, micro_batches in run_ranks(reads_of_a_step, parallel.world_size, scenario, parallel, None):
         assert found.pop(THE_WAIT) == 1
         assert set(found) <= HOST | CPU
-        assert found["engine/token_mean.py", "<genexpr>"] in (0, micro_batches)
+        assert found["parallel/loss.py", "<genexpr>"] in (0, micro_batches)
 
 
 def a_norm_that_is_read() -> None:

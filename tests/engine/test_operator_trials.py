@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.engine.operator_trials import CANDIDATES, OURS, OperatorWork, operator_cases
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.ops.autotune import compare
-from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, OpsConfig
-from megads.ops.kernels import Kernels
+from megads.ops.config import OPTIMIZER_OPS, Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import build_grid

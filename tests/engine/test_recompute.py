@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megads.model.attention import AttentionCore
-from megads.model.stages import Block
+from megads.model.gpt import Block
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.recompute import block_modes
 from tests.distributed import run_ranks

@@ -11,7 +11,7 @@ STEP = """
 import json, sys
 import torch
 from megads.batch import BatchInfo, MicroBatch
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig

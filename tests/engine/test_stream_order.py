@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megads
 from megads.engine import p2p as engine_p2p
-from megads.engine.bucket import Bucket
+from megads.engine.optimizer import Bucket
 from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options, receives_ahead
 from megads.engine.pipeline_engine import StageEngine
 from megads.model.config import ModelConfig

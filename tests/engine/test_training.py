@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.engine.interface import Shard, StepResult, TrainEngine
-from megads.engine.token_mean import TokenMeanLoss
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT, token_losses
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import TokenMeanLoss
 from megads.plan.model_size import parameter_count, parameter_shapes
 from tests import parity
 from tests.distributed import run_ranks

@@ -18,7 +18,7 @@ from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import ValidationHook, perplexity
 from megads.parallel.grid import single_rank_grid
-from megads.runtime.control_plane import open_control_plane
+from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE

@@ -18,7 +18,7 @@ from megads.errors import NumericalError
 from megads.runtime.environment import rank_environment
 from megads.runtime.heartbeat import heartbeat
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
-from megads.runtime.stop_file import INTERRUPTED, read_stop
+from megads.runtime.stop import INTERRUPTED, read_stop
 
 
 def finish(config: RootConfig, run_dir: Path) -> int:

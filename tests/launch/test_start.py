@@ -18,7 +18,7 @@ from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.runtime.config import RunConfig
 from megads.runtime.metrics import EventWriter
-from megads.runtime.stop_file import PREEMPTED, request_stop, stop_path
+from megads.runtime.stop import PREEMPTED, request_stop, stop_path
 
 
 def config(run_dir: Path, kill_switch: Path | None = None, steps: int = 5) -> RootConfig:

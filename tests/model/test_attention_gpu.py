@@ -14,8 +14,7 @@ from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind, why_not
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import FUSED
+from megads.ops.config import FUSED, Implementation, OpsConfig
 from megads.ops.resolve import load
 from tests.ops.accuracy import check_error
 from tests.ops.test_attention import both

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.gpt import GPT
-from megads.model.initialise import parameter_generator
-from megads.plan.model_size import parameter_shapes
+from megads.model.dropout import Dropout
+from megads.model.gpt import GPT, TIED_COPY, Embedding, initial_value, parameter_generator, stage_specs, token_losses
+from megads.plan.model_size import parameter_count, parameter_shapes
 from tests.model import naive
+from tests.test_conf import MODELS, compose_train
+
+CONFIG = ModelConfig(num_layers=8, hidden_size=96, num_heads=4, vocab_size=512, init_std=0.02)
 
 
 def model_config(**changes: object) -> ModelConfig:
@@ -135,3 +140,195 @@ def test_empty_model_has_every_weight_once(tied: bool) -> None:
         for name, parameter in reference.parameters_by_name().items():
             named[name].copy_(parameter)
     assert torch.equal(model(*batch()), reference(*batch()))
+
+
+def built_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter of the stages, built on the meta device."""
+    shapes = {}
+    with torch.device("meta"):
+        for spec in stage_specs(config, 0):
+            stage = spec.build()
+            assert all(parameter.is_meta for parameter in stage.parameters())
+            shapes |= {f"{spec.name}.{name}": tuple(p.shape) for name, p in stage.named_parameters()}
+    if config.tie_embeddings:
+        del shapes[TIED_COPY]
+    return shapes
+
+
+@pytest.mark.parametrize(("position", "tied", "norm"), list(product(Position, (True, False), (True, False))))
+def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: bool) -> None:
+    """Catches an option that the model and the planner understand differently, in names, shapes or order."""
+    config = ModelConfig(
+        num_layers=3, hidden_size=24, num_heads=6, ffn_size=40, vocab_size=50, max_seq_len=9,
+        position=position, tie_embeddings=tied, embedding_norm=norm,
+    )  # fmt: skip
+    assert list(built_shapes(config).items()) == list(parameter_shapes(config).items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_heads": 2},
+        {"norm": NormKind.rmsnorm},
+        {"mlp": MLPKind.swiglu},
+        {"parallel_block": True},
+        {"bias": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_features_have_the_planned_parameters(changes: dict) -> None:
+    """Catches a projection, a gate, a bias or a second norm that the planner counts otherwise than the model has it."""
+    config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, ffn_size=40, vocab_size=50, **changes)
+    assert list(built_shapes(config).items()) == list(parameter_shapes(config).items())
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_presets_have_the_planned_number_of_parameters(preset: str) -> None:
+    """Catches a preset whose real model differs from what its published count was checked against."""
+    config = compose_train(f"model={preset}").model
+    # null is the tokenizer's, which no preset knows.
+    config.vocab_size = config.vocab_size or 512
+    assert sum(prod(shape) for shape in built_shapes(config).values()) == parameter_count(config)
+
+
+def test_bloom_176b_has_its_published_number_of_parameters() -> None:
+    """Catches a missing bias or norm anywhere in the real model."""
+    config = compose_train("model=bloom_176b").model
+    assert sum(prod(shape) for shape in built_shapes(config).values()) == 176_247_271_424
+
+
+def test_weights_of_the_stages_for_the_partition() -> None:
+    """Catches an embedding or head that counts nothing, and a final norm that may end up alone on a stage."""
+    specs = stage_specs(ModelConfig(num_layers=2), 0)
+    assert [(spec.name, spec.weight) for spec in specs] == [
+        ("embedding", 1.0), ("blocks.0", 1.0), ("blocks.1", 1.0), ("final_norm", 0.0), ("head", 1.0),
+    ]  # fmt: skip
+
+
+def test_every_dropout_has_a_site_of_its_own() -> None:
+    """Catches two places with equal masks, and a site that does not say where in the whole model it is."""
+    config = ModelConfig(num_layers=3, hidden_dropout=0.1, attention_dropout=0.2)
+    sites = {}
+    for spec in stage_specs(config, 0):
+        for path, module in spec.build().named_modules():
+            if isinstance(module, Dropout):
+                assert module.site == f"{spec.name}.{path}"
+                sites[module.site] = module.p
+    assert len(sites) == 1 + 3 * 3
+    assert sites["embedding.dropout"] == sites["blocks.2.mlp_dropout"] == sites["blocks.2.attention_dropout"] == 0.1
+    assert sites["blocks.2.attention.core.dropout"] == 0.2
+
+
+def test_given_positions_select_learned_embeddings() -> None:
+    """Catches an embedding that counts from 0 in a row that continues a document."""
+    config = ModelConfig(hidden_size=8, num_heads=2, max_seq_len=10, position=Position.learned, embedding_norm=False)
+    embedding, tokens = Embedding(config, 0), torch.tensor([[3, 3], [3, 3]])
+    # Stages come with uninitialised memory, which may hold NaN.
+    for parameter in embedding.parameters():
+        torch.nn.init.normal_(parameter)
+    info = BatchInfo(sample_ids=torch.tensor([0, 1]), position_ids_bs=torch.tensor([[0, 1], [7, 2]]))
+    expected = embedding.word(tokens) + embedding.position(info.position_ids_bs)
+    assert torch.equal(embedding(tokens, info), expected)
+    assert torch.equal(embedding(tokens, BatchInfo(info.sample_ids))[1], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("embedding.word.weight", 0.02),
+        ("blocks.3.attention.qkv.weight", 0.02),
+        ("blocks.3.mlp.up.weight", 0.02),
+        ("blocks.3.attention.dense.weight", 0.02 / 4),
+        ("blocks.3.mlp.down.weight", 0.02 / 4),
+    ],
+)
+def test_standard_deviations(name: str, std: float) -> None:
+    """Catches a missing 1 / sqrt(2 L) on the projections that end a branch (8 layers: a quarter), or one too many."""
+    drawn = initial_value(CONFIG, 1)(name, parameter_shapes(CONFIG)[name]).double()
+    error = std / math.sqrt(2 * drawn.numel())
+    assert abs(float(drawn.std()) - std) < 5 * error
+    assert abs(float(drawn.mean())) < 5 * std / math.sqrt(drawn.numel())
+
+
+def test_gains_are_one_and_biases_zero() -> None:
+    """Catches a norm that starts random, and a bias taken for a matrix."""
+    value = initial_value(CONFIG, 1)
+    for name, shape in parameter_shapes(CONFIG).items():
+        if len(shape) == 1:
+            expected = torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+            assert torch.equal(value(name, shape), expected), name
+
+
+def test_values_depend_on_seed_and_name_alone() -> None:
+    """Catches draws from a shared stream: weights would depend on what else a rank builds, and in which order."""
+    shapes = {name: shape for name, shape in parameter_shapes(CONFIG).items() if len(shape) == 2}
+    value = initial_value(CONFIG, 1)
+    forward = {name: value(name, shape) for name, shape in shapes.items()}
+    torch.manual_seed(99)
+    again = initial_value(CONFIG, 1)
+    backward = {name: again(name, shapes[name]) for name in reversed(shapes)}
+    assert all(torch.equal(forward[name], backward[name]) for name in shapes)
+    first_row = {tuple(tensor.flatten()[:8].tolist()) for tensor in forward.values()}
+    assert len(first_row) == len(shapes), "two parameters share a stream"
+    other = initial_value(CONFIG, 2)("embedding.word.weight", shapes["embedding.word.weight"])
+    assert not torch.equal(other, forward["embedding.word.weight"])
+
+
+def test_values_are_fp32_on_the_cpu_under_any_default_device() -> None:
+    """Catches weights that differ between a CPU and a GPU run, or take the device a stage is built on."""
+    value = initial_value(CONFIG, 1)
+    for name in ("blocks.0.mlp.up.weight", "blocks.0.mlp.up.bias", "final_norm.weight"):
+        drawn = value(name, parameter_shapes(CONFIG)[name])
+        assert (drawn.dtype, drawn.device.type) == (torch.float32, "cpu")
+
+
+def test_every_parameter_of_the_model_is_known() -> None:
+    """Catches a parameter whose name misses the branch rule because a module was renamed."""
+    branch_ends = [
+        f"{spec.name}.{name}"
+        for spec in stage_specs(CONFIG, 0)
+        for name, _ in spec.build().named_parameters()
+        if f"{spec.name}.{name}".endswith(("attention.dense.weight", "mlp.down.weight"))
+    ]
+    assert len(branch_ends) == 2 * CONFIG.num_layers
+
+
+def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 11, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
+    return logits, torch.randint(0, 11, (2, 5), generator=generator)
+
+
+def test_equals_log_softmax_written_out() -> None:
+    """Catches a wrong row, a base other than e, and a mean where each token's loss is wanted."""
+    logits, labels = example(torch.float64)
+    losses = token_losses(logits, labels)
+    assert losses.dtype is torch.float64 and losses.shape == (2, 5)
+    for b in range(2):
+        for s in range(5):
+            row = logits[b, s]
+            expected = row.exp().sum().log() - row[labels[b, s]]
+            torch.testing.assert_close(losses[b, s], expected, rtol=1e-14, atol=1e-14)
+
+
+def test_gradient_is_probability_minus_one_hot() -> None:
+    """Catches a gradient that is averaged or scaled."""
+    logits, labels = example(torch.float64)
+    token_losses(logits, labels).sum().backward()
+    expected = logits.detach().softmax(-1) - torch.nn.functional.one_hot(labels, 11)
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp32_inside(dtype: torch.dtype) -> None:
+    """Catches a softmax in bf16: the loss of bf16 logits is fp32 and as exact as fp32 allows."""
+    logits, labels = example(dtype)
+    losses = token_losses(logits, labels)
+    assert losses.dtype is torch.float32
+    torch.testing.assert_close(losses.double(), token_losses(logits.double(), labels), rtol=1e-6, atol=1e-6)
+
+
+def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
+    """Catches bits for nats."""
+    losses = token_losses(torch.zeros(1, 3, 250), torch.tensor([[0, 1, 249]]))
+    torch.testing.assert_close(losses, torch.full((1, 3), 250.0).log())

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from megads.model.attention import AttentionCore
-from megads.model.config import MLPKind, ModelConfig, Position
+from megads.model.config import SHARDING, MLPKind, ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.model.sharding import SHARDING
-from megads.model.stages import stage_specs
-from megads.parallel.table import Cut
+from megads.model.gpt import stage_specs
+from megads.parallel.partition import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.
 EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from megads.errors import ConfigError
+from megads.ops.adamw import square_sums
 from megads.ops.apex import EXTENSIONS, ApexState, find_apex, load_apex, require_apex
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.kernels import TORCH, Kernels
+from megads.ops.config import TORCH, Implementation, Kernels, OpsConfig
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.resolve import choose, plans_fused
-from megads.ops.square_sums import square_sums
 from tests.ops.accuracy import check_error
 
 APEX = OpsConfig(Implementation.apex)

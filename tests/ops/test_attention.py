@@ -14,8 +14,8 @@ from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
 from megads.ops.attention import NOTHING_DROPPED, attention, attention_reference
-from megads.ops.kernels import FUSED
-from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.config import FUSED
+from megads.ops.dropout import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")

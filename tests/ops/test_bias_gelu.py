@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.gelu import bias_gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.activation import bias_gelu
+from megads.ops.config import FUSED, TORCH, Kernels
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -13,10 +13,8 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.ops import build as building
-from megads.ops import build_cuda
 from megads.ops.build import KernelsUnavailable, build, library_path
-from megads.ops.config import Implementation, KernelOp, OpsConfig
-from megads.ops.kernels import Kernels
+from megads.ops.config import Implementation, KernelOp, Kernels, OpsConfig
 from megads.ops.resolve import choose, load, plans_fused, prepare
 
 FUSED, AUTO = OpsConfig(Implementation.fused), OpsConfig(Implementation.auto)
@@ -27,7 +25,7 @@ TORCH = Implementation.torch
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and nothing remembered of the machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget = [function.cache_clear for function in (library_path, build_cuda.library_path, build_cuda.report_path)]
+    forget = [function.cache_clear for function in (library_path, building.cuda_library_path, building.report_path)]
     for clear in forget:
         clear()
     yield tmp_path
@@ -116,7 +114,7 @@ def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest
         mixed = replace(choose(AUTO, cuda=True, optimizer=TORCH), tuned=frozenset({KernelOp.norm, KernelOp.adamw}))
         assert [op for op in KernelOp if mixed.fused(op)] == [KernelOp.norm]
         assert mixed.text.startswith("ops.impl: auto (megads' kernels: norm; torch's: the others), optim.impl: t")
-        for cached in (build_cuda.library_path, build_cuda.report_path):
+        for cached in (building.cuda_library_path, building.report_path):
             cached.cache_clear()
     monkeypatch.setenv("CUDA_HOME", str(fresh))
     without = choose(AUTO, cuda=True)
@@ -139,7 +137,7 @@ def test_cuda_bindings_for_every_processor_and_linker(fresh: Path, monkeypatch: 
     """Catches bindings for one processor in a home folder that nodes with others share (SIGILL), torch's library left
     out by a linker that keeps only what is needed (Ubuntu's), and kernels compiled again for another torch."""
     try:
-        build_cuda.find_nvcc()
+        building.find_nvcc()
     except KernelsUnavailable as error:
         pytest.skip(f"no CUDA compiler here: {error}")
     sources = {
@@ -157,12 +155,12 @@ def test_cuda_bindings_for_every_processor_and_linker(fresh: Path, monkeypatch: 
     ubuntu.chmod(0o755)
     monkeypatch.setenv("CXX", str(ubuntu))
     said: list[str] = []
-    library = build_cuda.build_library(said.append)
+    library = building.build_cuda(said.append)
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     assert "Shared library: [libtorch_cpu.so]" in needed
-    (kernel,) = {kernel.name for kernel in build_cuda.reports(build_cuda.report_path().read_text())}
+    (kernel,) = {kernel.name for kernel in building.reports(building.report_path().read_text())}
     assert kernel == "one"
     monkeypatch.setattr(building, "torch_version", lambda: "2.99")
-    build_cuda.library_path.cache_clear()
-    assert build_cuda.build_library(said.append) != library
+    building.cuda_library_path.cache_clear()
+    assert building.build_cuda(said.append) != library
     assert ["bindings for" in text for text in said] == [False, True, True]

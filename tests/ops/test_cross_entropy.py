@@ -1,4 +1,4 @@
-"""The cross entropy kernels against fp64; over ranks they are tested in tests/parallel/test_cross_entropy.py."""
+"""The cross entropy kernels against fp64; over ranks they are tested in tests/parallel/test_loss.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megads.ops.cross_entropy import gradient_, gradient_reference, loss_, statistics, statistics_reference
-from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.dropout import dropout
-from megads.ops.kernels import FUSED, TORCH, Kernels
-from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.config import FUSED, TORCH, Kernels
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -11,9 +11,9 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.model.attention import AttentionCore
 from megads.model.config import AttentionKind, ModelConfig, Position
-from megads.model.stages import Block, use_kernels
-from megads.ops.kernels import FUSED
-from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.model.gpt import Block, use_kernels
+from megads.ops.config import FUSED
+from megads.ops.dropout import DropoutMask, site_key, threshold_of
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
 
 CONFIG = ModelConfig(hidden_size=24, num_heads=6, init_std=0.2)

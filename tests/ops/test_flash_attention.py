@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megads.ops.flash_attention import documents_of
+from megads.ops.attention import documents_of
 
 
 def test_documents_of_a_batch() -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as plain_operator
 
-from megads.ops.attention import attention_reference
-from megads.ops.flex_attention import BLOCK, _alibi, _attend, flex_attention, visible_blocks
+from megads.ops.attention import FLEX_BLOCK, _alibi, _attend, attention_reference, flex_attention, visible_blocks
 from tests.ops.accuracy import check_error, relative_error
 from tests.ops.test_attention import both, eager, inputs
 
@@ -87,10 +86,10 @@ def test_blocks_hold_what_is_seen(queries: int, window: int | None, packed: bool
     keys = torch.arange(queries)
     first = first_seen(queries, window, None, starts)
     seen = (keys <= torch.arange(queries)[:, None]) & (keys >= first[:, :, None])
-    blocks = -(-queries // BLOCK)
-    room = torch.zeros(2, blocks * BLOCK, blocks * BLOCK, dtype=torch.bool)
+    blocks = -(-queries // FLEX_BLOCK)
+    room = torch.zeros(2, blocks * FLEX_BLOCK, blocks * FLEX_BLOCK, dtype=torch.bool)
     room[:, :queries, :queries] = seen
-    tiles = room.unflatten(2, (blocks, BLOCK)).unflatten(1, (blocks, BLOCK)).transpose(2, 3)
+    tiles = room.unflatten(2, (blocks, FLEX_BLOCK)).unflatten(1, (blocks, FLEX_BLOCK)).transpose(2, 3)
     some, whole = (dense(*listed, blocks) for listed in ((mask.kv_num_blocks, mask.kv_indices), full_blocks(mask)))
     assert torch.equal((some | whole).expand(2, -1, -1) & tiles.any((-1, -2)), tiles.any((-1, -2)))
     assert torch.equal(whole.expand(2, -1, -1), tiles.all((-1, -2)))

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.gelu import gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.activation import gelu
+from megads.ops.config import FUSED, TORCH, Kernels
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -12,22 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.attention import alibi_slopes, causal_bias_at, hide_other_documents
-from megads.model.rotary import rotary_tables
-from megads.ops.adamw import AdamWStep, adamw, adamw_reference
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.dropout import dropout
-from megads.ops.gelu import bias_gelu, gelu
-from megads.ops.kernels import FUSED, TORCH, Kernels, kernel_takes
+from megads.model.attention import alibi_slopes, causal_bias_at, hide_other_documents, rotary_tables
+from megads.ops.activation import bias_gelu, gelu, swiglu
+from megads.ops.adamw import AdamWStep, Pieces, adamw, adamw_reference, square_sums
+from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig, kernel_takes
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megads.ops.philox import DropoutMask, site_key, threshold_of
 from megads.ops.resolve import load
 from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention, masked_softmax
-from megads.ops.square_sums import Pieces, square_sums
-from megads.ops.swiglu import swiglu
-from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from tests.ops.accuracy import check_error, relative_error
 
 CUDA = pytest.param(

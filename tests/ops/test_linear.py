@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megads.ops import linear as products
-from megads.ops.kernels import FUSED, TORCH
+from megads.ops.config import FUSED, TORCH
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")

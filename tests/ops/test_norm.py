@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tests.ops.accuracy import check_error
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import megads.ops.philox
-from megads.ops.dropout import dropout
-from megads.ops.kernels import FUSED
-from megads.ops.philox import WORD, DropoutMask, philox_bits, site_key, threshold_of
+import megads.ops.dropout
+from megads.ops.config import FUSED
+from megads.ops.dropout import WORD, DropoutMask, dropout, philox_bits, site_key, threshold_of
 
 P = 0.1
 
@@ -56,7 +55,7 @@ def test_the_cpu_kernels_draw_the_same(width: int) -> None:
 def test_rows_drawn_apart_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a large mask whose pieces take the counters of others."""
     whole = mask([3, 9]).keep(3, torch.arange(20), 37)
-    monkeypatch.setattr(megads.ops.philox, "DRAWN_AT_ONCE", 7 * 40)
+    monkeypatch.setattr(megads.ops.dropout, "DRAWN_AT_ONCE", 7 * 40)
     assert torch.equal(mask([3, 9]).keep(3, torch.arange(20), 37), whole)
     assert torch.equal(mask([9], head=1).keep(2, torch.arange(5, 20), 37), whole[1:, 1:, 5:])
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.model.rotary import rotary_tables
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.model.attention import rotary_tables
+from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megads.model.attention import alibi_slopes
-from megads.ops.attention import attention_reference
+from megads.ops.attention import _key_features, _query_features, attention_reference, augmented_attention
 from megads.ops.config import AUGMENTED_LONGEST
-from megads.ops.sdpa import _key_features, _query_features, augmented_attention
 from tests.ops.accuracy import check_error
 from tests.ops.test_attention import both, eager, inputs
 

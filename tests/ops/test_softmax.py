@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.kernels import FUSED, TORCH, Kernels
+from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.softmax import masked_softmax
 from tests.ops.accuracy import check_error
 

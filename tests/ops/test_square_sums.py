@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megads.ops.kernels import FUSED, TORCH
-from megads.ops.square_sums import Pieces, square_sums
+from megads.ops.adamw import Pieces, square_sums
+from megads.ops.config import FUSED, TORCH
 
 pytestmark = pytest.mark.usefixtures("kernels")
 CPU = torch.device("cpu")

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megads.errors import ConfigError
-from megads.parallel.schedule import ActionKind, Schedule, ScheduleName, build_schedule, stage_placement
-from megads.parallel.schedule_check import (
+from megads.parallel.pipeline_actions import ActionKind, Schedule
+from megads.parallel.schedule import ScheduleName, build_schedule, stage_placement
+from megads.parallel.schedule_simulation import (
     bubble_share,
     known_bubble_share,
     peak_waiting,

@@ -1,23 +1,45 @@
-"""Applying a sharding table: placements tile the whole, values are slices of it, layers are swapped."""
+"""Applying a sharding table: placements tile the whole, values are slices of it, and layers compute what torch's do."""
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig, Position
+from megads.model.config import SHARDING, ModelConfig, Position
 from megads.model.dropout import Dropout
-from megads.model.sharding import SHARDING
-from megads.model.stages import stage_specs
-from megads.parallel.grid import Axis
-from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
-from megads.parallel.table import Cut, ShardingTable
+from megads.model.gpt import stage_specs
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
+from megads.ops.resolve import load
+from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.partition import Cut, ShardingTable
+from megads.parallel.region_linear import Region
+from megads.parallel.sharding import (
+    ColumnParallelBranches,
+    ColumnParallelLinear,
+    ParameterPlacement,
+    RowParallelBranches,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    add_sorted,
+    lookup,
+    materialise,
+    shard_stage,
+)
+from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from megads.plan.model_size import parameter_shapes
+from tests.distributed import run_ranks
+from tests.parallel.main_grads import FlatMainGrads
+from tests.parallel.test_region_linear import tensor_axis
+from tests.parallel.test_weight_gradients import Taken
 
 # 7 rows over 3 ranks leave padding on the last one; 4 leave it nothing.
 CONFIG = ModelConfig(
@@ -25,6 +47,12 @@ CONFIG = ModelConfig(
     position=Position.learned, tie_embeddings=False,
 )  # fmt: skip
 Sharded = list[tuple[nn.Module, dict[str, ParameterPlacement], str]]
+INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
+HIDDEN, FFN = 5, 12
+# Over 3 ranks: divisible; a rank half filled with padding; a rank with nothing but padding.
+VOCAB_CASES = [(6, False), (5, False), (4, False), (5, True)]
+LENGTH = 6
+ROWS, HIDDEN = 11, 6
 
 
 def axis_of(rank: int, size: int) -> Axis:
@@ -130,3 +158,290 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
     table = ShardingTable(parameters={"blocks.*.up": Cut.column})
     with pytest.raises(ConfigError, match=r"blocks.0.up: 6 features cannot be cut over parallel.tp = 4"):
         shard_stage(stage, "blocks.0", table, axis_of(0, 4), sequence_parallel=False)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def pair_weights() -> list[Tensor]:
+    return [random(FFN, HIDDEN, seed=1), random(FFN, seed=2), random(HIDDEN, FFN, seed=3), random(HIDDEN, seed=4)]
+
+
+def whole_pair() -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, gradient of the input and gradients of the weights of linear, GELU, linear on one process."""
+    x, (w1, b1, w2, b2) = (
+        random(2, LENGTH, HIDDEN, seed=0).requires_grad_(),
+        [w.requires_grad_() for w in pair_weights()],
+    )
+    y = F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+    (y * random(2, LENGTH, HIDDEN, seed=9)).sum().backward()
+    return y.detach(), x.grad, [w.grad for w in (w1, b1, w2, b2)]
+
+
+def own_tokens(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
+    """What a rank holds of replicated activations [b, s, h]."""
+    return x.chunk(axis.size, dim=1)[axis.rank] if sequence_parallel else x
+
+
+def _pair(sequence_parallel: bool, chunks: int) -> list[Any]:
+    axis = tensor_axis()
+    region = Region(axis, sequence_parallel, chunks)
+    column = ColumnParallelLinear(HIDDEN, FFN, region).double()
+    row = RowParallelLinear(FFN, HIDDEN, region).double()
+    width = FFN // axis.size
+    share = slice(axis.rank * width, (axis.rank + 1) * width)
+    w1, b1, w2, b2 = pair_weights()
+    with torch.no_grad():
+        column.weight.copy_(w1[share])
+        column.bias.copy_(b1[share])
+        row.weight.copy_(w2[:, share])
+        row.bias.copy_(b2)
+    x = own_tokens(random(2, LENGTH, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        opened = column(x)
+    assert 2 * LENGTH * HIDDEN not in kept or not sequence_parallel, "the gathered sequence is kept"
+    y = row(F.gelu(opened))
+    (y * own_tokens(random(2, LENGTH, HIDDEN, seed=9), axis, sequence_parallel)).sum().backward()
+    return [
+        t.detach().numpy() for t in (y, x.grad, column.weight.grad, column.bias.grad, row.weight.grad, row.bias.grad)
+    ]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("chunks", [1, 2, 100])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) -> None:
+    """Catches a bias added on every rank, a missing sum in either direction, shares or parts of the wrong rows
+    or tokens, and a gathered sequence that waits for the backward pass."""
+    y, x_grad, (w1, b1, w2, b2) = whole_pair()
+    results = run_ranks(_pair, size, sequence_parallel, chunks)
+    for rank, found in enumerate(results):
+        axis, share = Axis(rank, tuple(range(size)), None), slice(rank * FFN // size, (rank + 1) * FFN // size)
+        mine = [own_tokens(t, axis, sequence_parallel) for t in (y, x_grad)]
+        for value, expected in zip(found, (*mine, w1[share], b1[share], w2[:, share]), strict=False):
+            torch.testing.assert_close(torch.from_numpy(value), expected, rtol=1e-12, atol=1e-12)
+    # Every rank meets its own tokens with the row bias: the gradient is the sum.
+    biases = [torch.from_numpy(found[-1]) for found in results]
+    for bias in [sum(biases)] if sequence_parallel else biases:
+        torch.testing.assert_close(bias, b2, rtol=1e-12, atol=1e-12)
+
+
+def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
+    """Two branches of one input, each a column and a row layer, run together and apart."""
+    axis = tensor_axis()
+    region, gradients = Region(axis, sequence_parallel, chunks, FUSED if fused else TORCH), WeightGradients()
+    columns = [ColumnParallelLinear(HIDDEN, FFN, region).double() for _ in range(2)]
+    rows = [RowParallelLinear(FFN, HIDDEN, region).double() for _ in range(2)]
+    parameters = [parameter for layer in (*columns, *rows) for parameter in layer.parameters()]
+    for seed, parameter in enumerate(parameters):
+        with torch.no_grad():
+            parameter.copy_(random(*parameter.shape, seed=seed))
+    enter, leave = ColumnParallelBranches(region), RowParallelBranches(region)
+
+    def together(x: Tensor) -> Tensor:
+        return leave([F.gelu(opened) for opened in enter(x, *columns)], rows)
+
+    def apart(x: Tensor) -> Tensor:
+        return sum(row(F.gelu(column(x))) for column, row in zip(columns, rows, strict=True))
+
+    results = []
+    for function, defer in ((together, False), (apart, False), (together, True)):
+        x = own_tokens(random(2, LENGTH, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
+        for layer in (*columns, *rows):
+            layer.zero_grad()
+            layer.weight_gradients = gradients if defer else None
+        y = function(x)
+        loss = (y * own_tokens(random(2, LENGTH, HIDDEN, seed=9), axis, sequence_parallel)).sum()
+        if defer:
+            with gradients.defer() as deferred:
+                loss.backward()
+            assert all(layer.weight.grad is None for layer in (*columns, *rows))
+            with torch.no_grad():
+                deferred.compute(Taken(lambda weight, gradient: setattr(weight, "grad", gradient.compute())))
+        else:
+            loss.backward()
+        results.append([t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))])
+    return results
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sequence_parallel", "chunks", "fused"),
+    [(False, 1, False), (False, 2, False), (True, 1, False), (True, 2, False), (True, 2, True)],
+)
+def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int, fused: bool) -> None:
+    """Catches a branch that is left out of the shared message, in either direction, or counts twice, a bias of the
+    other branch, and gradients that are put off with another layer's input."""
+    for together, apart, defer in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
+        for found in (together, defer):
+            for value, expected in zip(found, apart, strict=True):
+                torch.testing.assert_close(torch.from_numpy(value), torch.from_numpy(expected), rtol=1e-12, atol=1e-12)
+
+
+def _wide_pair(fused: bool) -> list[Any]:
+    """Output and gradients of layers whose parts are wide enough for our own kernel, in fp32."""
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    region = Region(tensor_axis(), sequence_parallel=True, chunks=2, kernels=FUSED if fused else TORCH)
+    column, row = ColumnParallelLinear(48, 64, region), RowParallelLinear(64, 48, region)
+    parameters = [*column.parameters(), *row.parameters()]
+    for seed, parameter in enumerate(parameters):
+        with torch.no_grad():
+            parameter.copy_(random(*parameter.shape, seed=seed))
+    x = random(2, 40, 48, seed=7).float().requires_grad_()
+    y = row(column(x))
+    y.sum().backward()
+    return [t.detach().numpy() for t in (y, x.grad, *(p.grad for p in parameters))]
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+def test_parts_by_our_kernel() -> None:
+    """Catches parts whose rows lie elsewhere than our kernel takes them to, and a bias that it forgets."""
+    for ours, theirs in zip(run_ranks(_wide_pair, 2, True), run_ranks(_wide_pair, 2, False), strict=True):
+        for found, wanted in zip(map(torch.from_numpy, ours), map(torch.from_numpy, theirs), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+def own_rows(table: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of a vocabulary table; padding rows hold NaN, so that any use of them shows."""
+    rows = padded_rows(len(table), axis.size)
+    padding = torch.full((rows * axis.size - len(table), table.shape[1]), float("nan"), dtype=table.dtype)
+    return torch.cat([table, padding])[axis.rank * rows : (axis.rank + 1) * rows]
+
+
+def all_tokens(vocab_size: int) -> Tensor:
+    """[2, 3 * vocab_size]: every token thrice, in order and reversed."""
+    return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)]).repeat(1, 3)
+
+
+def _embedding(vocab_size: int, sequence_parallel: bool) -> list[Any]:
+    axis = tensor_axis()
+    layer = VocabParallelEmbedding(vocab_size, HIDDEN, axis, sequence_parallel).double()
+    with torch.no_grad():
+        layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=5), axis))
+    y = layer(all_tokens(vocab_size))
+    (y * own_tokens(random(2, 3 * vocab_size, HIDDEN, seed=9), axis, sequence_parallel)).sum().backward()
+    return [y.detach().numpy(), layer.weight.grad.numpy()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
+def test_embedding(vocab_size: int, sequence_parallel: bool) -> None:
+    """Catches a token looked up on two ranks or none, and padding rows that are read or get a gradient."""
+    whole = nn.Embedding(vocab_size, HIDDEN, _weight=random(vocab_size, HIDDEN, seed=5))
+    y = whole(all_tokens(vocab_size))
+    (y * random(2, 3 * vocab_size, HIDDEN, seed=9)).sum().backward()
+    rows = padded_rows(vocab_size, 3)
+    padded = torch.cat([whole.weight.grad, torch.zeros(3 * rows - vocab_size, HIDDEN, dtype=torch.float64)])
+    for rank, (found, grad) in enumerate(run_ranks(_embedding, 3, vocab_size, sequence_parallel)):
+        expected = own_tokens(y.detach(), Axis(rank, (0, 1, 2), None), sequence_parallel)
+        assert torch.equal(torch.from_numpy(found), expected)
+        torch.testing.assert_close(torch.from_numpy(grad), padded[rank * rows : (rank + 1) * rows])
+
+
+def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
+    axis = tensor_axis()
+    layer = VocabParallelHead(vocab_size, HIDDEN, Region(axis, sequence_parallel)).double()
+    with torch.no_grad():
+        layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
+    x = own_tokens(random(2, 3, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
+    logits = layer(x, INFO)
+    cotangent = own_rows(random(vocab_size, 6, seed=7), axis).nan_to_num().t().reshape(2, 3, -1)
+    (logits * cotangent).sum().backward()
+    return [logits.detach().numpy(), x.grad.numpy(), layer.weight.grad.numpy()]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
+def test_head(vocab_size: int, sequence_parallel: bool) -> None:
+    """Catches an input gradient that holds only this rank's rows, and rows in the wrong place."""
+    weight, x = random(vocab_size, HIDDEN, seed=6).requires_grad_(), random(2, 3, HIDDEN, seed=0).requires_grad_()
+    logits = F.linear(x, weight)
+    (logits * random(vocab_size, 6, seed=7).t().reshape(2, 3, -1)).sum().backward()
+    results = run_ranks(_head, 3, vocab_size, sequence_parallel)
+    gathered = torch.cat([torch.from_numpy(found) for found, _, _ in results], dim=-1)
+    torch.testing.assert_close(gathered[..., :vocab_size], logits.detach(), rtol=1e-12, atol=1e-12)
+    grads = torch.cat([torch.from_numpy(grad) for _, _, grad in results])
+    torch.testing.assert_close(grads[:vocab_size], weight.grad, rtol=1e-12, atol=1e-12)
+    for rank, (_, x_grad, _) in enumerate(results):
+        expected = own_tokens(x.grad, Axis(rank, (0, 1, 2), None), sequence_parallel)
+        torch.testing.assert_close(torch.from_numpy(x_grad), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_padded_rows() -> None:
+    """Catches ranks with different numbers of rows, and padding where none is needed."""
+    assert [padded_rows(vocab, 3) for vocab in (4, 5, 6, 7)] == [2, 2, 2, 3]
+    assert padded_rows(250_880, 4) * 4 == 250_880
+
+
+def drawn(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:
+    """A token that comes a thousand times, others that come once or never; the table; a gradient."""
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.zeros(2, 600, dtype=torch.int64)
+    rows[1, :8] = torch.arange(3, 11)
+    table, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in ((ROWS, HIDDEN), (2, 600, HIDDEN)))
+    return rows, nn.Parameter(table), grad
+
+
+def exact(rows: Tensor, grad: Tensor) -> Tensor:
+    return torch.zeros(ROWS, HIDDEN, dtype=torch.float64).index_add_(0, rows.flatten(), grad.double().flatten(0, 1))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_a_rows_gradients_are_not_rounded_one_by_one(dtype: torch.dtype, bound: float) -> None:
+    """Catches a sum over tokens in bf16: after a few hundred, others of the same size are lost in rounding."""
+    rows, table, grad = drawn(dtype)
+    lookup(rows, table, None).backward(grad)
+    assert table.grad is not None and table.grad.dtype is dtype
+    expected = exact(rows, grad)
+    assert ((table.grad - expected).norm(dim=1) <= bound * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
+    """Catches a table of gradients made besides, sums that start from what was in memory, and a lost micro-batch, also
+    where the backward pass puts other layers' gradients off."""
+    rows, table, grad = drawn(dtype)
+    sums = FlatMainGrads(table)
+    gradients = WeightGradients(sums)
+    lookup(rows, table, gradients).backward(grad)
+    with gradients.defer() as deferred:
+        lookup(rows, table, gradients).backward(grad)
+    deferred.compute(sums)
+    assert table.grad is None and sums.finished == 2
+    expected = 2 * exact(rows, grad)
+    assert ((sums.sums - expected).norm(dim=1) <= 5e-6 * expected.norm(dim=1)).all()
+
+
+def test_what_gpus_add() -> None:
+    """Catches another sum than that of CPUs: a row read twice that counts once, or sums that are written over."""
+    rows, _, grad = drawn(torch.float32)
+    sums = torch.ones(ROWS, HIDDEN)
+    add_sorted(sums, rows.flatten(), grad.flatten(0, 1))
+    assert torch.allclose(sums.double(), 1 + exact(rows, grad), rtol=1e-5, atol=1e-5)
+
+
+def test_a_tied_weights_gradients_are_added_before_they_are_rounded() -> None:
+    """Catches the embedding's and the projection's gradient rounded to bf16 one by one and added in bf16, and one of
+    the last micro-batch that comes back in the next."""
+    rows, table, grad = drawn(torch.bfloat16)
+    x = torch.randn(2, 600, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
+    back = torch.full((2, 600, ROWS), 2.0**-9, dtype=torch.bfloat16)
+    gradients = TiedGradient(tuple(table.shape))
+    for _ in range(2):
+        table.grad = None
+        torch.autograd.backward([lookup(rows, table, gradients), linear(x, table, None, gradients)], [grad, back])
+        projection = (back.flatten(0, 1).t() @ x.flatten(0, 1)).float()
+        assert table.grad is not None
+        assert torch.equal(table.grad, (exact(rows, grad).float() + projection).bfloat16())
+
+
+def test_nothing_is_kept_without_a_gradient() -> None:
+    """Catches a graph where nobody trains."""
+    rows, table, _ = drawn(torch.float32)
+    with torch.no_grad():
+        assert not lookup(rows, table, None).requires_grad
+    assert not lookup(rows, table.requires_grad_(False), None).requires_grad

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megads.ops import linear as products
-from megads.ops.kernels import FUSED
+from megads.ops.config import FUSED
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, linear
 
 

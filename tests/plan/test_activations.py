@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
-from megads.model.initialise import initial_value
-from megads.model.sharding import SHARDING
-from megads.model.stages import Block, Embedding, FinalNorm, make_block, use_kernels
+from megads.model.config import SHARDING, AttentionKind, MLPKind, ModelConfig, NormKind, Position
+from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
@@ -25,7 +23,7 @@ from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
 from megads.plan.memory_timeline import Op, kept_bytes, moments, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass
 from tests.distributed import run_ranks
-from tests.parallel.test_collectives import tensor_axis
+from tests.parallel.test_region_linear import tensor_axis
 
 MODEL = ModelConfig(num_layers=1, hidden_size=96, num_heads=6, vocab_size=320, max_seq_len=64, ffn_size=168)
 BATCH, SEQ_LEN = 2, 32

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.model.config import ModelConfig
-from megads.optim.buckets import ALIGNMENT
+from megads.optim.groups import ALIGNMENT
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.plan import memory

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Partition, Recompute
-from megads.parallel.schedule import ActionKind, ScheduleName, build_schedule
+from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.memory_timeline import (
     GradientSums,

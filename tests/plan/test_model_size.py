@@ -12,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.gpt import GPT
-from megads.model.stages import Block, ParallelBlock
+from megads.model.gpt import GPT, Block, ParallelBlock
 from megads.parallel.config import Recompute
 from megads.parallel.recompute import recompute_module
 from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count, parameter_shapes

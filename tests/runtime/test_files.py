@@ -16,7 +16,7 @@ from megads.errors import ConfigError, DataError
 from megads.frozen_config import config_of_start, load_frozen
 from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.stop_file import read_stop
+from megads.runtime.stop import read_stop
 from megads.tools.generate import dataset_prefixes
 from megads.tools.report.timeline import read_steps
 from megads.tools.sweep.results import read_record as read_sweep

@@ -11,20 +11,20 @@ import pytest
 import torch.distributed as dist
 
 from megads.errors import Fenced
-from megads.runtime.control_plane import open_control_plane
+from megads.runtime.distributed import open_control_plane
 from megads.runtime.lease import Fence, claimed
 from megads.runtime.slurm import SlurmJob
-from megads.runtime.stop_file import (
+from megads.runtime.stop import (
     INTERRUPTED,
     KILL_SWITCH,
     PREEMPTED,
     REQUESTED,
+    StopSignal,
     clear_stop,
     read_stop,
     request_stop,
     stop_path,
 )
-from megads.runtime.stop_signal import StopSignal
 from tests.distributed import run_ranks
 
 

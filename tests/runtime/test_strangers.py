@@ -32,7 +32,7 @@ import sys
 from datetime import timedelta
 import torch.distributed as dist
 from megads.runtime.distributed import admit
-from megads.runtime.control_plane import open_control_plane
+from megads.runtime.distributed import open_control_plane
 from megads.runtime.run_secret import Secret
 port, prefix, limit = int(sys.argv[1]), sys.argv[2], timedelta(seconds=float(sys.argv[3]))
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)

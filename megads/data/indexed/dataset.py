@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megads.data.indexed.verified_once import computed_once, file_state
 from megads.errors import DataError
-from megads.ops.sorted_keys import DocumentOffsets
+from megads.ops.data_kernels import DocumentOffsets
 
 MAGIC = b"MMIDIDX\x00\x00"
 _LEGACY_MAGIC = b"TNTIDX\x00\x00"

@@ -25,7 +25,7 @@ from megads.data.indexed.dataset import IndexedDataset, IntArray
 from megads.data.progress import ByteProgress
 from megads.data.sampling.cached_arrays import ArrayCache, CachedArrays, MapWriter, OpenArray
 from megads.ops.build import KernelsUnavailable
-from megads.ops.sorted_keys import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
+from megads.ops.data_kernels import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
 from megads.runtime.environment import available_cores
 
 FORMAT_VERSION = 1

@@ -26,7 +26,7 @@ from megads.data.sampling.index_maps import PIECE, EpochMap, SampleCutter, build
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
-from megads.ops.deal import Deal, compiled_deal
+from megads.ops.data_kernels import Deal, compiled_deal
 
 _SURPLUS = 1.005
 """Megatron builds so many more samples of each dataset of a blend than its share."""

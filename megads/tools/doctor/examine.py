@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megads.errors import ConfigError
-from megads.runtime.duration import LONGEST_WAIT_S
+from megads.runtime.config import LONGEST_WAIT_S
 from megads.runtime.environment import user_cache_dir
 from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem

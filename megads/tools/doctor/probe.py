@@ -155,9 +155,9 @@ def probe_kernels() -> dict[str, Any]:
         return {"state": "not compiled"}
     import torch
 
-    from megads.ops.gelu import gelu
-    from megads.ops.kernels import FUSED, TORCH
-    from megads.ops.library import load_library
+    from megads.ops.activation import gelu
+    from megads.ops.config import FUSED, TORCH
+    from megads.ops.resolve import load_library
 
     load_library(path)
     x = torch.linspace(-4.0, 4.0, 33)

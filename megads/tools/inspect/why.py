@@ -17,8 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megads.batch import MicroBatch
-from megads.checkpoint.read import CheckpointHandle, check_model, nearest_checkpoint
-from megads.checkpoint.unsharded import load_unsharded
+from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, nearest_checkpoint
 from megads.config import RootConfig, open_run_data
 from megads.data.config import DatasetConfig, MixConfig
 from megads.data.indexed.dataset import IntArray, idx_path

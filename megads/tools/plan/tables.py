@@ -15,7 +15,7 @@ from megads.config import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.launch.preflight_memory import Machine, gib, plan_of, workload_of
 from megads.model.config import ModelConfig
-from megads.model.stages import EMBEDDING, HEAD, stage_specs
+from megads.model.gpt import EMBEDDING, HEAD, stage_specs
 from megads.parallel.config import AXES, ParallelConfig
 from megads.parallel.grid import GridCoordinate, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds

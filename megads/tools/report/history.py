@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from megads.checkpoint.folders import list_checkpoints
+from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
 from megads.runtime.files import is_readable

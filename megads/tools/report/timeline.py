@@ -17,10 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megads.engine.timeline import Span
 from megads.errors import ConfigError
-from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.schedule import Schedule, build_schedule
-from megads.parallel.schedule_clock import run_clock
+from megads.parallel.pipeline_actions import ActionKind, Schedule
+from megads.parallel.schedule import build_schedule
+from megads.parallel.schedule_simulation import run_clock
 from megads.plan.step_time import (
     RankTrace,
     idle_share,
@@ -30,7 +31,6 @@ from megads.plan.step_time import (
     simulated_step,
 )
 from megads.runtime.files import read_json
-from megads.runtime.spans import Span
 from megads.tools.report.history import RunHistory, number
 from megads.tools.report.style import (
     BLUE,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.errors import ConfigError
-from megads.runtime.duration import LONGEST_WAIT_S
+from megads.runtime.config import LONGEST_WAIT_S
 
 
 class SearchName(StrEnum):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from megads.errors import EXIT_BUG, ConfigError
-from megads.runtime.child_process import signal_child, start_child
 from megads.runtime.lease import in_use
-from megads.runtime.stop_file import INTERRUPTED, request_stop
+from megads.runtime.process import signal_child, start_child
+from megads.runtime.stop import INTERRUPTED, request_stop
 from megads.tools.sweep.points import Point, events_since, launched_at
 
 

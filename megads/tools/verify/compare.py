@@ -18,8 +18,7 @@ from rich.table import Table
 from megads.config import Precision, RootConfig
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
-from megads.model.gpt import GPT, token_losses
-from megads.model.stages import TIED_PARAMETER
+from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
 from megads.monitor.console import Console
 from megads.monitor.console import Console as RunConsole
 from megads.optim.groups import parameter_groups

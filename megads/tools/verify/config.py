@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.runtime.duration import LONGEST_WAIT_S
+from megads.runtime.config import LONGEST_WAIT_S
 
 
 @dataclass

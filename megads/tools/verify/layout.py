@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.batch import MicroBatch
-from megads.engine.build import build_train_engine
+from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec, Shard, TrainEngine
-from megads.model.initialise import InitialValue
+from megads.model.gpt import InitialValue
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid, build_grid

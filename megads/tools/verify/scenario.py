@@ -19,11 +19,11 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.data.sampling.sampler import micro_batch_ids
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
-from megads.model.initialise import InitialValue, parameter_generator
+from megads.model.gpt import InitialValue, parameter_generator
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
-from megads.runtime.control_plane import decode, encode
+from megads.runtime.distributed import decode, encode
 
 # Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
 # buffer, and the two copies of the tied embedding lie at different places, as they do in large models. Six heads bring

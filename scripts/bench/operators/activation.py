@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.gelu import bias_gelu, gelu
-from megads.ops.kernels import FUSED, TORCH
-from megads.ops.swiglu import swiglu
+from megads.ops.activation import bias_gelu, gelu, swiglu
+from megads.ops.config import FUSED, TORCH
 from scripts.bench.operators.case import LIMIT, OURS, Case, Sizes, Target, compiled, drawn, forward, forward_backward
 
 NO_SLOWER = (Target("eager", 1.0), Target("inductor", 1.0))

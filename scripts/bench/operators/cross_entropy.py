@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.parallel.cross_entropy import loss_in_place, vocab_parallel_token_losses
 from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import loss_in_place, vocab_parallel_token_losses
 from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, drawn
 
 AXIS = single_rank_grid().tp

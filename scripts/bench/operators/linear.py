@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.kernels import FUSED, Kernels
+from megads.ops.config import FUSED, Kernels
 from megads.ops.linear import input_gradient, linear, weight_gradient
 from scripts.bench.operators.case import OURS, Case, Sizes, Target
 

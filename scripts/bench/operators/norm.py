@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.ops.kernels import FUSED
+from megads.ops.config import FUSED
 from megads.ops.norm import add_layer_norm, layer_norm, rms_norm
 from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, drawn, forward_backward
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megads.ops.kernels import FUSED, TORCH
+from megads.ops.config import FUSED, TORCH
 from megads.ops.rotary import rotate
 from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, drawn, forward_backward
 

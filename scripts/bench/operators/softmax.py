@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megads.model.attention import alibi_slopes, causal_bias
-from megads.ops.kernels import FUSED
+from megads.ops.config import FUSED
 from megads.ops.softmax import masked_softmax
 from scripts.bench.operators.case import LIMIT, OURS, Case, Sizes, Target, compiled, drawn, forward
 

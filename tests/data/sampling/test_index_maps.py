@@ -24,8 +24,7 @@ from megads.data.sampling.index_maps import (
 from megads.data.sampling.megatron import MegatronMapKey
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
-from megads.ops.data_library import data_function
-from megads.ops.sorted_keys import compiled_key_sort
+from megads.ops.data_kernels import compiled_key_sort, data_function
 from megads.runtime.files import atomic_writer
 from tests.data.conftest import MakeDataset
 

@@ -25,8 +25,7 @@ from megads.data.sampling.megatron import (
 )
 from megads.errors import ConfigError
 from megads.ops.build import KernelsUnavailable
-from megads.ops.data_library import data_function
-from megads.ops.deal import Deal, compiled_deal
+from megads.ops.data_kernels import Deal, compiled_deal, data_function
 from tests.data.conftest import VOCAB_SIZE, MakeDataset
 from tests.data.one_sample import row_of, tokens_of
 

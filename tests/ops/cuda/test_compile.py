@@ -18,9 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from megads.ops.build import KernelsUnavailable, sources_dir
-from megads.ops.build_cuda import KernelReport, build_library, find_nvcc, report_path, reports, torch_has_cuda
-from megads.ops.library import load_cuda_library
+from megads.ops.build import (
+    KernelReport,
+    KernelsUnavailable,
+    build_cuda,
+    find_nvcc,
+    report_path,
+    reports,
+    sources_dir,
+    torch_has_cuda,
+)
+from megads.ops.resolve import load_cuda_library
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +104,7 @@ def library() -> Path:
         find_nvcc()
     except KernelsUnavailable as error:
         pytest.skip(f"no CUDA compiler here: {error}")
-    return build_library(print)
+    return build_cuda(print)
 
 
 def base_name(kernel: KernelReport) -> str:

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megads.model.rotary import rotary_tables
-from megads.ops.dropout import dropout
-from megads.ops.kernels import TORCH
-from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.model.attention import rotary_tables
+from megads.ops.config import TORCH
+from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 from megads.ops.rotary import rotate
 from tests.ops.accuracy import check_error
 from tests.ops.cuda.lanes import Lanes

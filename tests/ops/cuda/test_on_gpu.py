@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megads.ops.config import Implementation, OpsConfig
-from megads.ops.gelu import gelu
-from megads.ops.kernels import FUSED, TORCH
+from megads.ops.activation import gelu
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
 from scripts.bench.gpu_kernels import SMALL, Sizes, cases, error_ratio
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megads.ops.philox import DropoutMask, site_key, threshold_of
+from megads.ops.dropout import DropoutMask, site_key, threshold_of
 from tests.ops.accuracy import check_error
 from tests.ops.cuda.lanes import Lanes
 

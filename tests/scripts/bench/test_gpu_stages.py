@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.initialise import initial_value
-from megads.model.rotary import rotary_tables
-from megads.ops.kernels import TORCH
+from megads.model.gpt import initial_value
+from megads.ops.config import TORCH
 from megads.ops.rotary import rotate
 from megads.plan.model_size import parameter_count
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines

@@ -13,9 +13,8 @@ from megads.cli.main import run
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import ModelConfig
-from megads.model.sharding import SHARDING
-from megads.model.stages import stage_specs
+from megads.model.config import SHARDING, ModelConfig
+from megads.model.gpt import stage_specs
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, axis_lines
 from megads.parallel.sharding import shard_stage

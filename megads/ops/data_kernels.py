@@ -1,0 +1,186 @@
+"""The compiled loops of the data room: kernels/data/*.cpp, which need neither torch nor its headers.
+
+Their flags are their own: they must round as Megatron does, while the other kernels may contract sums and products.
+`compiled_deal` is Megatron's greedy blend, `compiled_key_sort` a random order by sorting random keys.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.ops.build import (
+    KernelsUnavailable,
+    build_once,
+    cached_path,
+    compiler_version,
+    find_compiler,
+    processor,
+    run_compiler,
+    sources_dir,
+)
+
+LIBRARY = "libmegads_data.so"
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+ENTRY = np.dtype([("key", "<u8"), ("item", "<u4"), ("size", "<u4")])
+"""An item of the order, with its size in tokens: 2^32 - 1 where it has as many or more."""
+MOST_ITEMS = 1 << 32
+MOST_BITS = 16
+BUCKET_BITS = 13
+"""A bucket of 2^13 entries stays in a core's cache while it is sorted."""
+Deal = Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64], int, npt.NDArray[np.int16]], None]
+"""Deals consecutive samples. Takes, in order: float64 [datasets], shares that sum to 1; float64 [datasets], samples
+that each has had before, which is counted on; number of the first sample; int16 [samples], filled with the datasets."""
+
+
+@functools.cache
+def data_function(name: str, say: Callable[[str], None]) -> Callable[..., None]:
+    """Returns a compiled function, which is built where it is missing.
+
+    Args:
+        name: of the function.
+        say: told what is being waited for.
+
+    Raises:
+        KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
+    """
+    library = build_once(_library_path(), say, "the loops over index maps, once (about a second)", _compile)
+    try:
+        function = getattr(ctypes.CDLL(str(library)), name)
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"{library} cannot be loaded ({error}): remove it, and it is built anew") from error
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
+    """Returns where a contiguous array is."""
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _sources() -> list[Path]:
+    return sorted((sources_dir() / "data").glob("*.cpp"))
+
+
+def _library_path() -> Path:
+    return cached_path(LIBRARY, [" ".join(FLAGS), compiler_version(find_compiler()), processor()], _sources())
+
+
+def _compile(library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        whole = Path(scratch) / LIBRARY
+        run_compiler([find_compiler(), *FLAGS, *map(str, _sources()), "-o", str(whole)])
+        whole.replace(library)
+
+
+class DocumentOffsets(ctypes.Structure):
+    """Where the documents of an indexed dataset start; the arrays must outlive it.
+
+    Attributes:
+        document_index: address of the entry of the first item.
+        offsets: address of the byte offset of sequence 0.
+        sequences: in the dataset.
+        tokens: in the dataset.
+        token_bytes: of one token.
+    """
+
+    _fields_ = (
+        ("document_index", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("sequences", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("token_bytes", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class KeySort:
+    """The compiled loops.
+
+    Attributes:
+        count: counts keys by their first bits.
+        sort: sorts the items of a range of first bits.
+    """
+
+    count: Callable[..., None]
+    sort: Callable[..., None]
+
+    def passes(
+        self, generator: np.random.PCG64, items: int, capacity: int, threads: int, documents: DocumentOffsets | None
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Yields ENTRY arrays of all items in the order of their keys, equal keys in the order of the items.
+
+        An array is overwritten by the next one.
+
+        Args:
+            generator: of the keys; stays where it is.
+            items: how many; fewer than MOST_ITEMS.
+            capacity: entries in memory at a time; more where one bucket has more.
+            threads: that sort.
+            documents: whose sizes the entries have; None for none.
+        """
+        assert items < MOST_ITEMS
+        bits = min(max(items.bit_length() - BUCKET_BITS, 1), MOST_BITS)
+        counts: npt.NDArray[np.int64] = np.zeros((threads, 1 << bits), np.int64)
+        words = _words(generator)
+        drawn = (pointer(words), ctypes.c_int64(items), ctypes.c_int(bits), ctypes.c_int(threads))
+        self.count(*drawn, pointer(counts))
+        ends = np.concatenate(([0], np.cumsum(counts.sum(axis=0))))
+        borders = [0]
+        while borders[-1] < 1 << bits:
+            fits = int(np.searchsorted(ends, ends[borders[-1]] + capacity, side="right")) - 1
+            borders.append(max(fits, borders[-1] + 1))
+        entries = np.empty(np.diff(ends[borders]).max(), ENTRY)
+        given = ctypes.byref(documents) if documents is not None else None
+        for first, end in itertools.pairwise(borders):
+            self.sort(*drawn, pointer(counts), ctypes.c_int64(first), ctypes.c_int64(end), given, pointer(entries))
+            yield entries[: ends[end] - ends[first]]
+
+
+def compiled_key_sort(say: Callable[[str], None]) -> KeySort:
+    """Returns the compiled loops, built where they are missing.
+
+    Args:
+        say: told what is being waited for.
+
+    Raises:
+        KernelsUnavailable: there is no compiler, or they do not compile, load or link.
+    """
+    return KeySort(data_function("megads_count_keys", say), data_function("megads_sort_items", say))
+
+
+def _words(generator: np.random.PCG64) -> npt.NDArray[np.uint64]:
+    state: Any = generator.state["state"]
+    numbers = (state["state"], state["inc"])
+    return np.array([half for number in numbers for half in (number >> 64, number & (2**64 - 1))], np.uint64)
+
+
+def compiled_deal(say: Callable[[str], None]) -> Deal:
+    """Returns the compiled loop, built where it is missing.
+
+    Args:
+        say: told what is being waited for.
+
+    Raises:
+        KernelsUnavailable: there is no compiler, or it does not compile, load or link.
+    """
+    function = data_function("megads_deal", say)
+
+    def deal(
+        shares: npt.NDArray[np.float64], had: npt.NDArray[np.float64], first: int, dealt: npt.NDArray[np.int16]
+    ) -> None:
+        assert shares.size == had.size and shares.dtype == had.dtype == np.float64 and dealt.dtype == np.int16
+        sizes = map(ctypes.c_int64, (shares.size, first, dealt.size))
+        function(pointer(shares), pointer(had), *sizes, pointer(dealt))
+
+    return deal

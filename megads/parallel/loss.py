@@ -1,0 +1,459 @@
+"""The loss: the mean cross entropy over the unmasked tokens of the global batch, with the vocabulary cut over ranks.
+
+No rank ever holds a full [b, s, v] tensor. Tokens are counted before the first backward pass (docs/numerics.md, N9).
+
+Where the logits of a micro-batch are large, output projection and loss are computed at once, tokens chunk by chunk:
+with a vocabulary of 250,000 the logits would be its largest tensor by far. A chunk's logits become their gradient as
+soon as its losses are known, and the gradients of input and weight are computed from it in the forward pass (as in Hsu
+et al. 2024, Liger kernel), so nothing is computed twice. The weight's goes straight to main_grad.
+
+Shape suffixes: b = batch, s = sequence, t = this rank's share of it, h = hidden size, m = all tokens of the batch, c =
+tokens of a chunk, r = this rank's rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.ops import cross_entropy
+from megads.ops import linear as products
+from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
+from megads.parallel.grid import Axis, ParallelGrid, own_rows, padded_rows
+from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
+from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients
+
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
+"""Of a rank's logits that are in memory at once where nothing else is asked for. Smaller chunks are slower: each reads
+the weight and its main_grad once more (docs/performance.md)."""
+
+
+def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
+    if axis.size > 1:
+        dist.all_reduce(x, op=op, group=axis.group)
+
+
+class _VocabParallelTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+        low = logits_bsr.dtype.itemsize < 4
+        losses_bs, *saved = _probabilities_(
+            logits_bsr.float() if low else logits_bsr.clone(), labels_bs, vocab_size, axis
+        )
+        ctx.save_for_backward(*saved)
+        return losses_bs
+
+    @staticmethod
+    def backward(ctx: Any, grad_bs: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        probabilities_bsr, local_bs, foreign_bs = ctx.saved_tensors
+        return _gradient_(probabilities_bsr.clone(), local_bs, foreign_bs, grad_bs), None, None, None
+
+
+def _probabilities_(
+    logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In plain torch: losses, softmax (in the memory of the logits), labels in this rank's rows, and which are not."""
+    start, valid = own_rows(vocab_size, axis)
+    logits_bsr[..., valid:] = float("-inf")
+
+    peak_bs = logits_bsr.amax(dim=-1)
+    _all_reduce(peak_bs, dist.ReduceOp.MAX, axis)
+    logits_bsr -= peak_bs[..., None]
+
+    local_bs = labels_bs - start
+    foreign_bs = (local_bs < 0) | (local_bs >= valid)
+    local_bs = local_bs.masked_fill(foreign_bs, 0)
+    target_bs = logits_bsr.gather(-1, local_bs[..., None])[..., 0].masked_fill(foreign_bs, 0.0)
+    exp_bsr = logits_bsr.exp_()
+    total_bs = exp_bsr.sum(dim=-1)
+    # One message for both sums.
+    sums_2bs = torch.stack([target_bs, total_bs])
+    _all_reduce(sums_2bs, dist.ReduceOp.SUM, axis)
+    target_bs, total_bs = sums_2bs.unbind()
+    return total_bs.log() - target_bs, exp_bsr.div_(total_bs[..., None]), local_bs, foreign_bs
+
+
+def _gradient_(probabilities_bsr: Tensor, local_bs: Tensor, foreign_bs: Tensor, grad_bs: Tensor) -> Tensor:
+    """(softmax - one at the label) * gradient of the token's loss, in the memory of the softmax."""
+    one_hot_bs1 = (~foreign_bs).to(probabilities_bsr.dtype)[..., None]
+    return probabilities_bsr.scatter_add_(-1, local_bs[..., None], -one_hot_bs1).mul_(grad_bs[..., None])
+
+
+class _LossInPlace(torch.autograd.Function):
+    """By megads' own kernels; the logits become their gradient in the forward pass, which knows the weights already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis
+    ) -> Tensor:
+        logits_mr, trains = logits_bsr.flatten(0, 1).contiguous(), ctx.needs_input_grad[0]
+        loss = weighted_loss_(
+            logits_mr, labels_bs.flatten(), weights_bs.flatten(), vocab_size, axis, trains=trains, kernels=FUSED
+        )
+        if trains:
+            # Whoever kept the logits for a backward pass of his own hears of it.
+            torch.autograd.graph.increment_version(logits_bsr)
+            ctx.save_for_backward(logits_mr.detach().view_as(logits_bsr))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        (grad_bsr,) = ctx.saved_tensors
+        return grad_bsr if is_root(grad) else grad_bsr.mul_(grad), None, None, None, None
+
+
+def is_root(grad: Tensor) -> bool:
+    """Whether a loss is known to be the root of its backward pass: its gradient is 1. To ask a GPU would be to wait."""
+    return grad.device.type == "cpu" and grad.item() == 1.0
+
+
+def weighted_loss_(
+    logits_mr: Tensor,
+    labels_m: Tensor,
+    weights_m: Tensor,
+    vocab_size: int,
+    axis: Axis,
+    *,
+    trains: bool,
+    kernels: Kernels,
+) -> Tensor:
+    """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis.
+
+    Args:
+        logits_mr: this rank's rows, contiguous; afterwards the gradient of the result, if it trains, else undefined.
+        labels_m: int64, global token ids.
+        weights_m: the gradient of the result with respect to each token's loss.
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+        trains: the gradient is wanted.
+        kernels: whose kernel computes.
+    """
+    if kernels.takes(KernelOp.cross_entropy, logits_mr):
+        weights_m = weights_m.float().contiguous()
+        losses_m = _fused_losses_(logits_mr, labels_m, weights_m, vocab_size, axis, trains=trains)
+    else:
+        wide_mr = logits_mr.float() if logits_mr.dtype.itemsize < 4 else logits_mr
+        losses_m, probabilities_mr, local_m, foreign_m = _probabilities_(wide_mr, labels_m, vocab_size, axis)
+        if trains:
+            logits_mr.copy_(_gradient_(probabilities_mr, local_m, foreign_m, weights_m))
+    return (losses_m * weights_m).sum(dtype=torch.float64)
+
+
+def _fused_losses_(
+    logits_mr: Tensor, labels_m: Tensor, weights_m: Tensor, vocab_size: int, axis: Axis, *, trains: bool
+) -> Tensor:
+    start, valid = own_rows(vocab_size, axis)
+    # In one pass where the row that is read fits the cache of the core that reads it.
+    if trains and axis.size == 1 and logits_mr.device.type == "cpu":
+        largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
+    else:
+        found = cross_entropy.statistics(logits_mr, labels_m, valid, start)
+        largest_m, total_m, target_m = _over_ranks(*found, axis)
+        if trains:
+            cross_entropy.gradient_(logits_mr, labels_m, largest_m, total_m, weights_m, valid, start)
+    return total_m.log() - (target_m - largest_m)
+
+
+def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics over the whole vocabulary, from those of this rank's rows."""
+    if axis.size == 1:
+        return own_largest_m, total_m, target_m
+    largest_m = own_largest_m.clone()
+    _all_reduce(largest_m, dist.ReduceOp.MAX, axis)
+    # A rank whose own logits are all -inf has no total, and exp(-inf - -inf) would make it a NaN.
+    total_m = torch.where(total_m == 0, 0.0, total_m * (own_largest_m - largest_m).exp())
+    # One message for both sums.
+    sums_2m = torch.stack([target_m, total_m])
+    _all_reduce(sums_2m, dist.ReduceOp.SUM, axis)
+    target_m, total_m = sums_2m.unbind()
+    return largest_m, total_m, target_m
+
+
+def loss_in_place(logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis, by megads' own kernels.
+
+    Where a gradient is wanted, it is written over the logits: nobody else may read them afterwards. So they are in
+    memory once, where `vocab_parallel_token_losses` makes two fp32 tensors of their size beside them.
+
+    Args:
+        logits_bsr: this rank's rows, which the kernels can compute on; see `vocab_parallel_token_losses`.
+        labels_bs: int64 [b, s], global token ids.
+        weights_bs: fp32 [b, s], the gradient of the result with respect to each token's loss; has none itself.
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+    """
+    loss: Tensor = _LossInPlace.apply(logits_bsr, labels_bs, weights_bs, vocab_size, axis)
+    return loss
+
+
+def vocab_parallel_token_losses(logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """Cross entropy of every token in nats, the same on all ranks of the axis; fp32 (fp64 for fp64 logits) [b, s].
+
+    Args:
+        logits_bsr: this rank's rows, `padded_rows(vocab_size, axis.size)` of them. Rows beyond the vocabulary are
+            masked: they get neither probability nor gradient.
+        labels_bs: int64 [b, s], global token ids.
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+    """
+    losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis)
+    return losses_bs
+
+
+def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None = None) -> int:
+    """Tokens of the largest chunk of a micro-batch; all of them where its logits need not be cut.
+
+    Args:
+        tokens: of the micro-batch.
+        bytes_a_token: of this rank's logits.
+        device: type of the device.
+        asked: at most so many tokens; None goes by the bytes of their logits.
+    """
+    room = CPU_CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
+    most = asked if asked is not None else max(1, room // bytes_a_token)
+    chunks = -(-tokens // most)
+    return -(-tokens // max(1, chunks))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the loss compares the logits with.
+
+    Attributes:
+        labels_bs: int64, global token ids.
+        weights_bs: fp32 or fp64, the gradient of the result with respect to each token's loss; has none itself.
+        vocab_size: true size of the vocabulary.
+        chunk: tokens whose logits are in memory at a time.
+        kernels: whose kernel computes the loss.
+    """
+
+    labels_bs: Tensor
+    weights_bs: Tensor
+    vocab_size: int
+    chunk: int
+    kernels: Kernels = TORCH
+
+    @property
+    def parts(self) -> list[slice]:
+        """The chunks, of equal size but for one token; the same on all ranks."""
+        tokens = self.labels_bs.numel()
+        return even_parts(tokens, -(-tokens // self.chunk))
+
+
+class _OwnSum:
+    """The gradient of one weight, added up over chunks in fp32 (fp64 for fp64), for autograd to take."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._sum = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self._first = True
+
+    def add(self, _weight: nn.Parameter, gradient: WeightGradient) -> None:
+        gradient.add_to(self._sum, self._first)
+        self._first = False
+
+    def scale(self, factor: Tensor) -> None:
+        self._sum *= factor
+
+    def add_to(self, main_grad: Tensor, first: bool) -> None:
+        if first:
+            main_grad.copy_(self._sum)
+        else:
+            main_grad.add_(self._sum)
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        return self._sum.to(dtype)
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_bth: Tensor,
+        weight: nn.Parameter,
+        targets: Targets,
+        region: Region,
+        gradients: WeightGradients | None,
+    ) -> Tensor:
+        main_grads = gradients.main_grads if gradients is not None else None
+        own = _OwnSum(weight) if main_grads is None else None
+        loss, grad_bsh = _chunked(_whole(x_bth, region), weight, targets, region, own or main_grads)
+        ctx.save_for_backward(start_scatter(grad_bsh, region.axis)() if region.shared_out else grad_bsh)
+        ctx.weight, ctx.own, ctx.main_grads, ctx.gradients = weight, own, main_grads, gradients
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:  # type: ignore[override]
+        (grad_bth,) = ctx.saved_tensors
+        scales = not is_root(grad)
+        if ctx.own is None:
+            assert not scales or grad.device.type != "cpu", "gradients that are in main_grad already cannot be scaled"
+            ctx.main_grads.done(ctx.weight)
+            return grad_bth, None, None, None, None
+        if scales:
+            grad_bth = grad_bth * grad
+            ctx.own.scale(grad)
+        if isinstance(ctx.gradients, TiedGradient):
+            ctx.gradients.give(ctx.weight, ctx.own)
+            return grad_bth, None, None, None, None
+        return grad_bth, ctx.own.of(ctx.weight.dtype), None, None, None
+
+
+def _whole(x_bth: Tensor, region: Region) -> Tensor:
+    """All tokens, [b, s, h]."""
+    return start_gather(x_bth, region.axis)() if region.shared_out else x_bth
+
+
+def _chunked(
+    x_bsh: Tensor, weight: nn.Parameter, targets: Targets, region: Region, main_grads: MainGrads | _OwnSum | None
+) -> tuple[Tensor, Tensor]:
+    """The loss and, where there is a main_grad for the weight's, the gradient of the input (else undefined)."""
+    x_mh, kernels = x_bsh.flatten(0, 1), region.kernels
+    labels_m, weights_m = targets.labels_bs.flatten(), targets.weights_bs.flatten()
+    grad_mh = torch.empty_like(x_mh) if main_grads is not None else x_mh
+    room_cr = x_mh.new_empty(targets.chunk, weight.shape[0])
+    loss = torch.zeros((), dtype=torch.float64, device=x_mh.device)
+    leaving: list[dist.Work] = []
+    for part in targets.parts:
+        logits_cr = room_cr[: part.stop - part.start]
+        products.linear_into(logits_cr, x_mh[part], weight, kernels)
+        loss += weighted_loss_(
+            logits_cr,
+            labels_m[part],
+            weights_m[part],
+            targets.vocab_size,
+            region.axis,
+            trains=main_grads is not None,
+            kernels=targets.kernels,
+        )
+        if main_grads is None:
+            continue
+        products.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
+        if region.axis.size > 1 and not region.sequence_parallel:
+            leaving.append(dist.all_reduce(grad_mh[part], group=region.axis.group, async_op=True))
+        # Beside the message.
+        main_grads.add(weight, WeightGradient(logits_cr, x_mh[part], kernels))
+    for message in leaving:
+        message.wait()
+    return loss, grad_mh.view_as(x_bsh)
+
+
+def head_loss(
+    x_bth: Tensor, weight: nn.Parameter, targets: Targets, region: Region, gradients: WeightGradients | None
+) -> Tensor:
+    """sum(weight * cross entropy) of the logits x W^T, fp64 scalar, the same on all ranks of the region's axis.
+
+    Where gradients go to main_grad, they do so in this forward pass, and the result must be the root of the
+    backward pass.
+
+    Args:
+        x_bth: this rank's share of the tokens with sequence parallelism, else all.
+        weight: this rank's rows of the output projection, padding included.
+        targets: what the logits are compared with.
+        region: how the projection enters its region.
+        gradients: whose main_grad the weight's gradient goes to; None, or without one, leaves it to autograd.
+    """
+    # Autograd's own answer to who wants a gradient does not ask whether anybody trains.
+    if not torch.is_grad_enabled():
+        return _chunked(_whole(x_bth, region), weight, targets, region, None)[0]
+    loss: Tensor = _HeadLoss.apply(x_bth, weight, targets, region, gradients)
+    return loss
+
+
+class TokenMeanLoss:
+    """sum(mask * cross entropy) * scale of one micro-batch.
+
+    Attributes:
+        scale: fp64 scalar on the engine's device, so that setting it never waits for the device. 1 / (unmasked tokens
+            of the global batch), times what the engine divides losses and gradients by on its own.
+
+    Args:
+        vocab_size: true size of the vocabulary.
+        grid: the ranks.
+        kernels: whose kernels compute, and how many tokens at a time.
+    """
+
+    def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH) -> None:
+        self.vocab_size, self.grid, self.kernels = vocab_size, grid, kernels
+        self.scale = torch.ones((), dtype=torch.float64)
+
+    def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """The logits are the loss's to overwrite."""
+        labels_bs, mask_bs = targets
+        if self.kernels.takes(KernelOp.cross_entropy, logits_bsr):
+            return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
+        return (losses_bs * mask_bs).sum() * self.scale
+
+    def of_head(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """The same from what the head reads, whose logits are never whole if they are many.
+
+        Args:
+            head: a `VocabParallelHead`.
+            hidden_bth: its input.
+            info: of the micro-batch.
+            targets: labels and mask, [b, s].
+        """
+        labels_bs, mask_bs = targets
+        tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
+        chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.kernels.loss_chunk)
+        if chunk >= tokens:
+            return self(head(hidden_bth, info), targets)
+        of_logits = Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, self.kernels)
+        loss: Tensor = head(hidden_bth, info, of_logits)
+        return loss
+
+
+def global_tokens(
+    micro_batches: Sequence[MicroBatch], grid: ParallelGrid, device: torch.device, loss_rank: int
+) -> Tensor:
+    """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, where the loss is only.
+
+    Args:
+        micro_batches: of the step.
+        grid: the ranks.
+        device: of the result.
+        loss_rank: pipeline rank that holds the last stage.
+    """
+    if grid.pp.rank != loss_rank:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # Masks are counted where they are, on the host, and a number is no copy: a GPU is not waited for.
+    masks = [batch.loss_mask_bs for batch in micro_batches if batch.loss_mask_bs is not None]
+    assert len(masks) == len(micro_batches)
+    counted = sum(mask.sum(dtype=torch.float64).item() for mask in masks)
+    total = torch.full((), counted, dtype=torch.float64, device=device)
+    if grid.data.size > 1:
+        dist.all_reduce(total, group=grid.data.group)
+    return total
+
+
+def share_loss(
+    loss_sum: Tensor | None, tokens: Tensor, grid: ParallelGrid, loss_rank: int, scale: float = 1.0
+) -> Tensor:
+    """Sums the last stages' losses over the data axis and tells the other ranks of the pipeline; waits for no device.
+
+    Args:
+        loss_sum: scalar where the last stage is, None elsewhere.
+        tokens: `global_tokens`.
+        grid: the ranks.
+        loss_rank: pipeline rank that holds the last stage.
+        scale: what the sum is multiplied by.
+
+    Returns:
+        fp64 [2] on the device, the loss and the tokens, on every rank.
+    """
+    values = torch.zeros(2, dtype=torch.float64, device=tokens.device)
+    if grid.pp.rank == loss_rank:
+        assert loss_sum is not None
+        values[0] = loss_sum.double() * scale
+        if grid.data.size > 1:
+            dist.all_reduce(values, group=grid.data.group)
+        values[1] = tokens
+    if grid.pp.size > 1:
+        dist.broadcast(values, src=grid.pp.ranks[loss_rank], group=grid.pp.group)
+    return values

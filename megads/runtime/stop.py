@@ -1,0 +1,128 @@
+"""Requests to stop a run after its current step: the file <run_dir>/stop, and how ranks agree on it between steps.
+
+The launcher writes it on a signal; the loop reads it on rank 0, which tells the others. A file that was made by hand,
+empty or not JSON, counts as a request too (`touch runs/<id>/stop`) and stays until it is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megads.errors import Fenced
+from megads.runtime.files import parse_json, read_regular
+from megads.runtime.lease import Fence
+
+if TYPE_CHECKING:
+    from megads.runtime.distributed import ControlPlane
+
+INTERRUPTED = "interrupted"
+PREEMPTED = "preempted"
+REQUESTED = "requested"
+TIME_LIMIT = "time limit"
+KILL_SWITCH = "kill switch"
+_LINK = "reason:"
+_OF_ONE_START = (INTERRUPTED, PREEMPTED, TIME_LIMIT)
+_FENCED = "fenced"
+_REASONS = ("", INTERRUPTED, PREEMPTED, REQUESTED, TIME_LIMIT, KILL_SWITCH, _FENCED)
+
+
+def stop_path(run_dir: Path) -> Path:
+    """Returns the path of a run's stop file."""
+    return run_dir / "stop"
+
+
+def request_stop(run_dir: Path, reason: str) -> None:
+    """Asks the run to save and end after its current step; the file appears whole or not at all.
+
+    On a full disk it is a link to the reason: that needs no room but its name.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    path = stop_path(run_dir)
+    if path.is_dir():
+        return  # made by hand: a request already, in whose place no file can be put
+    partial = path.with_name(f"stop.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps({"reason": reason}) + "\n")
+    except OSError:
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(_LINK + reason)
+    partial.replace(path)
+
+
+def read_stop(run_dir: Path) -> str | None:
+    """Returns why the run was asked to stop, or None when nobody asked."""
+    try:
+        text = read_regular(stop_path(run_dir)).decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return _linked_reason(stop_path(run_dir))
+    except OSError:
+        # Whatever has the name was made by somebody who wants the run to stop.
+        return _linked_reason(stop_path(run_dir)) or REQUESTED
+    try:
+        content = parse_json(text)
+    except ValueError:
+        return REQUESTED
+    return str(content.get("reason", REQUESTED)) if isinstance(content, dict) else REQUESTED
+
+
+def _linked_reason(path: Path) -> str | None:
+    try:
+        target = str(path.readlink())
+    except OSError:
+        return None
+    return target.removeprefix(_LINK) if target.startswith(_LINK) else REQUESTED
+
+
+def clear_stop(run_dir: Path) -> None:
+    """Forgets the launcher's own request of an earlier start; one made by hand stays."""
+    if read_stop(run_dir) in _OF_ONE_START:
+        stop_path(run_dir).unlink(missing_ok=True)
+
+
+class StopSignal:
+    """One small broadcast a step.
+
+    Args:
+        run_dir: where the stop file would appear.
+        control: of all ranks.
+        fence: of the start that this rank belongs to; None for none.
+        kill_switch: another file that stops the run; None for none.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        control: ControlPlane,
+        fence: Fence | None = None,
+        kill_switch: Path | None = None,
+    ) -> None:
+        self._run_dir, self._control, self._fence, self._kill_switch = run_dir, control, fence, kill_switch
+
+    def reason(self) -> str:
+        """Why to stop, the same on every rank; empty to go on. Collective.
+
+        Raises:
+            Fenced: on every rank, when another start took the run directory over.
+        """
+        reason = self._look() if self._control.rank == 0 else None
+        seen = _REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0
+        heard = _REASONS[self._control.broadcast_number(seen)]
+        if heard == _FENCED:
+            raise Fenced("another start of this run took over: this one ends without saving; rank 0's log names it")
+        return heard
+
+    def _look(self) -> str | None:
+        """What rank 0 sees."""
+        lost = self._fence.reason() if self._fence is not None else ""
+        if lost:
+            sys.stdout.write(f"{lost}\n")
+            return _FENCED
+        if self._kill_switch is not None and self._kill_switch.exists():
+            return KILL_SWITCH
+        return read_stop(self._run_dir)

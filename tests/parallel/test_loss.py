@@ -1,0 +1,307 @@
+"""The vocabulary-parallel cross entropy, and output projection and loss in chunks, against both on the whole logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
+from megads.ops.linear import linear
+from megads.ops.resolve import load
+from megads.parallel.grid import padded_rows, single_rank_grid
+from megads.parallel.loss import Targets, chunk_tokens, head_loss, loss_in_place, vocab_parallel_token_losses
+from megads.parallel.region_linear import Region
+from megads.parallel.weight_gradients import WeightGradients
+from tests.distributed import run_ranks
+from tests.parallel.main_grads import FlatMainGrads
+from tests.parallel.test_region_linear import tensor_axis
+
+HIDDEN, SEQ_LEN = 24, 12
+KERNELS = {True: FUSED, False: TORCH}
+
+
+def logits_of(vocab_size: int, scale: float = 3.0) -> Tensor:
+    return scale * torch.randn(
+        2, vocab_size, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def labels_of(vocab_size: int) -> Tensor:
+    """Every token is a label, so every rank that has a row holds one."""
+    return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)])
+
+
+def cotangent_of(vocab_size: int) -> Tensor:
+    return torch.randn(2, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def _losses(vocab_size: int, scale: float, dtype: str, padding: float) -> dict[str, Any]:
+    axis = tensor_axis()
+    rows = padded_rows(vocab_size, axis.size)
+    whole = F.pad(logits_of(vocab_size, scale), (0, rows * axis.size - vocab_size), value=padding)
+    logits = whole[..., axis.rank * rows : (axis.rank + 1) * rows].to(getattr(torch, dtype)).requires_grad_()
+    before = logits.detach().clone()
+    losses = vocab_parallel_token_losses(logits, labels_of(vocab_size), vocab_size, axis)
+    (losses * cotangent_of(vocab_size).to(losses.dtype)).sum().backward()
+    return {
+        "losses": losses.detach().numpy(),
+        "grad": logits.grad.double().numpy(),
+        "grad_dtype": str(logits.grad.dtype),
+        "untouched": bool(torch.equal(logits.detach(), before)),
+    }
+
+
+def expected(vocab_size: int, scale: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Losses and gradient from the whole logits in fp64, rounded to `dtype` first."""
+    logits = logits_of(vocab_size, scale).to(dtype).double().requires_grad_()
+    losses = -logits.log_softmax(-1).gather(-1, labels_of(vocab_size)[..., None])[..., 0]
+    (losses * cotangent_of(vocab_size)).sum().backward()
+    return losses.detach(), logits.grad
+
+
+def check(results: list[dict[str, Any]], losses: Tensor, grad: Tensor, tolerance: float) -> None:
+    vocab_size = grad.shape[-1]
+    for found in results:
+        assert found["untouched"], "the caller's logits were overwritten"
+        torch.testing.assert_close(torch.from_numpy(found["losses"]).double(), losses, rtol=tolerance, atol=tolerance)
+    gathered = torch.cat([torch.from_numpy(found["grad"]) for found in results], dim=-1)
+    torch.testing.assert_close(gathered[..., :vocab_size], grad, rtol=tolerance, atol=tolerance)
+    assert (gathered[..., vocab_size:] == 0).all(), "padding rows got a gradient"
+
+
+# Ranks and vocabulary: divisible; a rank half padding; one that starts where the vocabulary ends; one beyond its end.
+SHAPES = [(2, 6), (3, 7), (3, 4), (4, 5)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
+def test_exact_in_fp64(size: int, vocab_size: int) -> None:
+    """Catches wrong offsets, padding rows that take probability (theirs are the largest logits here) or a gradient."""
+    results = run_ranks(_losses, size, vocab_size, 3.0, "float64", 50.0)
+    check(results, *expected(vocab_size, 3.0), tolerance=1e-13)
+
+
+@pytest.mark.distributed
+def test_large_logits_do_not_overflow() -> None:
+    """Catches a maximum taken per rank only: exp(1e4) is infinite in any dtype."""
+    results = run_ranks(_losses, 3, 7, 1e4, "float32", 0.0)
+    check(results, *expected(7, 1e4, torch.float32), tolerance=1e-6)
+
+
+@pytest.mark.distributed
+def test_bf16_logits_give_an_fp32_loss() -> None:
+    """Catches a softmax in bf16; the gradient returns in the logits' dtype, rounded once."""
+    results = run_ranks(_losses, 2, 7, 3.0, "bfloat16", 0.0)
+    losses, grad = expected(7, 3.0, torch.bfloat16)
+    for found in results:
+        assert (found["losses"].dtype, found["grad_dtype"]) == ("float32", "torch.bfloat16")
+        torch.testing.assert_close(torch.from_numpy(found["losses"]).double(), losses, rtol=1e-6, atol=1e-6)
+    gathered = torch.cat([torch.from_numpy(found["grad"]) for found in results], dim=-1)[..., :7]
+    torch.testing.assert_close(gathered, grad, rtol=2**-8, atol=1e-6)
+
+
+def _in_place(vocab_size: int, dtype: str) -> dict[str, Any]:
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    axis = tensor_axis()
+    rows = padded_rows(vocab_size, axis.size)
+    whole = F.pad(logits_of(vocab_size), (0, rows * axis.size - vocab_size), value=50.0)
+    logits = whole[..., axis.rank * rows : (axis.rank + 1) * rows].to(getattr(torch, dtype)).requires_grad_()
+    weights = cotangent_of(vocab_size).float()
+    loss = loss_in_place(logits, labels_of(vocab_size), weights, vocab_size, axis)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return {"loss": loss.item(), "grad": gradient.double().numpy()}
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
+def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
+    """Catches sums over own rows only, padding that counts, and a gradient written before the ranks' sums are known."""
+    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
+        results = run_ranks(_in_place, size, vocab_size, dtype)
+        losses, grad = expected(vocab_size, 3.0, getattr(torch, dtype))
+        loss = (losses * cotangent_of(vocab_size)).sum()
+        assert all(
+            abs(found["loss"] - loss) <= 1e-6 * (losses * cotangent_of(vocab_size)).abs().sum() for found in results
+        )
+        gathered = torch.cat([torch.from_numpy(found["grad"]) for found in results], dim=-1)
+        torch.testing.assert_close(gathered[..., :vocab_size], grad, rtol=tolerance, atol=1e-6)
+        assert (gathered[..., vocab_size:] == 0).all(), "padding rows got a gradient"
+
+
+def test_one_rank_is_the_plain_cross_entropy() -> None:
+    """Catches a collective without a group, and a gradient that finite differences disprove."""
+    axis = single_rank_grid().tp
+    logits, labels = logits_of(5).requires_grad_(), labels_of(5)
+    torch.testing.assert_close(vocab_parallel_token_losses(logits, labels, 5, axis), expected(5, 3.0)[0])
+    assert torch.autograd.gradcheck(lambda x: vocab_parallel_token_losses(x, labels, 5, axis), (logits,))
+
+
+def drawn(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Input, weight, labels and weights of the tokens, some of which are masked."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, SEQ_LEN, HIDDEN, dtype=torch.float64, generator=generator)
+    weight = torch.randn(vocab_size, HIDDEN, dtype=torch.float64, generator=generator)
+    labels = torch.randint(vocab_size, (2, SEQ_LEN), generator=generator)
+    weights = torch.rand(2, SEQ_LEN, generator=generator) * (torch.rand(2, SEQ_LEN, generator=generator) < 0.7)
+    return x, weight, labels, weights.double()
+
+
+def expected_loss(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of input and weight, from the whole logits in fp64; inputs rounded to `dtype` first."""
+    x, weight, labels, weights = drawn(vocab_size)
+    x, weight = (tensor.to(dtype).double().requires_grad_() for tensor in (x, weight))
+    losses = F.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
+    loss = (losses * weights.flatten()).sum()
+    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("chunk", [1, 7, 12, 24])
+@pytest.mark.parametrize(
+    ("dtype", "fused"),
+    [(torch.float64, False), (torch.float32, False), (torch.bfloat16, False), (torch.float32, True),
+     (torch.bfloat16, True)],
+)  # fmt: skip
+def test_loss_and_gradients_are_those_of_the_whole_logits(dtype: torch.dtype, fused: bool, chunk: int) -> None:
+    """Catches a chunk that is lost or counted twice, one that overwrites another's gradient, and sums in bf16."""
+    x, weight, labels, weights = drawn(37)
+    x, parameter = x.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype))
+    region = Region(single_rank_grid().tp, kernels=KERNELS[fused])
+    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk, KERNELS[fused]), region, None)
+    wanted, *gradients = expected_loss(37, dtype)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(loss, wanted, rtol=min(tolerance, 2e-3), atol=0.0)
+    for found, right in zip(torch.autograd.grad(loss, (x, parameter)), gradients, strict=True):
+        assert found.dtype is dtype
+        assert (found.double() - right).norm() <= tolerance * right.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
+    """Catches a gradient that autograd gets as well, one counted done for every chunk, and lost micro-batches."""
+    x, weight, labels, weights = drawn(37)
+    x, parameter = x.float().requires_grad_(), nn.Parameter(weight.float())
+    sums, region = FlatMainGrads(parameter), Region(single_rank_grid().tp, kernels=KERNELS[fused])
+    for number in (1, 2):
+        loss = head_loss(x, parameter, Targets(labels, weights, 37, 5, KERNELS[fused]), region, WeightGradients(sums))
+        assert sums.finished == number - 1
+        loss.backward()
+        assert parameter.grad is None and sums.finished == number
+    right = 2 * expected_loss(37, torch.float32)[2]
+    assert (sums.sums - right).norm() <= 2e-6 * right.norm()
+
+
+def test_validation_makes_no_gradients() -> None:
+    """Catches gradients of validation in the sums of the step: a weight that trains asks for one in any mode."""
+    x, weight, labels, weights = drawn(37)
+    parameter = nn.Parameter(weight.float())
+    sums = FlatMainGrads(parameter)
+    with torch.no_grad():
+        targets, region = Targets(labels, weights, 37, 5), Region(single_rank_grid().tp)
+        loss = head_loss(x.float(), parameter, targets, region, WeightGradients(sums))
+    torch.testing.assert_close(loss, expected_loss(37, torch.float32)[0], rtol=2e-6, atol=0.0)
+    assert sums.sums.isnan().all() and not loss.requires_grad
+
+
+def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
+    """Catches a loss that is scaled after its gradient was added up: the step would train on half of the scale."""
+    x, weight, labels, weights = drawn(37)
+    parameter = nn.Parameter(weight.float())
+    gradients = WeightGradients(FlatMainGrads(parameter))
+    region, targets = Region(single_rank_grid().tp), Targets(labels, weights, 37, 5)
+    loss = head_loss(x.float().requires_grad_(), parameter, targets, region, gradients)
+    with pytest.raises(AssertionError, match="cannot be scaled"):
+        (3 * loss).backward()
+    x = x.requires_grad_()
+    (once,) = torch.autograd.grad(head_loss(x, nn.Parameter(weight), targets, region, None), x)
+    (tripled,) = torch.autograd.grad(3 * head_loss(x, nn.Parameter(weight), targets, region, None), x)
+    torch.testing.assert_close(tripled, 3 * once)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
+    """Catches a tensor of the size of the logits, forward or backward, in training or validation."""
+    x, labels = torch.randn(2, 64, 8), torch.randint(500, (2, 64))
+    weight = nn.Parameter(torch.randn(500, 8))
+    with _Largest() as seen, torch.set_grad_enabled(trains):
+        kernels = KERNELS[fused]
+        targets, region = (
+            Targets(labels, torch.ones(2, 64), 500, 16, kernels),
+            Region(single_rank_grid().tp, kernels=kernels),
+        )
+        loss = head_loss(x.requires_grad_(trains), weight, targets, region, None)
+        if trains:
+            loss.backward()
+    assert seen.elements == 16 * 500
+    whole = F.cross_entropy(linear(x, weight, None, TORCH).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss.float(), whole)
+
+
+def test_how_many_tokens_a_chunk_has() -> None:
+    """Catches logits beyond their room, more chunks than needed, and a chunk of nothing where one row is too much."""
+    assert chunk_tokens(8192, 2 * 32000, "cpu") == 4096
+    assert chunk_tokens(2048, 2 * 32000, "cpu") == 2048
+    assert chunk_tokens(16384, 2 * 250880, "cuda") == 2048
+    assert chunk_tokens(3, 1 << 40, "cpu") == 1
+    assert chunk_tokens(100, 1, "cpu", asked=40) == 34
+    assert [part.stop - part.start for part in Targets(torch.zeros(2, 50), torch.zeros(2, 50), 9, 34).parts] == [
+        33, 33, 34,
+    ]  # fmt: skip
+
+
+def _over_ranks(vocab_size: int, dtype: str, sequence_parallel: bool, fused: bool) -> dict[str, Any]:
+    load(OpsConfig(Implementation.fused), print, cuda=False)
+    axis = tensor_axis()
+    rows, share = padded_rows(vocab_size, axis.size), SEQ_LEN // axis.size
+    x, weight, labels, weights = drawn(vocab_size)
+    own = F.pad(weight, (0, 0, 0, rows * axis.size - vocab_size), value=50.0)[axis.rank * rows :][:rows]
+    x = x[:, axis.rank * share :][:, :share] if sequence_parallel else x
+    x, parameter = x.to(getattr(torch, dtype)).requires_grad_(), nn.Parameter(own.to(getattr(torch, dtype)))
+    region = Region(axis, sequence_parallel, kernels=KERNELS[fused])
+    loss = head_loss(x, parameter, Targets(labels, weights, vocab_size, 5, KERNELS[fused]), region, None)
+    of_x, of_weight = torch.autograd.grad(loss, (x, parameter))
+    return {"loss": loss.item(), "x": of_x.double().numpy(), "weight": of_weight.double().numpy()}
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
+def test_over_ranks(size: int, vocab_size: int, sequence_parallel: bool) -> None:
+    """Catches a chunk's statistics of own rows only, an input's gradient that is not summed, padding that counts."""
+    for dtype, fused in ((torch.float64, False), (torch.float32, True)):
+        results = run_ranks(_over_ranks, size, vocab_size, str(dtype).removeprefix("torch."), sequence_parallel, fused)
+        loss, of_x, of_weight = expected_loss(vocab_size, dtype)
+        shares = [torch.from_numpy(found["x"]) for found in results]
+        rows = torch.cat([torch.from_numpy(found["weight"]) for found in results])
+        tolerance = TOLERANCE[dtype]
+        for found in shares if not sequence_parallel else [torch.cat(shares, dim=1)]:
+            assert (found - of_x).norm() <= tolerance * of_x.norm()
+        assert (rows[:vocab_size] - of_weight).norm() <= tolerance * of_weight.norm()
+        assert (rows[vocab_size:] == 0).all(), "padding rows got a gradient"
+        assert all(abs(found["loss"] / loss - 1) <= tolerance for found in results)
