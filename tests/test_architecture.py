@@ -157,20 +157,41 @@ def test_data_rooms_import_as_listed() -> None:
     assert wrong == []
 
 
-def test_rooms_outside_of_data_use_its_front_doors() -> None:
-    """Catches a room that imports what an inner room of data keeps to itself."""
-    doors = {}
-    for room in DATA_ROOMS:
-        tree = next(module.tree for module in modules() if module.name == f"data.{room}.__init__")
-        listed = next(node.value for node in tree.body if isinstance(node, ast.Assign))
-        doors[room] = {ast.literal_eval(name) for name in listed.elts} if isinstance(listed, ast.List) else set()
-        assert {f"data.{room}.{name}" for name in doors[room]} <= {module.name for module in modules()}
-    wrong = []
+def front_doors() -> dict[str, set[str]]:
+    """Returns what each folder's `__init__.py` offers: modules of `__all__`, inner rooms, its own definitions."""
+    doors: dict[str, set[str]] = {}
     for module in modules():
-        for name, line in imports(module) if module.room != "data" else ():
-            room, _, inside = name.removeprefix("megads.data.").partition(".")
-            if name.startswith("megads.data.") and room in doors and inside.split(".")[0] not in doors[room]:
-                wrong.append(f"{module.name}:{line} imports {name}")
+        folder, _, file = module.name.rpartition(".")
+        if file != "__init__" or not folder:
+            continue
+        listed = {
+            ast.literal_eval(name)
+            for node in module.tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+            for name in node.value.elts
+        }
+        own = {node.name for node in module.tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert {f"{folder}.{name}" for name in listed - own} <= {module.name for module in modules()}, folder
+        doors[folder] = listed | own
+    for folder in doors:
+        room, _, inner = folder.rpartition(".")
+        if room:
+            doors[room].add(inner)
+    return doors
+
+
+def test_rooms_are_entered_by_their_front_doors() -> None:
+    """Catches a room that imports what another one keeps to itself."""
+    doors, wrong = front_doors(), []
+    for module in modules():
+        for name, line in imports(module):
+            parts = name.removeprefix("megads.").split(".")
+            for length in range(1, len(parts)):
+                folder, inside = ".".join(parts[:length]), parts[length]
+                # Inner rooms of data know more of each other; tools are strangers to each other.
+                inner = folder not in doors or module.name.startswith(f"{folder}.") or module.room == parts[0] == "data"
+                if name.startswith("megads.") and not inner and inside not in doors[folder]:
+                    wrong.append(f"{module.name}:{line} imports {name}")
     assert wrong == []
 
 

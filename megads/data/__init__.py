@@ -3,3 +3,5 @@
 `prepare` turns text into datasets, `indexed` is their format on disk, `sampling` reads them in a run's order. `config`
 and `progress` are for all three.
 """
+
+__all__ = ["config"]
