@@ -8,7 +8,6 @@ more starts the process that forks its ranks anew, as `megads` does.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import json
@@ -200,7 +199,7 @@ def _wait_to_serve(orders: int, replies: int) -> NoReturn:
     os.close(orders)
     os.close(replies)
     sys.argv = ["rank_server", str(launcher)]
-    with contextlib.suppress(SystemExit):
+    with suppress(SystemExit):
         rank_server.main()
     os._exit(1)
 
@@ -213,11 +212,8 @@ def _become(variables: Mapping[str, str]) -> None:
 def _child(order: dict[str, Any]) -> None:
     """The body of a forked command; raises SystemExit."""
     os.chdir(order["folder"])
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    for descriptor, (name, mode) in enumerate(
-        ((os.devnull, os.O_RDONLY), (order["out"], flags), (order["err"], flags))
-    ):
-        opened = os.open(name, mode, 0o600)
+    for descriptor, name in enumerate((os.devnull, order["out"], order["err"])):
+        opened = os.open(name, os.O_WRONLY if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
     # As Python's own start makes them.
@@ -282,7 +278,7 @@ def _serve() -> None:
         ready, _, _ = select.select([requests, ended], [], [])
         if ended in ready:
             os.read(ended, 1 << 16)
-            for pid, status in _ended_children():
+            for pid, status in rank_server.ended_children():
                 reply = {"number": numbers.pop(pid), "code": os.waitstatus_to_exitcode(status)}
                 os.write(replies, json.dumps(reply).encode() + b"\n")
         if requests in ready:
@@ -296,14 +292,6 @@ def _serve() -> None:
                 os.write(replies, json.dumps({"number": order["number"], "pid": pid}).encode() + b"\n")
     for pid in numbers:
         os.kill(pid, signal.SIGKILL)
-
-
-def _ended_children() -> list[tuple[int, int]]:
-    found = []
-    with suppress(ChildProcessError):
-        while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            found.append(child)
-    return found
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def _serve(orders: int, replies: int) -> None:
         ready, _, _ = select.select([orders, ended], [], [])
         if ended in ready:
             os.read(ended, 1 << 16)
-            for pid, status in _ended_children():
+            for pid, status in ended_children():
                 _reply(replies, {"rank": ranks.pop(pid), "pid": pid, "exit_code": os.waitstatus_to_exitcode(status)})
         if orders in ready:
             received = os.read(orders, 1 << 16)
@@ -199,7 +199,8 @@ def _serve(orders: int, replies: int) -> None:
                 _reply(replies, {"rank": order["rank"], "pid": pid})
 
 
-def _ended_children() -> list[tuple[int, int]]:
+def ended_children() -> list[tuple[int, int]]:
+    """Returns pid and status of every child of this process that has ended and was not waited for."""
     found = []
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:

@@ -7,6 +7,7 @@ tensor parallelism and checkpoints cut them, holds matching gates and ups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,19 @@ def gelu(x: Tensor, kernels: Kernels) -> Tensor:
 
 def register() -> None:
     """Tells torch the shapes of the results and the gradients; the library is loaded."""
+    _register("gelu", torch.empty_like)
+    _register_bias_gelu()
+    _register("swiglu", lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
 
-    @torch.library.register_fake("megads::gelu_forward")
+
+def _register(name: str, result: Callable[[Tensor], Tensor]) -> None:
+    """Registers an operator of one tensor, whose gradient needs that tensor alone; `result` has the output's shape."""
+
+    @torch.library.register_fake(f"megads::{name}_forward")
     def _(x: Tensor) -> Tensor:
-        return torch.empty_like(x)
+        return result(x)
 
-    @torch.library.register_fake("megads::gelu_backward")
+    @torch.library.register_fake(f"megads::{name}_backward")
     def _(grad: Tensor, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
@@ -45,12 +53,10 @@ def register() -> None:
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        found: Tensor = torch.ops.megads.gelu_backward(grad.contiguous(), x)
+        found: Tensor = getattr(torch.ops.megads, f"{name}_backward")(grad.contiguous(), x)
         return found
 
-    torch.library.register_autograd("megads::gelu_forward", backward, setup_context=keep)
-    _register_bias_gelu()
-    _register_swiglu()
+    torch.library.register_autograd(f"megads::{name}_forward", backward, setup_context=keep)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
@@ -100,25 +106,3 @@ def swiglu(gate_up: Tensor, kernels: Kernels) -> Tensor:
         return out.view(*gate_up.shape[:-1], out.shape[-1])
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate) * up
-
-
-def _register_swiglu() -> None:
-    """Tells torch the shapes of the results and the gradients; the library is loaded."""
-
-    @torch.library.register_fake("megads::swiglu_forward")
-    def _(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0], x.shape[1] // 2)
-
-    @torch.library.register_fake("megads::swiglu_backward")
-    def _(grad: Tensor, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    def keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        found: Tensor = torch.ops.megads.swiglu_backward(grad.contiguous(), x)
-        return found
-
-    torch.library.register_autograd("megads::swiglu_forward", backward, setup_context=keep)

@@ -76,6 +76,10 @@ class Case:
     inputs: list[Tensor]
     moved: tuple[int, int]
 
+    def using(self, kernels: Kernels) -> Function:
+        """The operator, of its inputs alone."""
+        return partial(self.function, kernels)
+
 
 def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
     """All operators, with inputs drawn from one seed."""
@@ -230,13 +234,13 @@ def apex_norms() -> dict[str, Function]:
 
 def sides_of(case: Case, compiled: bool) -> dict[str, Function]:
     """What is timed."""
-    eager = partial(case.function, TORCH)
+    eager = case.using(TORCH)
     if compiled:
         # One cache for all cases would be full after the eighth, and the rest would run eagerly.
         torch.compiler.reset()
         return {"compiled": torch.compile(eager, dynamic=False)}
     apex = apex_norms()
-    sides = {"ours": partial(case.function, FUSED), "eager": eager}
+    sides = {"ours": case.using(FUSED), "eager": eager}
     return sides | ({"apex": apex[case.name]} if case.name in apex else {})
 
 
