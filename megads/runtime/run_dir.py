@@ -17,6 +17,7 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data_record.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def recorded_config(path: Path) -> str:
@@ -39,6 +40,16 @@ def recorded_config(path: Path) -> str:
 def recorded_config_path(run_dir: Path, digest: str) -> Path:
     """Returns the file that keeps the config of one start by its sha256; config.yaml is that of the last one only."""
     return run_dir / "configs" / f"{digest[:16]}.yaml"
+
+
+def recorded_data_path(run_dir: Path, digest: str) -> Path:
+    """Returns the file that keeps what the data of one start held; data_record.json is that of the last one only."""
+    return run_dir / "configs" / f"data_{digest[:16]}.json"
+
+
+def kept_tokenizer_path(run_dir: Path, sha256: str) -> Path:
+    """Returns the file that keeps a tokenizer that tokenizer.json held before the run was told to take another one."""
+    return run_dir / f"tokenizer.{sha256[:16]}.json"
 
 
 def rank_log_path(run_dir: Path, rank: int) -> Path:
