@@ -123,6 +123,8 @@ def test_the_server_knows_better(tmp_path: Path) -> None:
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 30
+PATIENCE_S = 60.0
+"""logging.flush_s: the trackers' processes have a low priority, and import wandb late on a busy machine."""
 
 
 def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
@@ -131,7 +133,7 @@ def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
     config.run.id, config.run.dir, config.train.steps = run_dir.name, str(run_dir), steps
     config.logging.wandb.mode = wandb.get("mode", WandbMode.disabled)
     config.logging.tensorboard.enabled = wandb.get("tensorboard", False)
-    config.logging.flush_s = wandb.get("flush_s", 20.0)
+    config.logging.flush_s = wandb.get("flush_s", PATIENCE_S)
     config.logging.wandb.tags = ["a tag"]
     run_dir.mkdir(parents=True, exist_ok=True)
     freeze(config, run_dir / "config.yaml")
@@ -358,7 +360,7 @@ def test_a_bad_server_costs_nothing(tmp_path: Path, server: str) -> None:
     """Catches a step, the exit code or the end of a run that depends on wandb's server."""
     pytest.importorskip("wandb")
     run = tmp_path / "run"
-    frozen_run(run, mode=WandbMode.online, flush_s=15.0)
+    frozen_run(run, mode=WandbMode.online)
     port, close = BAD_SERVERS[server]()
     try:
         done = launch(run, WANDB_BASE_URL=f"http://127.0.0.1:{port}", WANDB_API_KEY="a" * 40)
@@ -370,7 +372,7 @@ def test_a_bad_server_costs_nothing(tmp_path: Path, server: str) -> None:
     assert len(times) == STEPS and sorted(times)[STEPS // 2] < 0.5
     events = list(read_json_lines(run / "events.jsonl"))
     exited = next(e["time"] for e in events if e["event"] == "exit")
-    assert left - exited < 15.0 + 5.0
+    assert left - exited < PATIENCE_S + 5.0
     assert len(warnings_of(run)) == 1
     assert "wandb" not in (run / "logs" / "rank_00000.log").read_text()
     assert [step for step, _ in wandb_history(run)] == list(range(1, STEPS + 1)), "recorded offline instead"
