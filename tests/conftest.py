@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import StartCommand, commands_in
+from tests.command import StartCommand, StartLauncher, commands_in, launchers_in
 from tests.command_server import CommandServer, run_command_server
 from tests.corpus import write_corpus
 from tests.fork_server import ForkServer, run_fork_server
@@ -74,6 +74,13 @@ def megads(tmp_path: Path, command_server: CommandServer) -> Iterator[StartComma
 def module_megads(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[StartCommand]:
     """The same for runs that several tests of a module look at."""
     with commands_in(tmp_path_factory.mktemp("runs"), command_server) as start:
+        yield start
+
+
+@pytest.fixture
+def start(tmp_path: Path, command_server: CommandServer) -> Iterator[StartLauncher]:
+    """Starts launchers over stand-in ranks, all of the run tmp_path / "run"."""
+    with launchers_in(tmp_path / "run", command_server) as start:
         yield start
 
 
