@@ -304,6 +304,7 @@ def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path
     assert no_process_left(run)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_online_goes_on_with_the_run_that_the_server_has(launch: Launch, tmp_path: Path) -> None:
     """Catches a resumed run that starts a second one, repeats steps or loses those that never arrived."""
@@ -363,9 +364,8 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "server", [pytest.param(name, marks=() if name == "never answers" else pytest.mark.slow) for name in BAD_SERVERS]
-)
+@pytest.mark.quick("never answers")
+@pytest.mark.parametrize("server", BAD_SERVERS)
 def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
     """Catches a step, the exit code or the end of a run that depends on wandb's server."""
     pytest.importorskip("wandb")
@@ -389,8 +389,9 @@ def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str)
     assert no_process_left(run)
 
 
+@pytest.mark.quick("stopped")
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
 def test_a_dead_or_stopped_tracker_costs_nothing(
     command_server: CommandServer, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_stopped_rank_is_named_killed_and_blamed(start: StartLauncher) -> None
     assert (lost["rank"], lost["state"]) == (1, "T")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stopped_rank_is_blamed_when_its_peers_give_up_first(start: StartLauncher) -> None:
     """Catches the healthy rank's timeout taken for the cause: nothing else was left to blame."""
@@ -171,6 +172,7 @@ def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
     assert "ranks 0, 1: in step " in err or "rank 0: in step " in err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_native_code_that_holds_the_interpreter_is_named(start: StartLauncher) -> None:
     """Catches a deadlock in an extension, which blocks every thread of its rank, that is taken for a slow step."""

@@ -119,6 +119,7 @@ def require_kept(secret: str, launched: Launched) -> None:
         assert secret not in " ".join(process.environ().values())
 
 
+@pytest.mark.slow
 def test_a_vandal_runs_nothing(start: StartLauncher, tmp_path: Path) -> None:
     """Catches a store that listens on all addresses, a value of it that is unpickled, a rank that is admitted under the
     names that torch gives, garbage that ends a run, and a secret in a log, a file, `ps` or an environment."""
