@@ -18,7 +18,7 @@ from megads.data.sampling.sampler import require_same_past, skips_of
 from megads.errors import ConfigError, DataError
 
 InForce = Callable[[RootConfig, int], Any]
-"""Returns the value of a key as far as it counts: of a config, for a run that is trained up to a sample."""
+"""Returns the value of a key of a config, for a run that is trained up to a sample; None where it does not count."""
 
 DATA, TOKENIZER = "data", "tokenizer"
 """Names in run.allow_changes of what no key tells."""
@@ -128,7 +128,8 @@ def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Col
         ConfigError: one that is not allowed; names all of them with both values.
     """
     values = {key: (entry(before, samples), entry(now, samples)) for key, entry in KEYS.items() if callable(entry)}
-    changes = [Change(key, *pair) for key, pair in values.items() if pair[0] != pair[1]]
+    # What is in force on one side only changes with what puts it in force.
+    changes = [Change(key, *pair) for key, pair in values.items() if pair[0] != pair[1] and None not in pair]
     refused = [change for change in changes if change.key not in allowed]
     if any(change.key == _SKIP for change in refused):
         past, wanted = (skips_of(some.data.skip, batch_size_schedule(some)) for some in (before, now))

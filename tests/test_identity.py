@@ -193,6 +193,7 @@ def test_keys_that_say_what_the_samples_are(key: str) -> None:
         changed_keys(before, now, 40, [])
     assert key in {found.key for found in changed_keys(before, now, 40, list(SAMPLES))}
     assert changed_keys(before, before, 40, []) == []
+    assert {found.key for found in changed_keys(config_of(), now, 40, list(SAMPLES))} <= {key, "data.order"}
 
 
 def test_changes_that_every_start_may_make() -> None:

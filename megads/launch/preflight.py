@@ -15,11 +15,13 @@ from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import ConfigError, DataError, StopRequested
 from megads.frozen_config import derive_run_id
+from megads.launch.node_ranks import require_devices
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import choose
+from megads.runtime import environment
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
@@ -138,13 +140,15 @@ def refuse_early(run: ResolvedRun) -> None:
 
     Raises:
         StopRequested: somebody stopped the run.
-        ConfigError: a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit the
+        ConfigError: there are too few GPUs, a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit the
             machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.launch.preflight_memory import refuse_unfit
 
     refuse_while_stopped(run.config)
+    if run.placement is None and environment.rehearsal_folder() is None:
+        require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp")
     wanted_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     refuse_unfit(run.planned, run.machine)
