@@ -140,8 +140,8 @@ def refuse_early(run: ResolvedRun) -> None:
 
     Raises:
         StopRequested: somebody stopped the run.
-        ConfigError: there are too few GPUs, a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit the
-            machine's memory.
+        ConfigError: there are too few GPUs, a tracker is not installed, kernels that were asked for cannot be had, or
+            the run does not fit the machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.launch.preflight_memory import refuse_unfit

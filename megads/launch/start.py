@@ -51,7 +51,7 @@ from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import METRICS_FILE
+from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
 
 _INTERRUPTED = (
@@ -134,6 +134,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
     job = placement.allocation.job if placement else None
     if not config.run.prepare_only:
         refuse_early(resolved)
+        refuse_unwritable(resolved.run_dir)
         refuse_in_use(resolved.run_dir, job)
     with _open_console(resolved) as console:
         console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")

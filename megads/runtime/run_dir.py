@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -107,10 +108,27 @@ def create(run_dir: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"the run directory {run_dir} cannot be written to ({error.strerror}): "
-            "choose another with run.dir=<path>, or make it writable"
-        ) from error
+        raise _unwritable(run_dir, str(error.strerror)) from error
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Refuses a run directory that cannot be made or written to, as far as that shows without making anything.
+
+    Raises:
+        ConfigError: it, or the folder that it would be made in, is no folder or not writable.
+    """
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise _unwritable(run_dir, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(run_dir, os.strerror(errno.EACCES))
+
+
+def _unwritable(run_dir: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the run directory {run_dir} cannot be written to ({reason}): choose another with run.dir=<path>, or make it "
+        "writable"
+    )
 
 
 def find_run(name: str) -> Path:
