@@ -132,8 +132,9 @@ def with_former(record: DataRecord, data: DataConfig) -> DataRecord:
     Raises:
         DataError: one is missing or damaged.
     """
-    known = {item.path: item for item in record.datasets}
-    return replace(record, datasets=tuple(known.get(path) or _record(path) for path in data.paths))
+    known = {item.path for item in record.datasets}
+    # At the end: what data.raw gives stays the first.
+    return replace(record, datasets=record.datasets + tuple(_record(path) for path in data.paths if path not in known))
 
 
 def _record(path: str) -> DatasetRecord:

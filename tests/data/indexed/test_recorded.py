@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megads.data.config import DataConfig, DatasetConfig
+from megads.data.config import DataConfig, DatasetConfig, MixConfig
 from megads.data.indexed.dataset import bin_path
 from megads.data.indexed.recorded import (
     WHOLE_BYTES,
@@ -15,6 +15,7 @@ from megads.data.indexed.recorded import (
     read_record,
     record_data,
     require_recorded,
+    with_former,
     write_record,
 )
 from megads.data.indexed.run_tokenizer import TokenizerRecord
@@ -62,6 +63,10 @@ def test_text_of_the_same_name_that_gives_another_dataset(tmp_path: Path) -> Non
     [change] = records[0].changes(records[1])
     assert change.startswith(f"data.raw = my gives {tmp_path / 'b'}, before it gave {tmp_path / 'a'}")
     assert records[0].changes(records[2]) == records[0].changes(records[3]) == []
+    # After a mix before it: what data.raw gives is known by its place, the first.
+    mixed = DataConfig(train=[DatasetConfig(str(tmp_path / "b"))], history=[MixConfig(0, {str(tmp_path / "a"): 1.0})])
+    after = with_former(records[1], mixed)
+    assert len(after.datasets) == 2 and after.changes(records[1]) == []
 
 
 def test_a_record_is_kept_for_the_checkpoints_of_its_start(tmp_path: Path) -> None:
