@@ -185,7 +185,7 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=schema_node(verb.schema))
     _register_help(verb, arguments)
     texts = (as_text(argument, verb.text_keys) for argument in arguments)
-    given = [verb.flags.get(text, text) for text in texts]
+    given = [with_home(verb.flags.get(text, text)) for text in texts]
     sweep = verb.sweep
     if sweep is not None and _sweeps(given):
         rest = [argument for argument in given if argument not in _SWEEP_FLAGS]
@@ -244,6 +244,24 @@ def as_text(argument: str, keys: Collection[str]) -> str:
     value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
     value = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
     return f'{key}="{value}"'
+
+
+# Where a path may begin in an override: its value, or an item of its list.
+_HOME = re.compile(r"(?<=[=\[,:])(\s*)~(?=[/,\]}]|$)")
+
+
+def with_home(argument: str) -> str:
+    """Returns an override with `~` for the user's home spelled out, which shells leave behind `key=` and in lists.
+
+    Hydra reads no `~` in a value, so that no text which it takes is changed. Quoted values stay as they are.
+
+    Args:
+        argument: an argument of the command line.
+    """
+    if "~" not in argument or "'" in argument or '"' in argument:
+        return argument
+    home = str(Path("~").expanduser())
+    return _HOME.sub(lambda found: found[1] + home, argument)
 
 
 _MOST_CHARACTERS = 1 << 18
