@@ -143,7 +143,7 @@ def converted_text(encodings: Mapping[str, str]) -> str:
         encodings: by file.
     """
     counts = Counter(encodings.values())
-    examples = {encoding: name for name, encoding in reversed(encodings.items())}
+    examples = {encoding: name for name, encoding in reversed(list(encodings.items()))}
     parts = [f"{count:,} from {encoding} ({examples[encoding]})" for encoding, count in counts.most_common()]
     return f"converted: {', '.join(parts)}" if parts else ""
 
