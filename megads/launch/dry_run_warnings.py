@@ -62,7 +62,7 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
     if seq_len * _FAR_BELOW <= longest:
         yield (
             f"train.seq_len = {seq_len:,} is far below model.max_seq_len = {longest:,}: the model never trains on "
-            f"texts of more than {seq_len:,} tokens; raise train.seq_len, or lower model.max_seq_len to say that it is meant"
+            f"texts of more than {seq_len:,} tokens; raise train.seq_len, or lower model.max_seq_len"
         )
     if rows is None or tokenizer_tokens is None:
         return

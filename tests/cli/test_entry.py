@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from megads.cli.entry import as_text, with_home
+from megads.errors import exit_codes_text
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 
 REPOSITORY = Path(__file__).parents[2]
@@ -47,8 +48,9 @@ def test_verb_help_says_keys_examples_and_exit_codes(megads: Run, tmp_path: Path
     """Catches Hydra's default help, which dumps the config and says none of it."""
     result = megads("train", "--help")
     assert result.code == 0
-    for part in ("parallel.tp", "experiment=<option>", "Examples:", "Exit codes: 0 finished; 2 bad"):
+    for part in ("parallel.tp", "experiment=<option>", "Examples:"):
         assert part in result.out
+    assert exit_codes_text() in " ".join(result.out.split())
 
 
 def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Path) -> None:
