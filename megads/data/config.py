@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from dataclasses import dataclass, field
@@ -42,8 +43,9 @@ def check_text(section: str, extensions: list[str], encoding: str) -> None:
     if encoding == AUTO_ENCODING:
         return
     try:
-        # Python has codecs from bytes to bytes too.
-        b"".decode(encoding)
+        # Python has codecs from bytes to bytes too, and looks none up for an empty text.
+        " ".encode(encoding)
+        codecs.getincrementaldecoder(encoding)
     except (LookupError, ValueError) as error:
         raise ConfigError(
             f"{section}encoding = {encoding}: {error}; want auto, or a name that Python knows: utf-8, latin-1, cp1252, "

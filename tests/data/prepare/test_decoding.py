@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
 
+from megads.data.config import DataConfig
 from megads.data.prepare.decoding import ZstdReader, encoding_of, marked_encoding, opened, text_fault
+from megads.errors import ConfigError
 
 RUSSIAN = "Все счастливые семьи похожи друг на друга.\r\n" * 9  # noqa: RUF001
 GERMAN = "Übermut tut selten gut — sagte sie.\n" * 9
@@ -106,3 +110,24 @@ def test_garbage_is_an_error() -> None:
     """Catches another file with this ending."""
     with pytest.raises(zstandard.ZstdError):
         read(b"not zstandard at all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"encoding": "latin"}, ""),
+        ({"encoding": "utf-99"}, "data.encoding = utf-99: unknown encoding: utf-99; want auto, or a name that Python"),
+        ({"encoding": "zlib"}, "data.encoding = zlib: 'zlib' is not a text encoding"),
+        ({"extensions": [".txt", "."]}, "data.extensions: '.' is none"),
+        ({"extensions": ["a/b"]}, "data.extensions: 'a/b' is none"),
+        ({"cut_documents": 1}, "data.cut_documents = 1: must be at least 2"),
+    ],
+)
+def test_settings_that_read_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    """Catches a misspelt encoding that is found out after an hour of reading, by a traceback."""
+    config = DataConfig(raw="a.txt", **settings)
+    if not message:
+        config.check()
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config.check()
