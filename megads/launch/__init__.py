@@ -6,4 +6,13 @@ this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `schedule
 `rank_server`, `slurm_ranks`, `tracker` and `node_checker` are also processes of their own, run with `python -m`.
 """
 
-__all__ = ["launcher", "node_check", "preflight", "preflight_memory", "rank", "slurm_ranks", "start"]
+__all__ = [
+    "dry_run_warnings",
+    "launcher",
+    "node_check",
+    "preflight",
+    "preflight_memory",
+    "rank",
+    "slurm_ranks",
+    "start",
+]
