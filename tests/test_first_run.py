@@ -1,0 +1,28 @@
+"""The first command of the tutorial, on English text that every Python has."""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+
+import pytest
+
+from tests.command import StartCommand, validations_of
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_first_run_learns(megads: StartCommand) -> None:
+    """Catches a tutorial that trains noise: a held-out loss above that of the words' frequencies alone."""
+    (megads.folder / "notes").mkdir()
+    for name, text in pydoc_data.topics.topics.items():
+        (megads.folder / "notes" / f"{name.replace('/', '-')}.txt").write_text(text)
+    trained = megads("train", "experiment=first", "run.id=first", "cluster.peak_tflops=1").end()
+    assert trained.code == 0, trained.err
+    last = validations_of(megads.folder / "runs" / "first")[-1]
+    assert last["step"] == 200
+    assert last["valid/held_out/loss"] < last["valid/held_out/unigram_loss"] - 0.5
+    said = megads("generate", "run=runs/first", "prompt=The ", "max_new_tokens=60", "temperature=0.5").end()
+    assert said.code == 0, said.err
+    known = set(" ".join(pydoc_data.topics.topics.values()).split())
+    words = said.out.split()
+    assert sum(word in known for word in words) > len(words) / 2, said.out
