@@ -8,6 +8,7 @@ started.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -17,11 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-# What most tests import, once for all.
-import deepspeed.runtime.pipe.engine  # noqa: F401
-import hydra  # noqa: F401
-import hypothesis  # noqa: F401
-import matplotlib.figure  # noqa: F401
 import psutil
 import pytest
 
@@ -29,6 +25,8 @@ BUDGET_S = 150
 """After it no further test starts: the mutation has survived those that ran."""
 LIMIT_S = 400
 """A test that still runs then hangs."""
+IMPORTED = ("deepspeed.runtime.pipe.engine", "hydra", "hypothesis", "matplotlib.figure")
+"""What most tests import."""
 PR_SET_CHILD_SUBREAPER = 36
 NO_TESTS_COLLECTED = 5
 # Fixtures that start a megads command or compile the kernels.
@@ -119,12 +117,17 @@ def main() -> None:
     """Answers until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    with open(0, "rb", buffering=0, closefd=False) as requests:
+    # DeepSpeed prints to the standard output when it is imported.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    with open(0, "rb", buffering=0, closefd=False) as requests, open(output, "w") as answers:
         while line := requests.readline():
             result = _try(json.loads(line))
             if result is None:
                 return
-            print(json.dumps(result), flush=True)
+            print(json.dumps(result), file=answers, flush=True)
 
 
 if __name__ == "__main__":
