@@ -13,9 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from megads.batch import BatchInfo
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
+from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 from megads.parallel.recompute import recompute_module
-from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count, parameter_shapes
+from megads.plan.model_size import (
+    hardware_flops_per_token,
+    model_flops_per_token,
+    parameter_count,
+    parameter_shapes,
+    recompute_flops,
+)
 
 VOCAB = 250_880
 
@@ -109,3 +116,16 @@ def test_a_window_is_what_a_token_sees() -> None:
     whole, seen = model_flops_per_token(config, 12), model_flops_per_token(replace(config, window=5), 12)
     assert whole - seen == 12 * 16 * (12 - 5)
     assert model_flops_per_token(replace(config, window=13), 12) == whole
+
+
+def test_recomputed_attention_stops_at_what_backward_needs() -> None:
+    """Catches probabilities of fused_softmax that are multiplied by the values again, and a dropout whose result is
+    not. One product is 2 * 16 * 12 operations a token."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
+    for attention, dropout, products in (
+        (AttentionKind.fused_softmax, 0.0, 1),
+        (AttentionKind.fused_softmax, 0.1, 2),
+        (AttentionKind.sdpa, 0.0, 2),
+    ):
+        again = recompute_flops(replace(config, attention=attention, attention_dropout=dropout), 12)
+        assert again[Recompute.selective] == products * 2 * 16 * 12
