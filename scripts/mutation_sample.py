@@ -197,19 +197,16 @@ def tests_beside(file: str) -> list[str]:
     """The nearest tests that import a file or have its name; all of its room where there are none."""
     path = Path(file).with_suffix("")
     module = ".".join(path.parts)
-    room = f"tests/{path.parent.relative_to('megads').as_posix()}/"
-    found = [
-        test
-        for test, imported in imports_of_tests().items()
-        if module in imported or Path(test).stem == f"test_{path.name}"
-    ]
+    room = (Path("tests") / path.parent.relative_to("megads")).as_posix()
+    namesake = f"{room}/test_{path.name}.py"
+    found = [test for test, imported in imports_of_tests().items() if module in imported or test == namesake]
 
     def distance(test: str) -> tuple[bool, bool, int]:
         imported = sum(name.startswith("megads.") for name in imports_of_tests()[test])
-        return Path(test).stem != f"test_{path.name}", not test.startswith(room), imported
+        return test != namesake, not test.startswith(f"{room}/"), imported
 
     nearest = sorted(found, key=distance)[:NEAREST]
-    return nearest or ([room] if (ROOT / room).is_dir() else [])
+    return nearest or [test for test in imports_of_tests() if Path(test).parent == Path(room)]
 
 
 class Tester:

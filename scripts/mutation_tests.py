@@ -45,7 +45,7 @@ class _Tests:
 
     def _key(self, item: pytest.Item) -> tuple[bool, int]:
         slow = item.get_closest_marker("distributed") or SLOW_FIXTURES & set(getattr(item, "fixturenames", ()))
-        return bool(slow), next(index for index, file in enumerate(self.files) if item.nodeid.startswith(file))
+        return bool(slow), self.files.index(item.nodeid.partition("::")[0])
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -66,6 +66,8 @@ class _Tests:
     def outcome(self, code: int) -> dict[str, Any]:
         if code in (0, NO_TESTS_COLLECTED):
             return {"outcome": "survived" if self.passed else "untested"}
+        if code == pytest.ExitCode.INTERNAL_ERROR:
+            return {"outcome": "untested", "by": "an error of pytest"}
         return {"outcome": "killed", "by": self.failed or "the import"}
 
 
