@@ -32,9 +32,9 @@ test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: 
 test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
 	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
 
-test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may
+test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may (SHARE=1/3)
 	@scripts/install_slurm.sh
-	$(PYTHON_BIN)/python -m pytest -m slurm tests/slurm
+	$(PYTHON_BIN)/python -m pytest -m slurm $(if $(SHARE),--share $(SHARE)) tests/slurm
 
 test-attack: setup ## kills at random, damage to every file, 2,600 made-up command lines: some two hours (ROUNDS=20: so many kills)
 	$(PYTHON_BIN)/python -m pytest -m attack -s tests/attack $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md

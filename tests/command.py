@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
+from megads.config import RootConfig
+from megads.frozen_config import freeze
 from megads.runtime.metrics import read_json_lines
 from tests.command_server import CommandServer, ForkedProcess
 from tests.corpus import VOCAB_SIZE
@@ -24,19 +26,6 @@ REPOSITORY = Path(__file__).parents[1]
 TIMEOUT_S = 240.0
 # What a run computes: equal bits after a resume. The other keys of a line are times.
 COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
-
-
-def run_megads(folder: Path, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "megads.cli.main", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
 
 
 def small_model(corpus: Path, **changes: Any) -> list[str]:
@@ -61,8 +50,7 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a command ended."""
 
     code: int
@@ -71,40 +59,41 @@ class Ended:
 
 
 class Command:
-    """One `megads` process.
+    """One process.
 
     Args:
         folder: where it runs.
-        arguments: verb and overrides.
-        fault: name of a function of tests.faults that every rank runs in place of megads.train:train.
+        arguments: of its command line.
+        module: whose main it runs.
         variables: added to the environment.
-        server: forks the command, which spares its imports; None: a new process.
+        server: forks it, which spares its imports; None: a new process.
+        out: file for its output; None: a temporary one.
     """
 
     def __init__(
         self,
         folder: Path,
-        arguments: tuple[str, ...],
-        fault: str = "",
+        arguments: Sequence[str],
+        module: str = "megads.cli.main",
         variables: Mapping[str, str] = {},
         server: CommandServer | None = None,
+        out: Path | None = None,
     ):
         self.folder = folder
-        module, *words = ("tests.faults", fault, *arguments) if fault else ("megads.cli.main", *arguments)
-        # Files, not pipes: a full pipe would stop the command.
-        self._out = (folder / f"{time.monotonic_ns()}.out").open("w+")
-        self._err = (folder / f"{time.monotonic_ns()}.err").open("w+")
+        # Files, not pipes: a full pipe would stop the command. Not in its folder, where tests count what it leaves.
+        self._out, self._err = (tempfile.NamedTemporaryFile("w+", prefix=name) for name in ("out.", "err."))  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
         self.process: ForkedProcess | subprocess.Popen[bytes]
         if server:
-            self.process = server.start(folder, module, words, environment, Path(self._out.name), Path(self._err.name))
+            paths = (out or Path(self._out.name), Path(self._err.name))
+            self.process = server.start(folder, module, arguments, environment, *paths)
         else:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
+                [sys.executable, "-m", module, *arguments],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=self._out,
+                stdout=self._out if out is None else out.open("w"),
                 stderr=self._err,
             )
 
@@ -146,7 +135,10 @@ class Command:
 
 
 class StartCommand(Protocol):
-    """Starts a command in `folder`."""
+    """Starts a `megads` command in `folder`, with `variables` added to its environment.
+
+    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train:train.
+    """
 
     folder: Path
 
@@ -159,7 +151,8 @@ class _Starter:
         self.started: list[Command] = []
 
     def __call__(self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}) -> Command:
-        self.started.append(Command(self.folder, arguments, fault, variables, self._server))
+        module, words = ("tests.faults", (fault, *arguments)) if fault else ("megads.cli.main", arguments)
+        self.started.append(Command(self.folder, words, module, variables, self._server))
         return self.started[-1]
 
 
@@ -172,6 +165,57 @@ def commands_in(folder: Path, server: CommandServer | None = None) -> Iterator[S
     finally:
         for command in starter.started:
             command.close()
+
+
+class Launched(Command):
+    """A launcher over stand-in ranks, as a process of its own that signals can be sent to.
+
+    Args:
+        server: forks it; None: a new process.
+        run_dir: its run directory; is created.
+        options: of tests.launch.small_launch.
+        out: file for its output; None: a temporary one.
+        config: what differs from the default config; `__` stands for a dot.
+    """
+
+    def __init__(self, server: CommandServer | None, run_dir: Path, *options: str, out: Path | None, **config: Any):
+        self.run_dir = run_dir
+        run_dir.mkdir(exist_ok=True)
+        frozen = RootConfig()
+        for name, value in config.items():
+            section, key = name.split("__")
+            setattr(getattr(frozen, section), key, value)
+        freeze(frozen, run_dir / "config.yaml")
+        words = (str(run_dir), *options)
+        super().__init__(REPOSITORY, words, "tests.launch.small_launch", server=server, out=out)
+
+    def rank_pids(self) -> list[int]:
+        """Everything that it started."""
+        return [process.pid for process in self.processes()[1:]]
+
+
+class StartLauncher(Protocol):
+    """Starts a launcher; `body` is a function of tests.launch.rank_bodies."""
+
+    def __call__(
+        self, body: str, *options: str, ranks: int = 2, out: Path | None = None, **config: Any
+    ) -> Launched: ...
+
+
+@contextmanager
+def launchers_in(run_dir: Path, server: CommandServer | None = None) -> Iterator[StartLauncher]:
+    """Yields a starter of launchers of one run; leaves none of them running."""
+    started: list[Launched] = []
+
+    def start(body: str, *options: str, ranks: int = 2, out: Path | None = None, **config: Any) -> Launched:
+        started.append(Launched(server, run_dir, body, f"--ranks={ranks}", *options, out=out, **config))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for launched in started:
+            launched.close()
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.command import StartCommand, commands_in
+from tests.command import StartCommand, StartLauncher, commands_in, launchers_in
 from tests.command_server import CommandServer, run_command_server
 from tests.corpus import write_corpus
 from tests.fork_server import ForkServer, run_fork_server
@@ -26,8 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares; the same tests for the same K and N")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one share. Tests of a file with the same parameters stay together: their fixtures are made once for all."""
+    """Marks as slow the cases that a test with the mark `quick` does not name, and keeps the wanted share.
+
+    Tests of a file with the same parameters stay in one share: their fixtures are made once for all.
+    """
+    _make_the_others_slow(config, items)
     if not config.option.share:
         return
     share, shares = map(int, config.option.share.split("/"))
@@ -41,6 +48,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not mine(item)])
     items[:] = filter(mine, items)
+
+
+def _make_the_others_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = defaultdict[Any, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("quick"):
+            tests[item.function].append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("quick")
+        unknown = set(mark.args if mark else ()) - {case.callspec.id for case in cases}
+        if unknown and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"{cases[0].nodeid}: the mark `quick` names {sorted(unknown)}, which are no cases")
+        for case in cases:
+            if mark and case.callspec.id not in mark.args:
+                case.add_marker("slow")
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +96,13 @@ def megads(tmp_path: Path, command_server: CommandServer) -> Iterator[StartComma
 def module_megads(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[StartCommand]:
     """The same for runs that several tests of a module look at."""
     with commands_in(tmp_path_factory.mktemp("runs"), command_server) as start:
+        yield start
+
+
+@pytest.fixture
+def start(tmp_path: Path, command_server: CommandServer) -> Iterator[StartLauncher]:
+    """Starts launchers over stand-in ranks, all of the run tmp_path / "run"."""
+    with launchers_in(tmp_path / "run", command_server) as start:
         yield start
 
 

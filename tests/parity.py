@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -99,21 +98,13 @@ LAYOUTS = {
     "zero3dp4": ParallelConfig(dp=4, zero_stage=3),
     "hierarchical": ParallelConfig(dp=4, zero_stage=3, zero_shard_size=2),
 }
-SLOW = (
-    *("zero2dp2", "zero3dp2", "zero3tp2dp2", "hierarchical"),
-    *("tp2pp2", "pp2dp2", "pp2dp2, ZeRO-0", "tp2sp", "cp3"),
-)
-"""ZeRO-3 gathers every layer twice a micro-batch: on two cores 50 steps take it 10 to 40 s. The fast tier has shorter
-runs of these layouts in tests/engine/test_sharded_training.py. The others are parts of layouts that are not slow."""
 IN_PAIRS = (
     *("pp2 interleaved", "pp2 zb_h1", "pp2 zb_v", "tp2pp2sp", "cp2dp2"),
     *("zero2dp3", "zero2tp2dp2", "zero3dp3", "zero3dp4"),
 )
 """Layouts that differ from others by pairs of features, which tests/engine/test_layout_pairs.py trains, and by
 schedules, which tests/engine/test_schedules.py does: no run of 50 steps of their own."""
-LAYOUT_CASES = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS if name not in IN_PAIRS
-]
+LAYOUT_CASES = [name for name in LAYOUTS if name not in IN_PAIRS]
 
 
 @dataclass

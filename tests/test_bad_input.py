@@ -203,6 +203,7 @@ def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
     assert steps_of(megads.folder / "run") == []
 
 
+@pytest.mark.quick(".bin-20")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ending", "left"), [(".bin", 20), (".idx", 0)])
 def test_a_file_truncated_under_the_run(ending: str, left: int, corpus: Path, megads: StartCommand) -> None:

@@ -97,6 +97,7 @@ def test_the_page_trains_on_one_process(megads: StartCommand) -> None:
     assert run_notebook(megads.folder).splitlines()[-1].startswith("2 2 ")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_typos_are_refused_as_those_of_built_in_keys(megads: StartCommand) -> None:
     """Catches a misspelt plugin, part or setting that passes, and a cause that is a traceback."""

@@ -681,6 +681,24 @@ def runs() -> Runs:
     return Runs()
 
 
+OF_EVERY_AXIS = (
+    "local_alibi_slopes-tp2",
+    "tied_sum_before_data_parallel_reduce-pp2dp3",
+    "no_sum_of_sequence_partial_gradients-tp2sp",
+    "averaged_replicas-dp2",
+    "bf16_reduction-dp2",
+    "no_backward_all_reduce_of_column_layers-tp2",
+    "dropout_of_local_places-cp2",
+    "a_weight_part_dropped-pp2 zb_h1",
+    "divided_by_the_shards_twice-zero3dp2",
+    "padding_in_the_softmax-tp2",
+    "messages_received_in_another_order-pp2 interleaved",
+    "embedding_norm_decays-single",
+)
+"""The others are slow only because they are many."""
+
+
+@pytest.mark.quick(*OF_EVERY_AXIS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.defect.__name__}-{case.layout}")
 def test_defect_is_caught(case: Case, runs: Runs) -> None:
     """Catches a parity check that cannot fail."""

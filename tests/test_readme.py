@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,12 +25,6 @@ def commands(page: Path) -> list[str]:
         joined = fence.replace("\\\n", "")
         found += [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
     return [command for command in found if not command.startswith(("git ", "cd "))]
-
-
-def _as_case(page: Path) -> ParameterSet:
-    """The README in every run of the tests, the pages behind it in the slow tier."""
-    slow = [] if page.name == "README.md" else [pytest.mark.slow]
-    return pytest.param(page, id=page.name, marks=slow)
 
 
 def run(command: str, folder: Path) -> None:
@@ -64,8 +57,9 @@ def test_readme_shows_its_two_commands() -> None:
         assert re.search(rf"\b{command.split()[1]}\b", ci), f".ci/run does not run {command}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("page", [_as_case(page) for page in PAGES if commands(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_run(page: Path, notes: Path, tmp_path: Path) -> None:
     """Catches a renamed key, verb or file in the pages."""
     shutil.copytree(notes / "notes", tmp_path / "notes")

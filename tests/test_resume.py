@@ -115,6 +115,7 @@ FEATURES = {
 FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chain", "model"),
     [

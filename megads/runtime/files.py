@@ -127,10 +127,20 @@ def is_readable(path: Path) -> bool:
     Raises:
         ConfigError: something else than a regular file has the name.
     """
-    if path.is_file():
+    try:
+        # Asked once: between two questions the file may appear.
+        regular = stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        # A link that leads nowhere is something, too.
+        if not path.is_symlink():
+            return False
+        regular = False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        regular = False
+    if regular:
         return True
-    if not os.path.lexists(path):
-        return False
     raise ConfigError(f"{path} is no regular file: remove it, or put the file in its place, and start again")
 
 

@@ -92,12 +92,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
         yield Sound(root, server)
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_read(sound: Sound) -> None:
     """Catches a traceback, a wait without end or an answer from damaged data, from whatever reads a run's files."""
     for read in random.Random(17).sample(sound.reads(), QUICK_READS):
         assert not (wrong := sound.wrong_read(*read)), (read, wrong)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_damaged_file(sound: Sound) -> None:
     """Catches a resume that trains on damage, or ends in a traceback."""
     pairs = [(file, damage) for file in sound.files for damage in DAMAGES]

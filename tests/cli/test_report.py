@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from megads.data.indexed.writer import IndexedDatasetWriter
-from tests.command import REPOSITORY
-from tests.command import run_megads as megads
+from tests.command import REPOSITORY, StartCommand
 from tests.tools.report.written_runs import write_config
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -26,15 +26,15 @@ from tests.tools.report.written_runs import write_config
         (("runs=started",), "unknown key runs: did you mean run?"),
     ],
 )
-def test_errors_are_one_readable_message(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
+def test_errors_are_one_readable_message(megads: StartCommand, arguments: tuple[str, ...], expected: str) -> None:
     """Catches tracebacks and exit 1 for a user's mistake, and files left by a report that failed."""
-    write_config(tmp_path / "started", "started")
-    result = megads(tmp_path, "report", *arguments)
-    assert result.returncode == 2
-    assert expected in result.stderr
-    assert "Traceback" not in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["started"]
-    assert [path.name for path in (tmp_path / "started").iterdir()] == ["config.yaml"]
+    write_config(megads.folder / "started", "started")
+    result = megads("report", *arguments).end()
+    assert result.code == 2
+    assert expected in result.err
+    assert "Traceback" not in result.err
+    assert [path.name for path in megads.folder.iterdir()] == ["started"]
+    assert [path.name for path in (megads.folder / "started").iterdir()] == ["config.yaml"]
 
 
 def test_without_matplotlib(tmp_path: Path) -> None:
@@ -56,30 +56,31 @@ def test_without_matplotlib(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_help(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_help(megads: StartCommand) -> None:
     """Catches a key that the help does not explain."""
-    result = megads(tmp_path, "report", "--help")
-    assert result.returncode == 0
-    assert all(part in result.stdout for part in ("run=<run directory>", "output=<folder>", "Exit codes: 0 finished"))
+    result = megads("report", "--help").end()
+    assert result.code == 0
+    assert all(part in result.out for part in ("run=<run directory>", "output=<folder>", "Exit codes: 0 finished"))
 
 
 @pytest.mark.distributed
-def test_a_trained_run(tmp_path: Path) -> None:
+def test_a_trained_run(megads: StartCommand, tmp_path: Path) -> None:
     """Catches metrics and events that training writes and the report does not understand."""
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     with IndexedDatasetWriter(tmp_path / "corpus", np.int32) as writer:
         for seed in range(40):
             writer.append(np.random.default_rng(seed).integers(0, 512, 200).tolist())
     trained = megads(
-        tmp_path, "train", "model=tiny", "model.vocab_size=512", f"data.train=[{{path: {tmp_path}/corpus}}]",
+        "train", "model=tiny", "model.vocab_size=512", f"data.train=[{{path: {tmp_path}/corpus}}]",
         "data.split=[0.9,0.1]",
         "run.id=mine", "train.steps=4", "train.seq_len=32", "evaluation.every_steps=2", "cluster.peak_tflops=0.1",
-        "cluster.threads_per_rank=1", timeout_s=300,
-    )  # fmt: skip
-    assert trained.returncode == 0, trained.stderr
-    result = megads(tmp_path, "report", "run=mine")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "report:  runs/mine/report.html\npicture: runs/mine/report/loss.png\n"
+        "cluster.threads_per_rank=1",
+    ).end()  # fmt: skip
+    assert trained.code == 0, trained.err
+    result = megads("report", "run=mine").end()
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "report:  runs/mine/report.html\npicture: runs/mine/report/loss.png\n"
     page = (tmp_path / "runs" / "mine" / "report.html").read_text()
     for part in (
         "mine",

@@ -12,8 +12,7 @@ from megads.cli.sweep import Composer, composing, overrides_of
 from megads.cli.train import TrainCommandConfig
 from megads.errors import ConfigError
 from megads.tools.sweep.config import Choice, Interval, SearchName, SweepConfig, grid
-from tests.command import run_megads as megads
-from tests.command import small_model
+from tests.command import StartCommand, small_model
 
 
 @pytest.fixture
@@ -84,24 +83,26 @@ def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> 
         composer.compose(["lr=3"])
 
 
-def refused(folder: Path, corpus: Path, *overrides: str) -> str:
+def refused(megads: StartCommand, corpus: Path, *overrides: str) -> str:
     """What a sweep says that starts nothing."""
-    result = megads(folder, "train", "-m", *small_model(corpus, train__steps=5), *overrides)
-    assert result.returncode == 2, result
-    assert "Traceback" not in result.stderr
-    assert not list(folder.glob("runs/[!s]*")), "no point is started"
-    return result.stdout + result.stderr
+    result = megads("train", "-m", *small_model(corpus, train__steps=5), *overrides).end()
+    assert result.code == 2, result
+    assert "Traceback" not in result.err
+    assert not list(megads.folder.glob("runs/[!s]*")), "no point is started"
+    return result.out + result.err
 
 
-def test_points_that_cannot_run_are_dropped_with_the_reason(corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_points_that_cannot_run_are_dropped_with_the_reason(megads: StartCommand, corpus: Path) -> None:
     """Catches points that are found infeasible only once they run, for memory or for a layout that does not divide,
     and a sweep without a single point that calls itself finished."""
-    said = refused(tmp_path, corpus, "model.hidden_size=600000,1200000", "parallel.tp=1,4")
+    said = refused(megads, corpus, "model.hidden_size=600000,1200000", "parallel.tp=1,4")
     assert "point 0 is dropped, model.hidden_size=600000 parallel.tp=1: rank 0 needs" in said
     assert "point 3 is dropped, model.hidden_size=1200000 parallel.tp=4: model.num_heads = 6 is not divisible" in said
     assert "4 infeasible" in said and "no point has finished" in said
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -115,6 +116,8 @@ def test_points_that_cannot_run_are_dropped_with_the_reason(corpus: Path, tmp_pa
         (("optim.lr=1,2", "sweep.parallel=1000"), "sweep.parallel = 1000, but this machine has"),
     ],
 )
-def test_a_sweep_that_cannot_be_run(corpus: Path, tmp_path: Path, overrides: tuple[str, ...], expected: str) -> None:
+def test_a_sweep_that_cannot_be_run(
+    megads: StartCommand, corpus: Path, overrides: tuple[str, ...], expected: str
+) -> None:
     """Catches a mistake in the sweep itself that is told once for every point, or only after the first one."""
-    assert expected in refused(tmp_path, corpus, *overrides)
+    assert expected in refused(megads, corpus, *overrides)

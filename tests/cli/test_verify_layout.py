@@ -55,6 +55,7 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
     assert all(c["compared"] > 0 and c["passed"] and c["found"] <= c["bound"] for c in checks)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_model_with_every_feature_passes(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a small copy of a model with shared keys, a window and gates that cannot be cut, or that has none."""

@@ -75,6 +75,7 @@ def blend(corpus: Path, module_megads: StartCommand) -> Path:
     return folder / "runs" / "blend"
 
 
+@pytest.mark.slow
 def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
     """Catches samples, documents or offsets that are not those that trained: their loss would not be the step's. And
     the wrong config for a step before a change: step 2 was cut into other micro-batches than step 5."""

@@ -25,20 +25,14 @@ CHUNKED = {impl: OpsConfig(impl, loss_chunk=CHUNK) for impl in (Implementation.f
 
 
 FUSED, TORCH = CHUNKED
-SLOW = [("single", TORCH), ("tp2pp2", FUSED), ("tp2pp2", TORCH), ("tp2dp2sp", TORCH), ("pp2 zb_v", FUSED)]
+CASES = [
+    *(("single", FUSED), ("tp2dp2sp", FUSED), ("pp2 zb_v", TORCH), ("cp2dp2", FUSED), ("zero2dp2", TORCH)),
+    *(("single", TORCH), ("tp2pp2", FUSED), ("tp2pp2", TORCH), ("tp2dp2sp", TORCH), ("pp2 zb_v", FUSED)),
+]
 
 
-@pytest.mark.parametrize(
-    ("layout", "impl"),
-    [
-        ("single", FUSED),
-        ("tp2dp2sp", FUSED),
-        ("pp2 zb_v", TORCH),
-        ("cp2dp2", FUSED),
-        ("zero2dp2", TORCH),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-    ],
-)
+@pytest.mark.quick("single-fused", "pp2 zb_v-torch", "cp2dp2-fused")
+@pytest.mark.parametrize(("layout", "impl"), CASES)
 def test_fp32(layout: str, impl: Implementation) -> None:
     """Catches sums that are reduced before the last chunk is in, a tied weight's second half that is lost, messages out
     of order beside the pipeline's, and validation that trains."""

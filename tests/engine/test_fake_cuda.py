@@ -164,17 +164,8 @@ def fill(shards: list[Shard]) -> None:
         shard.tensor.copy_(torch.zeros(shard.tensor.shape))
 
 
-FAST = ("tp2pp2dp2, sequence parallel", "pp3 zb_h1", "cp2, windows, documents", "zero2dp2", "zero3dp2, loss in chunks")
-
-
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        pytest.param(name, rank, marks=() if name in FAST and rank == case.ranks[-1] else pytest.mark.slow)
-        for name, case in CASES.items()
-        for rank in case.ranks
-    ],
-)
+@pytest.mark.quick("tp2pp2dp2, sequence parallel-7", "zero3dp2, loss in chunks-1")
+@pytest.mark.parametrize(("name", "rank"), [(name, rank) for name, case in CASES.items() for rank in case.ranks])
 @pytest.mark.usefixtures("kernels")
 def test_step(gpus: FakeGpus, name: str, rank: int) -> None:
     """Catches a tensor left on the CPU, a host that waits, and a CPU tensor in a collective, anywhere in a step."""

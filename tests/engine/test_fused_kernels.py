@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
 FUSED = OpsConfig(Implementation.fused)
 
 
+@pytest.mark.quick("tp2pp2", "cp2")
 @pytest.mark.parametrize("layout", ["single", "tp2pp2", "cp2", "zero2dp2"])
 def test_fp32(layout: str) -> None:
     """Catches slopes of the wrong heads, a part of the vocabulary that is lost, places of a context rank, and drift."""
@@ -27,6 +28,7 @@ def test_fp32(layout: str) -> None:
         assert check(run, reference()) == []
 
 
+@pytest.mark.quick("zb_h1, recomputed")
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -45,6 +47,7 @@ def test_scores_in_memory(parallel: ParallelConfig) -> None:
         assert check(run, reference()) == []
 
 
+@pytest.mark.quick("alibi-tp2", "rope-cp2")
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_packed_documents(position: Position, layout: str) -> None:

@@ -67,6 +67,7 @@ def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
 
+@pytest.mark.quick("llama-pp2 zb_h1", "windowed-cp2", "all-tp2pp2sp", "all-zero3dp2")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
     """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
@@ -75,6 +76,7 @@ def test_layouts(model: str, layout: str) -> None:
     assert faults(run, reference(model)) == []
 
 
+@pytest.mark.quick("all-pp2 zb_h1")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("windowed", "cp2"), ("all", "pp2 zb_h1")])
 def test_fused_kernels(model: str, layout: str) -> None:
@@ -92,6 +94,7 @@ def bf16(model: str, **changes: Any) -> Scenario:
     return replace(FIRST, model=replace(MODEL, **MODELS[model]), **changes)
 
 
+@pytest.mark.quick("llama-tp2-fused", "all-cp2-torch")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
 @pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
@@ -101,6 +104,7 @@ def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
     assert abs(found / first_loss_in_bf16(model) - 1) <= FIRST_LOSS_BOUND
 
 
+@pytest.mark.quick("all")
 @pytest.mark.parametrize("model", ["windowed", "all"])
 def test_packed_documents(model: str) -> None:
     """Catches a window that opens what a document's border hides, where places of both are cut over ranks."""
@@ -120,6 +124,7 @@ ONE_REGION = {
 }
 
 
+@pytest.mark.quick("shared, in parts, put off", "weights gathered")
 @pytest.mark.parametrize("layout", ONE_REGION)
 def test_parallel_block_is_one_region(layout: str) -> None:
     """Catches an input that is gathered after its weights' gradients are put off, parts of two branches that are added

@@ -35,6 +35,7 @@ def _kept(name: str) -> tuple[int, list[int], int]:
     return most, made, len(messages._arriving) + len(messages._leaving)
 
 
+@pytest.mark.quick("interleaved")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
 def test_few_tensors_are_kept_and_buffers_are_used_again(name: str) -> None:
     """Catches sent tensors that live to the end of the step, a buffer for every message, and buffers that are lost: 16

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.distributed
 
 # Clipping is active at every step: hot gradients have a norm of about 2. Masks leave 1 to all tokens of a sample.
 SCENARIO = scenario_with(steps=50, masked=True)
+# ZeRO-2 and 3 have shorter runs in test_sharded_training.py; the other layouts are parts of these.
+every_feature = pytest.mark.quick("single", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "cp2")
 
 
 @functools.cache
@@ -33,31 +35,37 @@ def test_clipping_is_active_at_every_step() -> None:
     assert min(reference().norms) > SCENARIO.clip_grad
 
 
+@every_feature
 def test_initial_weights_are_bitwise_equal(run: Run) -> None:
     """Catches weights drawn per rank or per stage (N1)."""
     assert parity.check_initial_weights(run, reference()) == []
 
 
+@every_feature
 def test_first_step(run: Run) -> None:
     """Catches every wrong gradient: collectives, biases, slopes, padding, token weights (N3, N9)."""
     assert parity.check_first_step(run, reference()) == []
 
 
+@every_feature
 def test_curve_and_final_weights(run: Run) -> None:
     """Catches wrong norms, clipping, decay groups, moments and drift (N3)."""
     assert parity.check_curve(run, reference()) == []
 
 
+@every_feature
 def test_replicas_stay_bitwise_equal(run: Run) -> None:
     """Catches replicated parameters and tied embeddings that drift apart, stock DeepSpeed's among them (N8)."""
     assert parity.check_replicas(run, reference()) == []
 
 
+@every_feature
 def test_gradients_reduce_in_fp32(run: Run) -> None:
     """Catches DeepSpeed's default, which curves cannot show (N7)."""
     assert parity.check_reduction_dtype(run, reference()) == []
 
 
+@every_feature
 def test_validation_is_the_token_mean(run: Run) -> None:
     """Catches a mean of batch means and a lost incomplete batch (N10)."""
     assert parity.check_validation(run, reference()) == []
@@ -87,6 +95,7 @@ def dropout_reference() -> Run:
     return train_reference(DROPOUT)
 
 
+@pytest.mark.quick("alibi-tp2", "learned-pp2", "rope-cp2", "alibi-cp2")
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "cp2"])
 @pytest.mark.parametrize("position", DOCUMENTS)
 def test_packed_documents(position: str, layout: str) -> None:
@@ -94,6 +103,7 @@ def test_packed_documents(position: str, layout: str) -> None:
     assert faults_of_first_step(DOCUMENTS[position], documents_reference(position), layout) == []
 
 
+@pytest.mark.quick("tp2cp2-fused")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("layout", "impl"), [("tp2dp2sp", "torch"), ("tp2cp2", "fused"), ("cp3", "torch")])
 def test_dropout(layout: str, impl: str) -> None:

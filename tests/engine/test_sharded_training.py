@@ -33,6 +33,7 @@ pytestmark = pytest.mark.distributed
 SHARDED = ("zero2dp2", "zero3dp2")
 
 
+@pytest.mark.quick("hierarchical")
 @pytest.mark.parametrize("layout", ["zero3tp2dp2", "hierarchical"])
 def test_three_steps_equal_the_reference(layout: str) -> None:
     """Catches what the 50 steps of tests/engine/test_parity.py catch in the slow tier: wrong gradients, norms,
@@ -69,6 +70,7 @@ def _partial_gradients(layout: str) -> dict[str, float]:
     return norms
 
 
+@pytest.mark.quick("zero2tp2dp2")
 @pytest.mark.parametrize("layout", ["zero2tp2dp2", "zero3tp2dp2"])
 def test_partial_gradients_are_summed_over_tensor_parallelism(layout: str) -> None:
     """Catches a sum over tensor parallelism that comes after ZeRO took the gradient, or reaches other parameters.
@@ -155,6 +157,7 @@ def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
     return {"off": off, "dtypes": dtypes, "reductions": {dtype for dtype, numel in reductions if numel > SCALARS}}
 
 
+@pytest.mark.quick("zero3dp2")
 @pytest.mark.parametrize("layout", SHARDED)
 def test_bf16_gradients_accumulate_and_reduce_in_fp32(layout: str) -> None:
     """Catches micro-batches that are added up in bf16, which is off by 3e-3 and more, or reduced in bf16 (N7)."""
@@ -181,6 +184,7 @@ def _unequal_steps(scenario: Scenario, layout: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick("zero2dp2")
 @pytest.mark.parametrize("layout", SHARDED)
 def test_steps_do_not_depend_on_what_came_before(layout: str) -> None:
     """Catches a batch ramp that divides by the first step's micro-batches, gradients left over from the last step,
@@ -265,6 +269,7 @@ def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
             assert found["after"][0] == found["after"][1] and not found["after"][0].skipped
 
 
+@pytest.mark.quick("zero3tp2dp2-others0")
 @pytest.mark.parametrize(
     ("layout", "others"),
     [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],

@@ -6,49 +6,21 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.frozen_config import config_digest, freeze
 from megads.launch.launcher import LaunchSpec, launch
 from megads.monitor.console import Console
-from megads.runtime.config import ClusterConfig
 from megads.runtime.lease import current_holder
 from megads.runtime.metrics import read_json_lines
+from tests.command import StartLauncher
 
 pytestmark = pytest.mark.distributed
-REPOSITORY = Path(__file__).parents[2]
-
-LAUNCH = """
-import sys
-from pathlib import Path
-from megads.cli.entry import MegadsError
-from megads.frozen_config import load_frozen
-from megads.monitor.console import Console
-from megads.launch.scheduler import Deadline
-from megads.launch.launcher import LaunchSpec, launch
-from megads.runtime.lease import claimed
-from megads.launch.scheduler import Scheduler
-run_dir, ranks, digest, body = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-command = ("-m", "megads.launch.rank", str(run_dir), "--digest", digest, "--entry", "tests.launch.rank_bodies:" + body)
-config = load_frozen(run_dir / "config.yaml")
-spec = LaunchSpec(run_dir, ranks, command, heartbeat_timeout_s=config.cluster.heartbeat_timeout_s)
-deadline = Deadline(run_dir, None, lambda: None, None, config.run.stop_timeout_s)
-try:
-    with claimed(run_dir):
-        sys.exit(launch(spec, Console(run_dir, sys.stdout), scheduler=Scheduler(deadline=deadline)).exit_code)
-except MegadsError as error:
-    sys.exit(f"{error.exit_code} {error}")
-"""
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,60 +32,6 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-class Launched:
-    """A launcher in a process of its own, so that signals can be sent to it."""
-
-    def __init__(
-        self,
-        run_dir: Path,
-        body: str,
-        ranks: int = 2,
-        digest: str | None = None,
-        stop_timeout_s: float | None = None,
-        **cluster: float,
-    ):
-        self.run_dir = run_dir
-        run_dir.mkdir(exist_ok=True)
-        config = RootConfig(cluster=ClusterConfig(**cluster))  # type: ignore[arg-type]
-        config.run.stop_timeout_s = stop_timeout_s
-        freeze(config, run_dir / "config.yaml")
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(run_dir), str(ranks), digest or config_digest(config), body],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def end(self, timeout_s: float = 40.0) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, out, err
-
-    def rank_pids(self) -> list[int]:
-        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 40.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, "the launcher never got there"
-            time.sleep(0.02)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    started: list[Launched] = []
-
-    def _start(body: str, **options: object) -> Launched:
-        started.append(Launched(tmp_path / "run", body, **options))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield _start
-    for launched in started:
-        if launched.process.poll() is None:
-            launched.process.kill()
-            launched.process.communicate()
-
-
 def alive(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
@@ -121,7 +39,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: Callable[..., Launched]) -> None:
+def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: StartLauncher) -> None:
     """Catches ranks that share the terminal, take every core each, or do not find each other."""
     launched = start("finish")
     code, out, err = launched.end()
@@ -131,7 +49,7 @@ def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: Callable[.
     assert all(f"sum 2 threads {threads}" in log for log in logs)
 
 
-def test_a_returned_code_lets_slow_peers_leave(start: Callable[..., Launched]) -> None:
+def test_a_returned_code_lets_slow_peers_leave(start: StartLauncher) -> None:
     """Catches the agent killing rank 1, still leaving, because rank 0 already ended with code 5."""
     launched = start("return_five_one_after_another")
     code, _, err = launched.end()
@@ -139,7 +57,7 @@ def test_a_returned_code_lets_slow_peers_leave(start: Callable[..., Launched]) -
     assert (launched.run_dir / "left_1").exists()
 
 
-def test_the_failing_ranks_code_wins(start: Callable[..., Launched]) -> None:
+def test_the_failing_ranks_code_wins(start: StartLauncher) -> None:
     """Catches torchrun's exit 1, blame on a peer that only lost the failing rank, and a peer left in its collective."""
     launched = start("fail_on_rank_1_while_peers_wait", ranks=3)
     code, _, err = launched.end()
@@ -151,7 +69,7 @@ def test_the_failing_ranks_code_wins(start: Callable[..., Launched]) -> None:
     assert (failure["rank"], failure["exit_code"]) == (1, 7)
 
 
-def test_a_stopped_peer_does_not_hold_up_the_end(start: Callable[..., Launched]) -> None:
+def test_a_stopped_peer_does_not_hold_up_the_end(start: StartLauncher) -> None:
     """Catches waiting 30 s for a process that cannot answer SIGTERM, and blaming it for the SIGKILL it then got."""
     launched = start("fail_with_a_bug_while_a_peer_is_stopped")
     failed = launched.run_dir / "logs" / "failure_00001.json"
@@ -163,7 +81,7 @@ def test_a_stopped_peer_does_not_hold_up_the_end(start: Callable[..., Launched])
     assert "rank 1 failed, ZeroDivisionError: division by zero in the forward" in err
 
 
-def test_kill_nine_of_a_rank_is_named(start: Callable[..., Launched]) -> None:
+def test_kill_nine_of_a_rank_is_named(start: StartLauncher) -> None:
     """Catches a lost rank reported as its peers' connection error, and peers that outlive it."""
     launched = start("wait_in_a_collective", ranks=3)
     pid_files = [launched.run_dir / f"pid_{rank}" for rank in range(3)]
@@ -179,7 +97,7 @@ def test_kill_nine_of_a_rank_is_named(start: Callable[..., Launched]) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
-def test_no_orphan_survives_a_killed_launcher(start: Callable[..., Launched]) -> None:
+def test_no_orphan_survives_a_killed_launcher(start: StartLauncher) -> None:
     """Catches ranks that train on, unseen: the agent starts them in sessions of their own."""
     launched = start("step_until_stopped")
     launched.wait_for(lambda: (launched.run_dir / "metrics.jsonl").exists() and len(launched.rank_pids()) >= 2)
@@ -193,7 +111,7 @@ def test_no_orphan_survives_a_killed_launcher(start: Callable[..., Launched]) ->
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])
-def test_first_signal_saves_and_stops(start: Callable[..., Launched], number: signal.Signals, expected: int) -> None:
+def test_first_signal_saves_and_stops(start: StartLauncher, number: signal.Signals, expected: int) -> None:
     """Catches a signal that kills the ranks, is taken for another, or stays on disk for the next start."""
     launched = start("step_until_stopped")
     metrics = launched.run_dir / "metrics.jsonl"
@@ -208,7 +126,7 @@ def test_first_signal_saves_and_stops(start: Callable[..., Launched], number: si
     assert not (launched.run_dir / "stop").exists()
 
 
-def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: Callable[..., Launched]) -> None:
+def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: StartLauncher) -> None:
     """Catches a signal that ends in a traceback, or that nobody answers, where the run directory takes no stop file."""
     launched = start("step_until_stopped")
     metrics = launched.run_dir / "metrics.jsonl"
@@ -227,12 +145,12 @@ def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: Callable[..., Launc
     assert len(asked) == 1 and "it is killed" in asked[0]["cause"]
 
 
-def test_a_lost_terminal_changes_nothing(start: Callable[..., Launched]) -> None:
+def test_a_lost_terminal_changes_nothing(start: StartLauncher, tmp_path: Path) -> None:
     """Catches `megads train | head` or a dropped connection that ends the training or changes its exit code."""
-    launched = start("step_until_stopped", ranks=1)
-    assert launched.process.stdout is not None
-    launched.process.stdout.readline()
-    launched.process.stdout.close()
+    os.mkfifo(tmp_path / "pipe")
+    launched = start("step_until_stopped", ranks=1, out=tmp_path / "pipe")
+    with (tmp_path / "pipe").open() as pipe:
+        pipe.readline()
     metrics = launched.run_dir / "metrics.jsonl"
     before = metrics.stat().st_size
     launched.wait_for(lambda: metrics.stat().st_size > before + 100)
@@ -240,7 +158,7 @@ def test_a_lost_terminal_changes_nothing(start: Callable[..., Launched]) -> None
     assert launched.process.wait(timeout=40) == 5
 
 
-def test_second_signal_kills_at_once(start: Callable[..., Launched]) -> None:
+def test_second_signal_kills_at_once(start: StartLauncher) -> None:
     """Catches a run that cannot be ended while it hangs in a collective."""
     launched = start("wait_in_a_collective")
     launched.wait_for((launched.run_dir / "pid_0").exists)
@@ -255,26 +173,26 @@ def test_second_signal_kills_at_once(start: Callable[..., Launched]) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_run_directory_in_use_is_refused(start: Callable[..., Launched]) -> None:
+def test_a_run_directory_in_use_is_refused(start: StartLauncher) -> None:
     """Catches two launchers writing one run, and a lock that outlives its holder."""
     first = start("step_until_stopped", ranks=1)
     first.wait_for(lambda: (holder := current_holder(first.run_dir)) is not None and holder.pid == first.process.pid)
     code, _, err = start("finish", ranks=1).end()
-    assert code == 1  # sys.exit with a text
-    assert err.startswith(f"2 the run directory {first.run_dir} is in use by process {first.process.pid}")
+    assert code == 2
+    assert err.startswith(f"the run directory {first.run_dir} is in use by process {first.process.pid}")
     first.process.kill()
     first.end()
     assert start("step_twice", ranks=1).end()[0] == 0
 
 
-def test_ranks_refuse_a_config_that_is_not_the_frozen_one(start: Callable[..., Launched]) -> None:
+def test_ranks_refuse_a_config_that_is_not_the_frozen_one(start: StartLauncher) -> None:
     """Catches ranks that train another config than the launcher checked."""
-    code, _, err = start("finish", digest="0" * 64).end()
+    code, _, err = start("finish", "--digest", "0" * 64).end()
     assert code == 2
     assert "the launcher froze 00000000" in err
 
 
-def test_a_rank_that_cannot_start_is_reported(start: Callable[..., Launched]) -> None:
+def test_a_rank_that_cannot_start_is_reported(start: StartLauncher) -> None:
     """Catches an import error that nobody sees."""
     launched = start("no_such_body")
     code, _, err = launched.end()

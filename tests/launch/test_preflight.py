@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from megads.frozen_config import derive_run_id, load_frozen
 from megads.launch.preflight import locate_data, resolve_run
 from megads.parallel.config import Recompute
 from tests.command import StartCommand, events_of, steps_of
-from tests.command import run_megads as command
 
 SENTENCE = "One does not simply train a model on {}; one reads {} of its samples first.\n"
 # Small and quick; the peak of the machine is not measured.
@@ -98,13 +96,14 @@ def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) ->
     assert len([path for path in prefix.parent.parent.iterdir() if path.is_dir()]) == 1
 
 
-def test_dry_run_makes_nothing(corpus: Path) -> None:
+@pytest.mark.distributed
+def test_dry_run_makes_nothing(megads: StartCommand, corpus: Path) -> None:
     """Catches a dry run that tokenizes, and one that names another run than the real one does."""
-    result = command(corpus.parent, "train", "data.raw=[my/*.txt, my/deep]", "run.dry_run=true", *QUICK)
-    assert result.returncode == 0, result.stderr
+    result = megads("train", "data.raw=[my/*.txt, my/deep]", "run.dry_run=true", *QUICK).end()
+    assert result.code == 0, result.err
     for part in ("would be made from 3 files", "a tokenizer of up to 512 tokens", "vocabulary 512", "runs/data-cache/"):
-        assert part in result.stdout
-    assert [path.name for path in corpus.parent.iterdir()] == ["my"]
+        assert part in result.out
+    assert [path.name for path in megads.folder.iterdir()] == ["my"]
 
 
 MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
@@ -120,17 +119,19 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
 ]
 
 
+@pytest.mark.distributed
+@pytest.mark.usefixtures("corpus")
 @pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES)
-def test_mistakes_of_the_first_hour(corpus: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_mistakes_of_the_first_hour(megads: StartCommand, arguments: tuple[str, ...], code: int, message: str) -> None:
     """Catches a traceback, a wrong exit code, or an error that shows only in a rank's log."""
-    folder = corpus.parent
+    folder = megads.folder
     (folder / "short.txt").write_text("hello!")
     (folder / "cut.jsonl.zst").write_bytes(zstandard.compress(records(1))[:-9])
     (folder / "empty").mkdir()
     (folder / "empty" / "a.txt").touch()
-    result: subprocess.CompletedProcess[str] = command(folder, "train", "train.steps=1", *arguments)
-    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
-    assert message in result.stderr
+    result = megads("train", "train.steps=1", *arguments).end()
+    assert (result.code, "Traceback" in result.err) == (code, False), result.err
+    assert message in result.err
     assert not list(folder.glob("runs/data-cache/.*"))
 
 
@@ -213,7 +214,8 @@ def test_a_run_is_resolved_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not Path("runs", run.config.run.id).exists() and run.data.text.startswith(run.config.data.train[0].path)
 
 
-def test_prepare_only_builds_what_the_run_needs(corpus: Path) -> None:
+@pytest.mark.distributed
+def test_prepare_only_builds_what_the_run_needs(megads: StartCommand, corpus: Path) -> None:
     """Catches maps under another name than the run looks for, too few of them, and ranks that are started."""
     with IndexedDatasetWriter(corpus.parent / "many", np.uint16) as writer:
         for number in range(70_000):
@@ -222,9 +224,9 @@ def test_prepare_only_builds_what_the_run_needs(corpus: Path) -> None:
         "data.train=[{path: many, max_epochs: 3}]", "data.split=[1, 0]", "train.seq_len=4", "train.samples=40000",
         "train.global_batch_size=8", "model.vocab_size=512", "run.id=prepared", "logging.console=plain",
     )  # fmt: skip
-    result = command(corpus.parent, "train", "run.prepare_only=true", *arguments)
-    assert result.returncode == 0, result.stderr
-    assert "prepared: 2 index maps" in result.stdout
+    result = megads("train", "run.prepare_only=true", *arguments).end()
+    assert result.code == 0, result.err
+    assert "prepared: 2 index maps" in result.out
     maps = sorted(path.name.split("-")[1] for path in (corpus.parent / "many.cache").glob("*.json"))
     assert maps == ["epoch00000.json", "epoch00001.json"]
     run_dir = corpus.parent / "runs" / "prepared"

@@ -176,6 +176,7 @@ def test_resize_and_ctrl_c_leave_a_clean_terminal(terminal: Callable[..., OnTerm
     assert one.screen.clean
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stalled_terminal_holds_up_nothing(terminal: Callable[..., OnTerminal], tmp_path: Path) -> None:
     """Catches Ctrl-S, or a stalled connection, that stops the launcher: it must end with its run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import struct
@@ -10,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
@@ -23,6 +23,8 @@ from megads.frozen_config import freeze
 from megads.monitor.trackers import Feed, FeedPosition, News, wandb_mode, wanted_trackers
 from megads.runtime.config import LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+from tests.command import Command, Ended
+from tests.command_server import CommandServer
 from tests.monitor.wandb_server import WandbServer
 
 
@@ -123,6 +125,8 @@ def test_the_server_knows_better(tmp_path: Path) -> None:
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 30
+PATIENCE_S = 60.0
+"""logging.flush_s: the trackers' processes have a low priority, and import wandb late on a busy machine."""
 
 
 def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
@@ -131,23 +135,31 @@ def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
     config.run.id, config.run.dir, config.train.steps = run_dir.name, str(run_dir), steps
     config.logging.wandb.mode = wandb.get("mode", WandbMode.disabled)
     config.logging.tensorboard.enabled = wandb.get("tensorboard", False)
-    config.logging.flush_s = wandb.get("flush_s", 20.0)
+    config.logging.flush_s = wandb.get("flush_s", PATIENCE_S)
     config.logging.wandb.tags = ["a tag"]
     run_dir.mkdir(parents=True, exist_ok=True)
     freeze(config, run_dir / "config.yaml")
     return config
 
 
-def launch(run_dir: Path, body: str = "step_as_planned", **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.launch.small_launch", str(run_dir), body],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+class Launch(Protocol):
+    """Runs a launcher over a stand-in rank to its end, with `environment` added to its own."""
+
+    def __call__(self, run_dir: Path, **environment: str) -> Ended: ...
+
+
+@pytest.fixture
+def launch(command_server: CommandServer) -> Launch:
+    def run(run_dir: Path, **environment: str) -> Ended:
+        with closing(launcher_of(run_dir, command_server, environment)) as launcher:
+            return launcher.end(120)
+
+    return run
+
+
+def launcher_of(run_dir: Path, server: CommandServer, environment: Mapping[str, str] = {}) -> Command:
+    words = (str(run_dir), "step_as_planned")
+    return Command(REPOSITORY, words, "tests.launch.small_launch", environment, server)
 
 
 def warnings_of(run_dir: Path) -> list[str]:
@@ -255,17 +267,17 @@ def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.distributed
-def test_both_hold_everything_after_a_kill_and_a_resume(tmp_path: Path) -> None:
+def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
     """Catches lost or doubled steps over a resume, another run id, lost config, events or final table."""
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")
     run = tmp_path / "a-run"
     frozen_run(run, mode=WandbMode.offline, tensorboard=True)
     (run / "die").touch()
-    assert launch(run).returncode == 10
+    assert launch(run).code == 10
     assert max(losses(run)) == 7
     done = launch(run)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.code, done.err) == (0, "")
     assert warnings_of(run) == []
     truth = losses(run)
     assert sorted(truth) == list(range(1, STEPS + 1))
@@ -292,8 +304,9 @@ def test_both_hold_everything_after_a_kill_and_a_resume(tmp_path: Path) -> None:
     assert no_process_left(run)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_online_goes_on_with_the_run_that_the_server_has(tmp_path: Path) -> None:
+def test_online_goes_on_with_the_run_that_the_server_has(launch: Launch, tmp_path: Path) -> None:
     """Catches a resumed run that starts a second one, repeats steps or loses those that never arrived."""
     pytest.importorskip("wandb")
     run = tmp_path / "a-run"
@@ -301,11 +314,11 @@ def test_online_goes_on_with_the_run_that_the_server_has(tmp_path: Path) -> None
     with WandbServer() as server:
         environment = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
         (run / "die").touch()
-        assert launch(run, **environment).returncode == 10
+        assert launch(run, **environment).code == 10
         assert [row["_step"] for row in server.runs["a-run"]] == list(range(1, 8))
         del server.runs["a-run"][4:]
         done = launch(run, **environment)
-    assert (done.returncode, done.stderr, warnings_of(run)) == (0, "", [])
+    assert (done.code, done.err, warnings_of(run)) == (0, "", [])
     assert list(server.runs) == ["a-run"]
     rows = server.runs["a-run"]
     assert [row["_step"] for row in rows] == list(range(1, STEPS + 1))
@@ -351,52 +364,47 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "server", [pytest.param(name, marks=() if name == "never answers" else pytest.mark.slow) for name in BAD_SERVERS]
-)
-def test_a_bad_server_costs_nothing(tmp_path: Path, server: str) -> None:
+@pytest.mark.quick("never answers")
+@pytest.mark.parametrize("server", BAD_SERVERS)
+def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
     """Catches a step, the exit code or the end of a run that depends on wandb's server."""
     pytest.importorskip("wandb")
     run = tmp_path / "run"
-    frozen_run(run, mode=WandbMode.online, flush_s=15.0)
+    frozen_run(run, mode=WandbMode.online)
     port, close = BAD_SERVERS[server]()
     try:
         done = launch(run, WANDB_BASE_URL=f"http://127.0.0.1:{port}", WANDB_API_KEY="a" * 40)
         left = time.time()
     finally:
         close()
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.code, done.err) == (0, "")
     times = [r["step_time_s"] for r in read_json_lines(run / "metrics.jsonl") if "step_time_s" in r]
     assert len(times) == STEPS and sorted(times)[STEPS // 2] < 0.5
     events = list(read_json_lines(run / "events.jsonl"))
     exited = next(e["time"] for e in events if e["event"] == "exit")
-    assert left - exited < 15.0 + 5.0
+    assert left - exited < PATIENCE_S + 5.0
     assert len(warnings_of(run)) == 1
     assert "wandb" not in (run / "logs" / "rank_00000.log").read_text()
     assert [step for step, _ in wandb_history(run)] == list(range(1, STEPS + 1)), "recorded offline instead"
     assert no_process_left(run)
 
 
+@pytest.mark.quick("stopped")
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
-def test_a_dead_or_stopped_tracker_costs_nothing(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
+def test_a_dead_or_stopped_tracker_costs_nothing(
+    command_server: CommandServer, tmp_path: Path, number: signal.Signals
+) -> None:
     """Catches a launcher that waits for its tracker or ends with it."""
     run = tmp_path / "run"
     frozen_run(run, steps=60, tensorboard=True, flush_s=0.5)
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "tests.launch.small_launch", str(run), "step_as_planned"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    while not losses(run):
-        assert launcher.poll() is None
-        time.sleep(0.05)
-    for child in psutil.Process(launcher.pid).children():
-        if "megads.launch.tracker" in child.cmdline():
-            child.send_signal(number)
-    out, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 0
+    with closing(launcher_of(run, command_server)) as launcher:
+        launcher.wait_for(lambda: bool(losses(run)))
+        for child in launcher.processes():
+            if "megads.launch.tracker" in child.cmdline():
+                child.send_signal(number)
+        code, out, _ = launcher.end(60)
+    assert code == 0
     assert sorted(losses(run)) == list(range(1, 61))
     assert len(warnings_of(run)) == 1
     assert out.count("tracker failed: the tracker process") == 1

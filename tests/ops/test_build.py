@@ -33,6 +33,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.distributed
 def test_processes_that_start_together_compile_once(fresh: Path) -> None:

@@ -126,19 +126,6 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
 }
 WORLD_SIZES = sorted({parallel.world_size for _, parallel in CASES.values()})
 CASES_A_START = 4
-QUICK = (
-    "single bf16",
-    "single bf16, dropout",
-    "tp2, sequence parallel, dropout",
-    "tp2 pp2, sequence parallel",
-    "zero 3, dp2",
-    "pp2, zb_v, untied",
-    "single, dropout, recompute=selective",
-    "tp2 fp32, llama, fused",
-    "cp2 fp32, packed documents, fused",
-    "single, loss in chunks, fused",
-)
-"""One of each mechanism, in `make test`; the others are slow only because they are many."""
 TOLERANCE = 0.05
 MIB = 2**20
 
@@ -176,10 +163,18 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
     return pairs
 
 
+# One of each mechanism; the others are slow only because they are many.
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+@pytest.mark.quick(
+    "single bf16",
+    "tp2 pp2, sequence parallel",
+    "zero 3, dp2",
+    "pp2, zb_v, untied",
+    "tp2 fp32, llama, fused",
+    "cp2 fp32, packed documents, fused",
+    "single, loss in chunks, fused",
 )
+@pytest.mark.parametrize("name", CASES)
 def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> None:
     """Catches an operation that saves more than the plan knows, a schedule that holds more micro-batches, a lost copy.
 

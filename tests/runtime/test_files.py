@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import read_sidecar
 from megads.errors import ConfigError, DataError
 from megads.frozen_config import config_of_start, load_frozen
-from megads.runtime.files import atomic_writer, parse_json, read_regular
+from megads.runtime.files import atomic_writer, is_readable, parse_json, read_regular
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.stop import read_stop
 from megads.tools.generate import dataset_prefixes
@@ -94,3 +95,35 @@ def test_readers_of_a_run_take_whatever_is_there(tmp_path: Path) -> None:
         assert read_stop(tmp_path) and config_of_start(tmp_path, "0" * 64) is None
         assert dataset_prefixes(tmp_path) == [] and read_steps(tmp_path) == {}
         assert all(isinstance(event, dict) for event in read_json_lines(tmp_path / "events.jsonl"))
+
+
+def test_what_appears_meanwhile_is_no_obstacle(tmp_path: Path) -> None:
+    """Catches two questions about a file, between which a run creates it: reading it was refused then."""
+    path, over = tmp_path / "metrics.jsonl", threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            path.touch()
+            path.unlink()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {is_readable(path) for _ in range(20_000)} == {True, False}
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
+    """Catches a folder, a pipe that would be waited for without end, and a link that leads nowhere or to itself."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("pipe", "nowhere", "loop", "."):
+        with pytest.raises(ConfigError, match="is no regular file"):
+            is_readable(tmp_path / name)
+    assert is_readable(tmp_path / "link")
+    assert not is_readable(tmp_path / "gone") and not is_readable(tmp_path / "file" / "in a file")

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,7 @@ from megads.runtime.heartbeat import (
     render_positions,
 )
 from megads.runtime.metrics import read_json_lines
-from tests.launch.test_launcher import Launched, start
-
-__all__ = ["start"]
+from tests.command import Launched, StartLauncher
 
 BEAT = """
 import sys, time
@@ -129,9 +126,9 @@ def events(launched: Launched, name: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.distributed
-def test_a_stopped_rank_is_named_killed_and_blamed(start: Callable[..., Launched]) -> None:
+def test_a_stopped_rank_is_named_killed_and_blamed(start: StartLauncher) -> None:
     """Catches a hang that lasts as long as the collectives' timeout, and blame on the rank that waits."""
-    launched = start("beat_until_stopped", heartbeat_timeout_s=LOST_AFTER_S)
+    launched = start("beat_until_stopped", cluster__heartbeat_timeout_s=LOST_AFTER_S)
     os.kill(pid_of(launched, 1), signal.SIGSTOP)
     code, out, err = launched.end()
     assert code == 9
@@ -142,17 +139,18 @@ def test_a_stopped_rank_is_named_killed_and_blamed(start: Callable[..., Launched
     assert (lost["rank"], lost["state"]) == (1, "T")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_a_stopped_rank_is_blamed_when_its_peers_give_up_first(start: Callable[..., Launched]) -> None:
+def test_a_stopped_rank_is_blamed_when_its_peers_give_up_first(start: StartLauncher) -> None:
     """Catches the healthy rank's timeout taken for the cause: nothing else was left to blame."""
-    launched = start("beat_until_stopped", timeout_s=8.0)
+    launched = start("beat_until_stopped", cluster__timeout_s=8.0)
     os.kill(pid_of(launched, 1), signal.SIGSTOP)
     code, _, err = launched.end()
     assert code == 9 and "megads: rank 1: hung: sends no heartbeat for" in err
 
 
 @pytest.mark.distributed
-def test_a_stop_does_not_wait_for_a_stopped_rank(start: Callable[..., Launched]) -> None:
+def test_a_stop_does_not_wait_for_a_stopped_rank(start: StartLauncher) -> None:
     """Catches a preempted job that waits for a hung rank until its scheduler kills it, and is not requeued."""
     launched = start("beat_until_stopped")
     os.kill(pid_of(launched, 1), signal.SIGSTOP)
@@ -164,9 +162,9 @@ def test_a_stop_does_not_wait_for_a_stopped_rank(start: Callable[..., Launched])
 
 
 @pytest.mark.distributed
-def test_a_stop_that_does_not_come(start: Callable[..., Launched]) -> None:
+def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
     """Catches a run that beats on but never stops, and is waited for without end."""
-    launched = start("beat_until_stopped", stop_timeout_s=3.0)
+    launched = start("beat_until_stopped", run__stop_timeout_s=3.0)
     pid_of(launched, 1)
     launched.process.send_signal(signal.SIGINT)
     code, _, err = launched.end()
@@ -174,10 +172,11 @@ def test_a_stop_that_does_not_come(start: Callable[..., Launched]) -> None:
     assert "ranks 0, 1: in step " in err or "rank 0: in step " in err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_native_code_that_holds_the_interpreter_is_named(start: Callable[..., Launched]) -> None:
+def test_native_code_that_holds_the_interpreter_is_named(start: StartLauncher) -> None:
     """Catches a deadlock in an extension, which blocks every thread of its rank, that is taken for a slow step."""
-    launched = start("hold_the_interpreter", heartbeat_timeout_s=LOST_AFTER_S)
+    launched = start("hold_the_interpreter", cluster__heartbeat_timeout_s=LOST_AFTER_S)
     code, _, err = launched.end()
     assert code == 9
     assert "megads: rank 1: hung: sends no heartbeat for" in err and "native code holds its interpreter" in err

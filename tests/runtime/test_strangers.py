@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore
 from megads.launch.node_check import Board
 from megads.runtime.control_store import ControlStore
 from megads.runtime.run_secret import Secret, secret_path
-from tests.launch.test_launcher import REPOSITORY, Launched
+from tests.command import REPOSITORY, Launched, StartLauncher, launchers_in
 
 pytestmark = pytest.mark.distributed
 
@@ -58,20 +58,10 @@ class Program:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
-    """Starts two ranks that meet; leaves nothing running."""
-    started: list[Launched] = []
-
-    def _start() -> Launched:
-        started.append(Launched(tmp_path / "run", "meet_until_told"))
-        return started[-1]
-
-    yield _start
-    for launched in started:
-        if launched.process.poll() is None:
-            for process in [*psutil.Process(launched.process.pid).children(recursive=True), launched.process]:
-                process.kill()
-            launched.process.communicate()
+def start(tmp_path: Path) -> Iterator[StartLauncher]:
+    """No forks: the environment of a fork, where a secret is looked for, cannot be read from outside."""
+    with launchers_in(tmp_path / "run") as start:
+        yield start
 
 
 def listening(pid: int) -> list[Any]:
@@ -129,10 +119,11 @@ def require_kept(secret: str, launched: Launched) -> None:
         assert secret not in " ".join(process.environ().values())
 
 
-def test_a_vandal_runs_nothing(start: Callable[[], Launched], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_vandal_runs_nothing(start: StartLauncher, tmp_path: Path) -> None:
     """Catches a store that listens on all addresses, a value of it that is unpickled, a rank that is admitted under the
     names that torch gives, garbage that ends a run, and a secret in a log, a file, `ps` or an environment."""
-    launched, mark = start(), tmp_path / "owned"
+    launched, mark = start("meet_until_told"), tmp_path / "owned"
     port = store_port(launched)
     secret = secret_path(launched.run_dir, None)
     launched.wait_for(secret.exists)
@@ -165,9 +156,9 @@ def test_a_vandal_runs_nothing(start: Callable[[], Launched], tmp_path: Path) ->
     assert not any(text.encode() in content for content in (*contents, out.encode(), err.encode()))
 
 
-def test_an_impostor_is_not_admitted(start: Callable[[], Launched]) -> None:
+def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
     """Catches a process that reads the store's keys, takes the place of a rank that is late, and is let in."""
-    launched = start()
+    launched = start("meet_until_told")
     client, prefixes = stranger(store_port(launched)), set[str]()
 
     def look() -> bool:

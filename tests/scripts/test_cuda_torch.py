@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 
 def write_wheel(folder: Path, name: str, version: str, files: dict[str, str], requires: str = "") -> None:
     """A pure Python wheel of these files."""
@@ -29,6 +31,7 @@ def cuda_torch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_cuda_build_is_installed_once(tmp_path: Path) -> None:
     """Catches a CPU build of the same version that wins, libraries that the torch does not find, a second download, a
     failing command that passes, and a missing wheel that is not an own exit status with its reason."""

@@ -216,6 +216,7 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
         preprocess(config)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_packed_run_learns_the_responses(tmp_path: Path, megads: StartCommand) -> None:
     """Catches pairs that the training takes for one sequence, and so learns the prompts of, or not the ends."""

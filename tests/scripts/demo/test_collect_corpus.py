@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[3] / "scripts/demo/collect_corpus.py"
 
 
@@ -13,6 +15,7 @@ def run(output: Path, smallest: str, largest: str) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_corpus(tmp_path: Path) -> None:
     """Catches paths of the machine in the corpus, duplicates, too much text, and an order that changes."""
     first, second = tmp_path / "new" / "a.jsonl", tmp_path / "b.jsonl"

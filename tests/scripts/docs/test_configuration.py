@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = Path("scripts") / "docs" / "configuration.py"
 
@@ -22,6 +24,7 @@ def test_the_committed_page_is_up_to_date() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_stale_page_is_told_with_the_command(tmp_path: Path) -> None:
     """Catches a check that passes whatever the page says."""
     for name in (SCRIPT, Path("docs") / "configuration.md"):

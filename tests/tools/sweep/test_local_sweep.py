@@ -90,6 +90,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     assert winner.code == 0 and "70 steps" in winner.out, winner
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) -> None:
     """Catches a signal that kills a point without saving, or starts the next one, and a sweep that then starts anew."""

@@ -23,7 +23,7 @@ from megads.tools.sweep.results import (
     write_record,
     write_results,
 )
-from tests.command import run_megads as megads
+from tests.command import StartCommand
 
 
 def point(number: int, objective: float | None, repeats: int | None = None, state: str = "finished") -> Point:
@@ -139,7 +139,8 @@ def test_the_winners_config_is_no_program(tmp_path: Path, text: str) -> None:
     assert not (tmp_path / "experiment" / "best.yaml").exists() and (tmp_path / "best.sh").exists()
 
 
-def test_the_page_shows_every_point_and_chart(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_the_page_shows_every_point_and_chart(megads: StartCommand, tmp_path: Path) -> None:
     """Catches a chart that fails for a point without a value, and markup in a user's text."""
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     from megads.tools.sweep.page import write_page
@@ -149,8 +150,8 @@ def test_the_page_shows_every_point_and_chart(tmp_path: Path) -> None:
     write_record(tmp_path, record)
     page = write_page(tmp_path).read_text()
     assert "<tiny>" not in page and "&lt;tiny&gt;" in page and "too large" in page
-    shown = megads(tmp_path.parent, "report", f"run={tmp_path}")
-    assert shown.returncode == 0 and "best: point 3" in shown.stdout and "report.html" in shown.stdout, shown
+    shown = megads("report", f"run={tmp_path}").end()
+    assert shown.code == 0 and "best: point 3" in shown.out and "report.html" in shown.out, shown
     pictures = sorted(path.stem for path in (tmp_path / "report").glob("*.png"))
     assert pictures == ["curves", "history", "parallel", "parameter_0", "parameter_1"]
 
