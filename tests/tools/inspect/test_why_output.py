@@ -81,7 +81,7 @@ def test_a_row_for_each_document() -> None:
         ["b", "0", "0-2", "of", "3", "2-4", "5.000", "1", "..."],
     ]
     decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x\n\x1b" if 5 in ids else "")
-    text = as_text(explanation(tokenizers={"data/a": decoder}), 3, tokens=True)
+    text = as_text(explanation(tokenizers={"data/a": decoder}, num_samples=1), 3, tokens=True)
     assert "x\\n\\x1b" in text and "x\\n\\x1b ..." not in text and "\x1b" not in text
     tokens = [line.split() for line in text.partition("in it")[2].splitlines() if line.strip()[:1].isdigit()]
     assert tokens == [
