@@ -6,7 +6,7 @@
 cosmic-ray knows the small defects: another operator, a number off by one, a negated condition, an exception that is
 not caught, a loop that does not run. This draws places with equal chance, applies one defect each to a copy of the
 committed tree, and runs the tests beside the file: the six nearest of those that import it or have its name, else all
-tests of its room; tests in one process first, never the slow ones, and none that would start after 45 s. A test that
+tests of its room and those with the name of its room; tests in one process first, never the slow ones, and none that would start after 45 s. A test that
 fails or hangs has killed the mutation. Every tenth draw changes nothing: its tests must pass, or the share of killed
 mutations means nothing. A second call with the same --append file goes on where the first ended.
 
@@ -194,7 +194,7 @@ def imports_of_tests() -> dict[str, frozenset[str]]:
 
 
 def tests_beside(file: str) -> list[str]:
-    """The nearest tests that import a file or have its name; all of its room where there are none."""
+    """The nearest tests that import a file or have its name; all of its room, or with the name of it, else."""
     path = Path(file).with_suffix("")
     module = ".".join(path.parts)
     room = (Path("tests") / path.parent.relative_to("megads")).as_posix()
@@ -206,7 +206,9 @@ def tests_beside(file: str) -> list[str]:
         return test != namesake, not test.startswith(f"{room}/"), imported
 
     nearest = sorted(found, key=distance)[:NEAREST]
-    return nearest or [test for test in imports_of_tests() if Path(test).parent == Path(room)]
+    # A tool's own test of its command may be in another room: tests/cli/test_plan.py of megads/tools/plan.
+    named = f"test_{path.parent.name}.py"
+    return nearest or [test for test in imports_of_tests() if Path(test).parent == Path(room) or test.endswith(named)]
 
 
 class Tester:
