@@ -6,9 +6,10 @@
 cosmic-ray knows the small defects: another operator, a number off by one, a negated condition, an exception that is
 not caught, a loop that does not run. This draws places with equal chance, applies one defect each to a copy of the
 committed tree, and runs the tests beside the file: the six nearest of those that import it or have its name, else all
-tests of its room and those with the name of its room; tests in one process first, never the slow ones, and none that would start after 45 s. A test that
-fails or hangs has killed the mutation. Every tenth draw changes nothing: its tests must pass, or the share of killed
-mutations means nothing. A second call with the same --append file goes on where the first ended.
+tests of its room and those with the name of its room; tests in one process first, never the slow ones, and none that
+would start after 45 s. A test that fails or hangs has killed the mutation. Every tenth draw changes nothing: its tests
+must pass, or the share of killed mutations means nothing. A second call with the same --append file goes on where the
+first ended.
 
 Not drawn, for no run can tell: annotations, `if TYPE_CHECKING`, the type of a cast, abstractmethod and other marks for
 mypy, frozen= of a dataclass (mypy refuses the assignment), what a logger is given, and `if __name__ == "__main__"`.
