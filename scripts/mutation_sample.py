@@ -181,7 +181,7 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
 
 @cache
 def imports_of_tests() -> dict[str, frozenset[str]]:
-    """The modules and names that each file of tests imports."""
+    """The modules and names that each file of tests imports, and the modules that it starts."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         names: set[str] = set()
@@ -190,6 +190,8 @@ def imports_of_tests() -> dict[str, frozenset[str]]:
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Constant) and str(node.value).startswith("megads."):
+                names.add(str(node.value))  # a module that is started: python -m megads.launch.tracker
         found[path.relative_to(ROOT).as_posix()] = frozenset(names)
     return found
 
