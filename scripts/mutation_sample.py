@@ -217,14 +217,14 @@ def tests_beside(file: str) -> list[str]:
 class Tester:
     """A copy of the committed tree and the process that runs tests in it; scripts/mutation_tests.py."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, budget_s: float) -> None:
         self.folder = folder
         self._time_s = 10**9
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(folder)], check=True)
         (folder / "tmp").mkdir()
         environment = os.environ | {"PYTHONPATH": str(folder), "TMPDIR": str(folder / "tmp")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.mutation_tests"], cwd=folder, env=environment, stdin=subprocess.PIPE,
+            [sys.executable, "-m", "scripts.mutation_tests", str(budget_s)], cwd=folder, env=environment, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -268,14 +268,14 @@ def try_mutation(mutation: Mutation, source: str, testers: SimpleQueue[Tester]) 
     return Result(mutation, tests=tests, diff="\n".join(diff), wall_s=round(time.monotonic() - start, 1), **found)
 
 
-def try_all(drawn: Sequence[tuple[Mutation, str]], jobs: int) -> Iterator[Result]:
+def try_all(drawn: Sequence[tuple[Mutation, str]], jobs: int, budget_s: float) -> Iterator[Result]:
     """The results in the order of the draws."""
     parent = Path(tempfile.mkdtemp(prefix="megads-mutations-"))
     testers: list[Tester] = []
     try:
         free: SimpleQueue[Tester] = SimpleQueue()
         for number in range(jobs):
-            testers.append(Tester(parent / str(number)))
+            testers.append(Tester(parent / str(number), budget_s))
             free.put(testers[-1])
         with ThreadPoolExecutor(jobs) as threads:
             try:
@@ -340,6 +340,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--budget-s", type=float, default=60, help="no test of a mutation starts after so many seconds")
     parser.add_argument("--files", nargs="+", type=Path, default=[ROOT / "megads"], help="files or folders to change")
     parser.add_argument("--append", type=Path, help="JSON lines of the results; what stands in it is not repeated")
     arguments = parser.parse_args()
@@ -350,7 +351,9 @@ def main() -> int:
     known = [Result(Mutation(**line.pop("mutation")), **line) for line in map(json.loads, lines)]
     left = [(mutation, source) for mutation, source in drawn if mutation not in {result.mutation for result in known}]
     results = [result for result in known if result.mutation in {mutation for mutation, _ in drawn}]
-    for result in track(try_all(left, arguments.jobs), "mutations", len(left), console=Console(stderr=True)):
+    for result in track(
+        try_all(left, arguments.jobs, arguments.budget_s), "mutations", len(left), console=Console(stderr=True)
+    ):
         results.append(result)
         if arguments.append:
             with arguments.append.open("a") as file:
