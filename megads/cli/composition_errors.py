@@ -6,11 +6,14 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
+
+from megads.cli.verb import config_dir
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _QUOTED = re.compile(r"'([^']+)'")
@@ -97,11 +100,18 @@ def _explain_choice(error: MissingConfigException) -> str:
     options = sorted(error.options or ())
     if not group:
         return str(error).strip()
+    if Path("conf", f"{missing}.yaml").is_file():
+        return f"{group}={option}: conf/{missing}.yaml is not searched: add --config-dir conf"
     return f"{group}={option}: there is no such option{_nearest(option, options)}; {group} has {', '.join(options)}"
 
 
 def _unknown_key(key: str, schema: type) -> str:
     keys = schema_keys(schema)
+    if key not in keys and (config_dir() / key).is_dir():
+        return (
+            f"the keys of this file are taken for those of a section {key}, which does not exist: "
+            "its first line must be `# @package _global_`"
+        )
     section, _, leaf = key.rpartition(".")
     siblings = [known for known in keys if section and known.rpartition(".")[0] == section]
     # `lr=1e-4` for `optim.lr=1e-4`: the last part is right, the section is missing.
@@ -129,11 +139,22 @@ def _wrong_value(cause: OmegaConfBaseException, schema: type) -> str:
     if not key:
         return message
     kind = _type_of(schema, key)
+    if is_dataclass(kind):
+        return _explain_section(key, kind, message)
     value = _QUOTED.search(message)
     if value and hasattr(kind, "refused") and value.group(1) in kind.refused():
         return f"{key}: {message}; {kind.refused()[value.group(1)]}"
     expected = _in_words(kind)
     return f"{key}: {message}" + (f" ({expected} is wanted)" if expected else "")
+
+
+def _explain_section(section: str, kind: Any, message: str) -> str:
+    """Says what to write in place of a value, or of the option of a config group, for what holds keys."""
+    keys = [item.name for item in fields(kind)]
+    value = message.rpartition("value: ")[2]
+    likely = next((key for key in ("name", "raw") if key in keys), None)
+    example = f": did you mean {section}.{likely}={value}?" if likely else ""
+    return f"{section}={value}: {section} is no group of configs but a section{example}; it has {', '.join(keys)}"
 
 
 def _type_of(schema: type, key: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import math
 import re
@@ -14,23 +15,18 @@ from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import hydra
-import yaml
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from megads.cli.composition_errors import explain, explain_added_key
+from megads.cli.config_files import expand_counts, integer_keys, read_files_with
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import show_full_hydra_errors
-from megads.runtime.files import read_regular, require_bounded_yaml
 from megads.runtime.registry import UsesPlugins
 
 EXIT_INTERRUPTED = 130
@@ -150,15 +146,18 @@ def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
         OmegaConf.register_new_resolver(f"megads.{name}", lambda text=text: text().replace("$", "$$"), replace=True)
 
 
-def _require_plugins() -> None:
+def _require_plugins(schema: type) -> None:
     """Loads Hydra's plugins, which all of the environment may bring.
+
+    Args:
+        schema: dataclass of the config that is composed.
 
     Raises:
         ConfigError: one of them cannot be loaded; Hydra then composes nothing for any application.
     """
     try:
         Plugins.instance()
-        bound_config_files()
+        read_files_with(schema)
     except Exception as error:
         raise ConfigError(
             f"a Hydra plugin of this environment cannot be loaded, so that no config composes: {error}; "
@@ -178,7 +177,10 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     """
     show_full_hydra_errors()
     try:
-        _require_plugins()
+        _require_plugins(verb.schema)
+        arguments = [expand_counts(argument, integer_keys(verb.schema)) for argument in arguments]
+        require_no_hydra_settings(arguments)
+        arguments = with_own_config_path(verb.name, arguments)
     except ConfigError as error:
         print(f"megads {verb.name}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -206,6 +208,63 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     if len(session.results) > 1:
         print(sweep_table(session.results), flush=True)
     return next((code for _, code in session.results if code), EXIT_OK)
+
+
+_HYDRA_SEARCHPATH = "hydra.searchpath"
+_QUIET_HYDRA = (
+    *("hydra/job_logging=none", "hydra/hydra_logging=none"),
+    *("hydra.output_subdir=null", "hydra.run.dir=.", "hydra.job.chdir=false"),
+)
+"""As megads' own primary configs have it: otherwise Hydra makes folders of its own."""
+_IN_PLACE = {
+    "run": "run.dir=<folder> is where a run is kept",
+    "sweep": "sweep.dir=<folder> is where a sweep is kept",
+    "launcher": "sweep.launcher=local|slurm starts the points of a sweep",
+    "sweeper": "hparams_search=grid|random|bayes chooses the points of a sweep",
+    "verbose": "logging.level=debug shows more",
+}
+"""By the part behind `hydra.` or `hydra/`."""
+
+
+def require_no_hydra_settings(arguments: Sequence[str]) -> None:
+    """Refuses settings of Hydra's own, which megads composes once and then keeps out.
+
+    Raises:
+        ConfigError: names the first of them, and what to set in its place.
+    """
+    for argument in arguments:
+        key = argument.partition("=")[0].lstrip("+~")
+        if re.match(r"hydra([./]|$)", key) and key != _HYDRA_SEARCHPATH:
+            section = re.split(r"[./]", key)[1] if key != "hydra" else ""
+            remedy = _IN_PLACE.get(section, f"of Hydra's own settings only {_HYDRA_SEARCHPATH} counts")
+            raise ConfigError(f"{key} has no effect here: {remedy}")
+
+
+def with_own_config_path(verb: str, arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with --config-path as Hydra wants it: absolute, and megads' configs searched after it.
+
+    Raises:
+        ConfigError: the folder has no config of that name.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-path", "-cp", type=Path)
+    found, rest = parser.parse_known_args(arguments)
+    if found.config_path is None:
+        return list(arguments)
+    name = next((a.partition("=")[2] for a in rest if a.startswith("--config-name=")), verb)
+    file = found.config_path / f"{name.removesuffix('.yaml')}.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"--config-path {found.config_path}: there is no {file.name} in it; "
+            f"for experiments and models of your own beside those of megads give --config-dir {found.config_path}"
+        )
+    ours = list(_QUIET_HYDRA)
+    if not any(_HYDRA_SEARCHPATH in argument for argument in rest):
+        ours.append(f"{_HYDRA_SEARCHPATH}=[file://{config_dir()}]")
+    # Hydra's parser wants all overrides in one place.
+    overrides = (place for place, argument in enumerate(rest) if "=" in argument and argument[0] != "-")
+    first = next(overrides, len(rest))
+    return [f"--config-path={found.config_path.absolute()}", *rest[:first], *ours, *rest[first:]]
 
 
 def _sweeps(arguments: Sequence[str]) -> bool:
@@ -244,68 +303,6 @@ def as_text(argument: str, keys: Collection[str]) -> str:
     value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
     value = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
     return f'{key}="{value}"'
-
-
-_MOST_CHARACTERS = 1 << 18
-_MOST_VALUES = 10_000
-"""Of one file with its aliases put in; the largest config of a run has some 200."""
-
-
-class BoundedFileSource(FileConfigSource):
-    """Hydra's source of files, with a bound on what one of them may hold."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Reads a file; raises ConfigLoadError where it is missing or no config, or grows too large by its aliases."""
-        path = Path(self.path) / self._normalize_file_name(config_path)
-        if path.is_file():
-            _require_bounded(path)
-        try:
-            return super().load_config(config_path)
-        except RecursionError:
-            raise ConfigLoadError(f"{path}: is nested too deeply") from None
-        except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-            said = " ".join(str(error).split())
-            raise ConfigLoadError(f"{path}: cannot be read as a config: {said}") from error
-
-
-def bound_config_files() -> None:
-    """Lets Hydra read files through BoundedFileSource; it must have loaded its plugins."""
-    # `register` keeps the first source of a scheme, which is Hydra's own.
-    SourcesRegistry.instance().types["file"] = BoundedFileSource
-
-
-def _require_bounded(path: Path) -> None:
-    try:
-        text = read_regular(path).decode()
-        require_bounded_yaml(text, _MOST_CHARACTERS)
-    except (OSError, ValueError) as error:
-        raise ConfigLoadError(f"{path}: cannot be read as a config: {error}") from error
-    # Most files have no alias, and are not parsed twice.
-    if "&" not in text or "*" not in text:
-        return
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = 0 if root is None else _values(root, {})
-    except RecursionError:
-        raise ConfigLoadError(f"{path}: is nested too deeply, or an alias contains itself") from None
-    except YAMLError:
-        # Reading it says what is wrong.
-        return
-    if values > _MOST_VALUES:
-        raise ConfigLoadError(
-            f"{path}: its aliases stand for more than {_MOST_VALUES:,} values: write out those that are meant"
-        )
-
-
-def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Counts the values below a node, those of an alias at each of its places."""
-    if id(node) not in known:
-        if isinstance(node, yaml.MappingNode):
-            children = [child for pair in node.value for child in pair]
-        else:
-            children = node.value if isinstance(node, yaml.SequenceNode) else []
-        known[id(node)] = 1 + sum(_values(child, known) for child in children)
-    return known[id(node)]
 
 
 # Counts reach torch, NumPy and files as signed integers of 64 bits.

@@ -72,7 +72,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_help())
         return EXIT_OK if arguments else ConfigError.exit_code
-    if arguments[0] in ("--version", "-V"):
+    if "--version" in arguments or arguments[0] == "-V":
         print(f"megads {__version__}")
         return EXIT_OK
     verb, *rest = arguments

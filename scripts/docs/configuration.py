@@ -34,7 +34,10 @@ Every key that `megads <verb> key=value ...` takes. Defaults are what a verb com
     megads train model=bloom_560m                   an option of a group: a file of conf/model
     megads train experiment=demo optim.lr=1e-3      the command line wins over the experiment, that over the model
     megads train -m optim.lr=1e-3,3e-4              every value in turn
-    megads train --config-dir mine experiment=a     options of your own: mine/experiment/a.yaml
+    megads train --config-dir mine experiment=a     options of your own: mine/experiment/a.yaml, which begins with the
+                                                    line `# @package _global_`
+    megads train --config-path mine                 a primary config of your own, mine/train.yaml; megads' groups stay
+    megads train train.tokens=1.5B                  1e9, 1_000_000, 4k, 1.5M, 2B and 3T are powers of ten; 4Ki is 4096
     megads train data.train='[{{path: a}}]'           quote lists and braces
 
 Written by `{COMMAND}` from the code; do not edit.

@@ -35,7 +35,7 @@ def test_help_and_version(megads: Run, tmp_path: Path) -> None:
     help_text = megads("--help")
     assert help_text.code == 0
     assert all(verb in help_text.out for verb in ("train", "preprocess", "tokenizer"))
-    assert megads("--version").out.startswith("megads 0.")
+    assert megads("--version").out.startswith("megads 0.") and megads("train", "--version").out.startswith("megads 0.")
 
 
 def test_unknown_verb_names_the_nearest(megads: Run, tmp_path: Path) -> None:
@@ -76,6 +76,14 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Pa
         ("data.train=[{", "cannot read the override"),
         ("train.steps=1,2", "--multirun"),
         ("train.steps=${nope}", "'nope' not found"),
+        ("optim=adam", "optim is no group of configs but a section: did you mean optim.name=adam?"),
+        ("train=1", "train is no group of configs but a section; it has global_batch_size,"),
+        ("train.seq_len=4k", "train.seq_len = 4k: is 4000 or 4096 meant? Write the number, or 4Ki"),
+        ("train.tokens=1.5", "train.tokens: Value '1.5'"),
+        ("hydra.run.dir=x", "hydra.run.dir has no effect here: run.dir=<folder> is where a run is kept"),
+        ("hydra/sweeper=basic", "hydra/sweeper has no effect here: hparams_search=grid|random|bayes"),
+        ("~hydra", "of Hydra's own settings only hydra.searchpath counts"),
+        ("--config-path=nowhere", "there is no train.yaml in it"),
         ("cluster.srun_options.a.b=1", "do not compose (TypeError"),
         ("parallel.layer_costs.parallel.layer_costs=/dev/null", "do not compose (AssertionError"),
     ],
@@ -117,6 +125,54 @@ def test_an_error_in_a_config_file_names_the_file(megads: Run, tmp_path: Path) -
     result = megads("train", "--config-dir", str(tmp_path), "experiment=mine")
     assert result.code == 2
     assert "experiment/mine.yaml: unknown key model.num_layer: did you mean model.num_layers?" in result.err
+
+
+def composed(result: Outcome) -> Any:
+    assert result.code == 0, result.err
+    return OmegaConf.create(result.out)
+
+
+def test_own_configs_in_conf(megads: Run, tmp_path: Path) -> None:
+    """Catches Hydra users who are told that their file is not there, or that the section experiment is unknown."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\ntrain: {steps: 7}\n")
+    (folder / "bare.yaml").write_text("train: {steps: 7}\n")
+    assert "conf/experiment/mine.yaml is not searched: add --config-dir conf" in megads("train", "experiment=mine").err
+    own = ("--config-dir", "conf", "--cfg", "job")
+    assert composed(megads("train", "experiment=mine", *own)).train.steps == 7
+    refused = megads("train", "experiment=bare", *own)
+    assert refused.code == 2 and "its first line must be `# @package _global_`" in refused.err
+
+
+def test_a_primary_config_of_ones_own(megads: Run, tmp_path: Path) -> None:
+    """Catches --config-path that Hydra takes from its own folder, that loses megads' groups, or makes outputs/."""
+    (tmp_path / "mine").mkdir()
+    text = "defaults: [train_schema, {model: tiny}, {experiment: null}, _self_]\ntrain: {tokens: 1e6}\n"
+    (tmp_path / "mine" / "train.yaml").write_text(text)
+    (tmp_path / "mine" / "other.yaml").write_text("defaults: [train, _self_]\ntrain: {seq_len: 64}\n")
+    config = composed(megads("train", "--config-path", "mine", "experiment=demo", "--cfg", "job"))
+    assert (config.train.tokens, config.model.hidden_size) == (1_000_000, 256)
+    config = composed(megads("train", "--config-path=mine", "--config-name=other", "--cfg", "job"))
+    assert (config.train.tokens, config.train.seq_len, config.model.num_layers) == (1_000_000, 64, 2)
+    refused = megads("train", "--config-path=mine", "train.steps=1", "data.raw=nowhere")
+    assert refused.code == 2 and "exactly one of steps, samples and tokens" in refused.err
+    assert left_by_commands(tmp_path) == ["mine"]
+
+
+def test_counts_in_short_form(megads: Run, tmp_path: Path) -> None:
+    """Catches 1e9 that is refused as a float, and a k of which nobody knows whether it is 1000 or 1024."""
+    (tmp_path / "experiment").mkdir()
+    text = "# @package _global_\ntrain: {samples: 2k, global_batch_size: 1_024}\nmodel: {max_seq_len: 8Ki}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    words = ("--config-dir", ".", "--cfg", "job")
+    config = composed(megads("train", "experiment=mine", *words))
+    assert (config.train.samples, config.train.global_batch_size, config.model.max_seq_len) == (2000, 1024, 8192)
+    for written, value in {"1e9": 10**9, "1.5M": 1_500_000, "3T": 3 * 10**12, "2B": 2 * 10**9, "7": 7}.items():
+        assert composed(megads("train", f"train.tokens={written}", *words)).train.tokens == value
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain: {seq_len: 4k}\n")
+    refused = megads("train", "experiment=mine", *words)
+    assert refused.code == 2 and "4000 or 4096" in refused.err and "mine.yaml" in refused.err
 
 
 def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:
