@@ -223,9 +223,10 @@ class Tester:
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(folder)], check=True)
         (folder / "tmp").mkdir()
         environment = os.environ | {"PYTHONPATH": str(folder), "TMPDIR": str(folder / "tmp")}
+        command = [sys.executable, "-m", "scripts.mutation_tests", str(budget_s)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.mutation_tests", str(budget_s)], cwd=folder, env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, start_new_session=True,
+            command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
         )  # fmt: skip
 
     def write(self, file: str, source: str) -> None:
