@@ -1,0 +1,37 @@
+"""What a rank reads of a sample, worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megads.data.sampling.runs import SampleOrigin, Stretch
+
+# Six inputs and the last label, of two documents: places 0 to 3 and 4 to 6.
+FIRST = Stretch("a", 1, 100, 500, 0, np.array([10, 11, 12, 13]), np.array([False, True, True, True]))
+SECOND = Stretch("b", 2, 0, 3, 4, np.array([20, 21, 22]), np.array([False, True, True]))
+SAMPLE = SampleOrigin(7, (0, 3), (FIRST, SECOND))
+Part = tuple[str, int, int, list[int], list[bool]]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ([range(6)], [("a", 100, 0, [10, 11, 12, 13], [0, 1, 1, 1]), ("b", 0, 4, [20, 21, 22], [0, 1, 1])]),
+        ([range(2, 4)], [("a", 102, 2, [12, 13], [0, 1]), ("b", 0, 4, [20], [0])]),
+        ([range(4)], [("a", 100, 0, [10, 11, 12, 13], [0, 1, 1, 1]), ("b", 0, 4, [20], [0])]),
+        ([range(1), range(5, 6)], [("a", 100, 0, [10, 11], [0, 1]), ("b", 1, 5, [21, 22], [0, 1])]),
+        ([range(3, 4)], [("a", 103, 3, [13], [0]), ("b", 0, 4, [20], [0])]),
+        ([range(4, 6)], [("b", 0, 4, [20, 21, 22], [0, 1, 1])]),
+    ],
+)
+def test_a_rank_reads_its_inputs_and_one_label_more(ranges: list[range], expected: list[Part]) -> None:
+    """Catches a part that ends before its last label or begins after its first input, a loss that two ranks count at
+    the seam, and documents of which a rank has nothing."""
+    cut = SAMPLE.cut(ranges)
+    assert (cut.sample, cut.key) == (7, (0, 3))
+    assert [
+        (part.dataset, part.offset, part.place, part.tokens.tolist(), part.counted.astype(int).tolist())
+        for part in cut.stretches
+    ] == expected
+    assert FIRST.counted.tolist() == [False, True, True, True], "the whole sample is left as it is"
