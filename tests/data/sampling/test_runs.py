@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megads.data.sampling.runs import SampleOrigin, Stretch
+from megads.data.sampling.runs import SampleOrigin, Stretch, sample_origins
+from megads.data.sampling.samples import TrainSamples
+from tests.data.conftest import MakeDataset
 
 # Six inputs and the last label, of two documents: places 0 to 3 and 4 to 6.
 FIRST = Stretch("a", 1, 100, 500, 0, np.array([10, 11, 12, 13]), np.array([False, True, True, True]))
@@ -35,3 +37,26 @@ def test_a_rank_reads_its_inputs_and_one_label_more(ranges: list[range], expecte
         for part in cut.stretches
     ] == expected
     assert FIRST.counted.tolist() == [False, True, True, True], "the whole sample is left as it is"
+
+
+@pytest.mark.parametrize("mask_eod", [False, True])
+def test_where_the_loss_counts(make_dataset: MakeDataset, mask_eod: bool) -> None:
+    """Catches losses that are shown at the place before or after the one at which they count: on every token that
+    another one of its sample predicts, and with mask_eod on none that begins a document."""
+    dataset = make_dataset([5, 3, 13, 1, 40, 8, 2])
+    source = TrainSamples(dataset, range(7), 8, seed=3)
+    origins = sample_origins(source, np.arange(source.samples_per_epoch), mask_eod)
+    begun = 0
+    for origin in origins:
+        assert origin.stretches[0].place == 0
+        assert sum(part.tokens.size for part in origin.stretches) == 8 + 1
+        for part in origin.stretches:
+            begins = [part.offset + at == 0 for at in range(part.tokens.size)]
+            begun += sum(begins)
+            assert part.counted.tolist() == [
+                part.place + at > 0 and not (mask_eod and begins[at]) for at in range(part.tokens.size)
+            ]
+            document = dataset.document_tokens(part.document)
+            assert document[part.offset :][: part.tokens.size].tolist() == part.tokens.tolist()
+            assert document.size == part.document_tokens
+    assert begun >= 7
