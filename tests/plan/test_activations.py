@@ -304,3 +304,28 @@ def test_sizes_worked_out_by_hand() -> None:
         assert (head.kept, head.forward, head.backward, head.gradient, head.early) == (48, 48 + working, 0, 0, 80)
     by_autograd = stage_ops(replace(chunks, step_sums=False), ["head"], {}, first=True, last=True)[0]
     assert (by_autograd.kept, by_autograd.gradient, by_autograd.early) == (48 + 160, 80, 0)
+
+
+def test_sizes_of_other_blocks_worked_out_by_hand() -> None:
+    """Catches gates that are counted once, and parallel branches that share what each of them has; as above."""
+    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
+    one_pass = Pass(model, 1, 2, 3, 2)
+
+    def sizes(p: Pass) -> list[tuple[str, int, int, int, int, int]]:
+        return [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in block_ops(p)]
+
+    gated = replace(one_pass, model=replace(model, mlp=MLPKind.swiglu))
+    up, inner, down = sizes(gated)[-4:-1]
+    assert up == ("mlp up", 48, 48 + 480, 48 + 48 + 480, 40 * 4 * 2, 48 + 480)
+    # gate, value and silu(gate); the gradients of the output, of both in two places each
+    assert inner == ("swiglu", 3 * 240, 48 + 240, 48 + 5 * 240, 0, 0)
+    assert down == sizes(one_pass)[-2] == ("mlp down", 240, 48 + 96, 48 + 240, 20 * 4 * 2, 240 + 48)
+    assert sizes(replace(gated, fused=True))[-3] == ("swiglu", 2 * 240, 48 + 240, 48 + 3 * 240, 0, 0)
+    assert sizes(replace(one_pass, model=replace(model, parallel_block=True))) == [
+        ("input norm", 72, 48, 3 * 48, 0, 0),
+        ("qkv and mlp up", 48 + 240, 144, 48 + 48 + 144 + 240, (12 + 20) * 4 * 2, 48 + 144 + 240),
+        ("attention", 144 + 48 + 48, 0, 48 + 48 + 144 + 240, 0, 0),
+        ("gelu", 0, 240, 48 + 2 * 240 + 48, 0, 0),
+        ("attention output and mlp down", 240, 96, 48 + 48 + 240, (4 + 20) * 4 * 2, 48 + 240 + 48),
+        ("residual", 0, 96, 48, 0, 0),
+    ]

@@ -11,18 +11,21 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import BlockConfig, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 from megads.parallel.recompute import recompute_module
+from megads.parallel.sharding import ShardingTable
 from megads.plan.model_size import (
+    block_flops,
     hardware_flops_per_token,
     model_flops_per_token,
     parameter_count,
     parameter_shapes,
     recompute_flops,
 )
+from megads.runtime.registry import BLOCKS, NoOptions
 
 VOCAB = 250_880
 
@@ -129,3 +132,31 @@ def test_recomputed_attention_stops_at_what_backward_needs() -> None:
     ):
         again = recompute_flops(replace(config, attention=attention, attention_dropout=dropout), 12)
         assert again[Recompute.selective] == products * 2 * 16 * 12
+
+
+@pytest.mark.parametrize("cores", [(), ("core",)])
+def test_a_block_of_a_plugin(cores: tuple[str, ...]) -> None:
+    """Catches elements of a plugin's matrices that are not multiplied and added, a vector that is taken for a matrix,
+    and attention that is counted where no core is named, or not where one is."""
+
+    class Mixer(torch.nn.Module):
+        sharding = ShardingTable({}, attention_cores=cores)
+
+        def __init__(self, *_: object) -> None:
+            super().__init__()
+            self.mix, self.gain = torch.nn.Linear(16, 24, bias=False), torch.nn.Parameter(torch.ones(16))
+
+    BLOCKS.register("mixer", NoOptions)(Mixer)
+    try:
+        config = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, vocab_size=50, block=BlockConfig("mixer"))
+        matrices, product = 2 * 16 * 24, 2 * 16 * 12 if cores else 0
+        found = block_flops(config, 12)
+        assert (found.forward, found.backward_weight) == (matrices + 2 * product, matrices)
+        assert found.backward_input == matrices + 4 * product
+        plain = replace(config, block=BlockConfig())
+        ends = parameter_count(plain) - 3 * sum(
+            prod(shape) for name, shape in parameter_shapes(plain).items() if name.startswith("blocks.0.")
+        )
+        assert parameter_count(config) - ends == 3 * (16 * 24 + 16)
+    finally:
+        BLOCKS._parts.pop("mixer")
