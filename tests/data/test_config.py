@@ -88,6 +88,7 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
         (blend(None, megatron_theta=1.01), "data.megatron_theta = 1.01"),
         ({"train": [DatasetConfig("a", max_epochs=0.0)]}, "max_epochs = 0.0"),
         ({"train": [DatasetConfig("a", max_epochs=math.inf)]}, "max_epochs = inf"),
+        ({"train": [DatasetConfig("a", max_epochs=-1.0)]}, "max_epochs = -1.0"),
         (blend(1, 1, phases=phases([1, 1], begin=0)), r"data.phases\[0\].from_sample = 0: must be above 0"),
         (
             blend(1, 1, phases=[PhaseConfig(5, [1, 1]), PhaseConfig(5, [1, 0])]),
