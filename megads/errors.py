@@ -12,6 +12,27 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where there is no room: on the disk, in the quota, under the limit of a file's size."""
 EXIT_OK = 0
 EXIT_BUG = 1
+EXIT_INTERRUPTED = 130
+EXIT_CODES = {
+    EXIT_OK: "finished",
+    2: "bad configuration",
+    3: "bad data",
+    4: "no usable checkpoint, or none could be saved",
+    5: "stopped on request, after saving",
+    6: "preempted or out of time, after saving",
+    7: "numerical failure",
+    8: "restarts exhausted",
+    9: "unhealthy node or rank",
+    10: "a rank was killed from outside (out of memory?)",
+    EXIT_BUG: "a bug",
+    EXIT_INTERRUPTED: "interrupted, or killed by a second signal",
+}
+"""What each exit code means: the one list, which the help, the README and docs/troubleshooting.md show."""
+
+
+def exit_codes_text() -> str:
+    """Returns all exit codes and their meanings in one sentence."""
+    return f"Exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}."
 
 
 class MegadsError(Exception):

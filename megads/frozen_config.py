@@ -50,7 +50,9 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         del content["train"][length]
     del content["model"]["attention"]
     del content["optim"]["impl"]
-    del content["data"]["history"]
+    # The path of what was prepared says what was read of which files.
+    for key in ("history", "extensions", "encoding", "cut_documents"):
+        del content["data"][key]
     return f"{name}-{_sha256(content)[:8]}"
 
 

@@ -7,6 +7,7 @@ import errno
 import math
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -25,16 +26,16 @@ from omegaconf.errors import OmegaConfBaseException
 from megads.cli.composition_errors import explain, explain_added_key
 from megads.cli.config_files import expand_counts, integer_keys, read_files_with
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
-from megads.errors import DISK_FULL, EXIT_BUG, EXIT_OK, ConfigError, MegadsError
+from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime.environment import show_full_hydra_errors
 from megads.runtime.registry import UsesPlugins
 
-EXIT_INTERRUPTED = 130
 _ENVIRONMENT = (
     *(*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
 )
 """Errors of a path, not of the program."""
+_HELP_WIDTH = 114
 _SWEEP_FLAGS = ("-m", "--multirun")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends when somebody asked its current point to end.
@@ -135,12 +136,13 @@ def _open(node: DictConfig, schema: type) -> None:
 def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
     """Gives the help texts of conf/<verb>.yaml the lists that are taken from the code and from conf/.
 
-    `${megads.groups:}` lists the verb's config groups and their options, `${megads.keys:}` its keys. Hydra fills
-    `$NAME` into the text afterwards, so a dollar sign is doubled.
+    `${megads.groups:}` lists the verb's config groups and their options, `${megads.keys:}` its keys,
+    `${megads.exit_codes:}` all exit codes. Hydra fills `$NAME` into the text afterwards, so a dollar sign is doubled.
     """
     texts = {
         "groups": lambda: describe_groups(verb.name, own_config_dirs(arguments)),
         "keys": lambda: describe_keys(verb.schema),
+        "exit_codes": lambda: textwrap.fill(exit_codes_text(), _HELP_WIDTH),
     }
     for name, text in texts.items():
         OmegaConf.register_new_resolver(f"megads.{name}", lambda text=text: text().replace("$", "$$"), replace=True)
@@ -187,7 +189,7 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     ConfigStore.instance().store(name=f"{verb.name}_schema", node=schema_node(verb.schema))
     _register_help(verb, arguments)
     texts = (as_text(argument, verb.text_keys) for argument in arguments)
-    given = [verb.flags.get(text, text) for text in texts]
+    given = [with_home(verb.flags.get(text, text)) for text in texts]
     sweep = verb.sweep
     if sweep is not None and _sweeps(given):
         rest = [argument for argument in given if argument not in _SWEEP_FLAGS]
@@ -303,6 +305,24 @@ def as_text(argument: str, keys: Collection[str]) -> str:
     value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
     value = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
     return f'{key}="{value}"'
+
+
+# Where a path may begin in an override: its value, or an item of its list.
+_HOME = re.compile(r"(?<=[=\[,:])(\s*)~(?=[/,\]}]|$)")
+
+
+def with_home(argument: str) -> str:
+    """Returns an override with `~` for the user's home spelled out, which shells leave behind `key=` and in lists.
+
+    Hydra reads no `~` in a value, so that no text which it takes is changed. Quoted values stay as they are.
+
+    Args:
+        argument: an argument of the command line.
+    """
+    if "~" not in argument or "'" in argument or '"' in argument:
+        return argument
+    home = str(Path("~").expanduser())
+    return _HOME.sub(lambda found: found[1] + home, argument)
 
 
 # Counts reach torch, NumPy and files as signed integers of 64 bits.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megads import __version__
 from megads.cli.verb import Key, Verb, group_names, group_options, keys, own_config_dirs
-from megads.errors import EXIT_OK, ConfigError
+from megads.errors import EXIT_OK, ConfigError, exit_codes_text
 from megads.runtime.terminal_text import escape_terminal_output
 
 # Each verb is a module of this package with a VERB; it is imported only when called.
@@ -36,6 +37,7 @@ COMMANDS = {
     "rehearse": "run your own sbatch script, scaled down, on a private SLURM",
     "completion": "print the script for tab completion in bash, zsh or fish",
 }
+_HELP_WIDTH = 114
 # Asked by those scripts on every press of the tab key.
 _COMPLETE = "__complete"
 
@@ -125,6 +127,8 @@ def _help() -> str:
     lines += [
         "",
         "megads <verb> --help lists a verb's groups and keys; --cfg job prints its config; -m sweeps; --version.",
+        "",
+        textwrap.fill(exit_codes_text(), _HELP_WIDTH),
     ]
     return "\n".join(lines)
 

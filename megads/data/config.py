@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from dataclasses import dataclass, field
@@ -13,6 +14,43 @@ from omegaconf import MISSING
 
 from megads.errors import ConfigError
 from megads.runtime.registry import READERS
+
+_PROSE = ("txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", "html", "htm", "xml")
+_RECORDS = ("jsonl", "ndjson", "json.gz", "json.zst", "parquet")
+_CODE = (
+    *("py", "pyi", "c", "h", "cc", "cpp", "cxx", "hpp", "hh", "cu", "cuh", "java", "kt", "scala", "swift", "go", "rs"),
+    *("js", "mjs", "jsx", "ts", "tsx", "php", "rb", "pl", "pm", "lua", "r", "jl", "hs", "ml", "erl", "ex", "exs"),
+    *("clj", "lisp", "el", "cs", "fs", "vb", "dart", "zig", "nim", "sh", "bash", "zsh", "fish", "sql", "css", "scss"),
+)
+DEFAULT_EXTENSIONS = (*_PROSE, *_RECORDS, *_CODE)
+"""Of files that are taken out of folders: prose and markup, records, code."""
+
+
+AUTO_ENCODING = "auto"
+
+
+def check_text(section: str, extensions: list[str], encoding: str) -> None:
+    """Raises ConfigError on extensions or an encoding that say nothing of files of text.
+
+    Args:
+        section: of the config that holds the two keys, with a dot at its end; or empty.
+        extensions: of files.
+        encoding: auto, or a name.
+    """
+    wrong = [extension for extension in extensions if not extension.strip(".") or "/" in extension]
+    if wrong:
+        raise ConfigError(f"{section}extensions: {wrong[0]!r} is none: give endings of names, as in [txt,md]")
+    if encoding == AUTO_ENCODING:
+        return
+    try:
+        # Python has codecs from bytes to bytes too, and looks none up for an empty text.
+        " ".encode(encoding)
+        codecs.getincrementaldecoder(encoding)
+    except (LookupError, ValueError) as error:
+        raise ConfigError(
+            f"{section}encoding = {encoding}: {error}; want auto, or a name that Python knows: utf-8, latin-1, cp1252, "
+            "utf-16-le, gb18030, shift_jis, ..."
+        ) from error
 
 
 class Weighting(StrEnum):
@@ -128,10 +166,20 @@ class DataConfig:
     """Training and validation data: indexed datasets, or raw text that the launcher makes one of."""
 
     raw: Any = None
-    """Your own text, a name or a list: files, folders, globs of txt, md, jsonl (also .gz, .zst) and parquet. The
-    launcher tokenizes it once and fills data.train and tokenizer.path."""
+    """Your own text, a name or a list: files of any extension, folders, globs. jsonl, csv, tsv and parquet hold a
+    document a record, other files are one; .gz and .zst are decompressed. The launcher tokenizes it once and fills
+    data.train and tokenizer.path."""
     text_field: str = "text"
-    """JSON field or parquet column of data.raw that holds the document."""
+    """JSON field, or column of a table or of parquet, that holds a document of data.raw."""
+    extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
+    """Extensions of the files that data.raw takes out of folders, and by globs that spell none, compressed or not."""
+    encoding: str = AUTO_ENCODING
+    """Of the files of data.raw that are not UTF-8, for example cp1252 or latin-1, by the names that Python knows. auto
+    reads UTF-8, and UTF-16 and UTF-32 where the first bytes show it; others are passed over, and named. utf-8 reads
+    nothing else."""
+    cut_documents: int | None = None
+    """Parts into which the documents of a corpus of fewer than a hundred are cut in all. null leaves text files whole,
+    but for the end of the last one, which data.split sets aside for validation, and cuts records into a hundred."""
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     """What reads the files of data.raw."""
     train: list[DatasetConfig] = field(default_factory=list)
@@ -204,6 +252,9 @@ class DataConfig:
     def check(self) -> None:
         """Raises ConfigError on a missing dataset or a split that is none."""
         self._check_source()
+        check_text("data.", self.extensions, self.encoding)
+        if self.cut_documents is not None and self.cut_documents < 2:
+            raise ConfigError(f"data.cut_documents = {self.cut_documents}: must be at least 2; null cuts none")
         if len(self.split) != 2 or min(self.split) < 0 or sum(self.split) <= 0 or self.split[0] <= 0:
             raise ConfigError(f"data.split = {self.split}: want two shares [train, valid], train above 0")
         if self.prefetch_steps < 1:

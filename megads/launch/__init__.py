@@ -6,4 +6,13 @@ run directory and has `launcher` start and watch the ranks, on this machine (`no
 are also processes of their own, run with `python -m`.
 """
 
-__all__ = ["launcher", "node_check", "preflight", "preflight_memory", "rank", "slurm_ranks", "start"]
+__all__ = [
+    "dry_run_warnings",
+    "launcher",
+    "node_check",
+    "preflight",
+    "preflight_memory",
+    "rank",
+    "slurm_ranks",
+    "start",
+]

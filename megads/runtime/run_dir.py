@@ -102,6 +102,12 @@ def create(run_dir: Path) -> None:
         ) from error
 
 
+def is_run_dir(folder: Path) -> bool:
+    """Whether a folder is a run's: it holds its config and its events, or the lease and the logs of a start."""
+    recorded = (folder / CONFIG_FILE).is_file() and (folder / EVENTS_FILE).is_file()
+    return recorded or ((folder / "lease").is_dir() and (folder / "logs").is_dir())
+
+
 def find_run(name: str) -> Path:
     """The directory of a run, given itself or by the id of a run in runs/.
 

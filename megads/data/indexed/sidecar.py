@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import xxhash
@@ -45,7 +45,7 @@ class Sidecar:
     text_bytes: int
     """Their text in UTF-8."""
     rejected_lines: int
-    """Lines of input that gave no document."""
+    """Lines of input that gave no document, and whole files."""
     rejected_reasons: dict[str, int]
     """The same by reason."""
     rejected_examples: list[str]
@@ -58,6 +58,10 @@ class Sidecar:
     """XXH3 of the .idx file."""
     text_special_tokens: str = "ignore"
     """parse where special tokens that the text spelled out became tokens, in all of it or in a part."""
+    rejected_files: int = 0
+    """How many of rejected_lines are whole files, which are in an encoding that is not known."""
+    converted_files: dict[str, str] = field(default_factory=dict)
+    """Encodings of the files that were not UTF-8 and were converted."""
     format_version: int = FORMAT_VERSION
     """Of this file."""
 
@@ -100,7 +104,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
         version = content["format_version"]
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version {version}, only {FORMAT_VERSION} is known")
-        known = {field.name for field in fields(Sidecar)}
+        known = {item.name for item in fields(Sidecar)}
         return Sidecar(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

@@ -17,16 +17,10 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
+from megads.data.prepare.decoding import UTF8, opened
 from megads.data.prepare.records import Fields, json_turns
 from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, readable, rows_of
-from megads.data.prepare.text_files import (
-    COMPRESSED_ENDINGS,
-    JSONL_ENDINGS,
-    TEXT_ENDINGS,
-    decompressed,
-    kind,
-    text_bytes_estimate,
-)
+from megads.data.prepare.text_files import Kind, kind, text_bytes_estimate
 
 STDIN = "-"
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 1 << 20, 1 << 25
@@ -41,8 +35,8 @@ _WINDOW_BYTES = 1 << 18
 """Read at each place; a longer line is passed over."""
 _LARGEST_TEXT_CHARACTERS = 1 << 18
 """Of a sampled document; memory for more would grow with the longest."""
-_LARGEST_PLAIN_BYTES = 1 << 24
-"""A plain text is one document, which is checked to its end before it is believed to be text."""
+_LARGEST_CHECKED_BYTES = 1 << 24
+"""Plain text and tables are checked to their end before they are believed to be text."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
     fed_bytes = min(block_bytes, LARGEST_FED_BYTES)
     pending_bytes = reported_bytes = 0
     for path in reader.files:
-        if reader.custom is None and kind(path) in JSONL_ENDINGS:
+        if reader.custom is None and kind(path) is Kind.json_lines:
             if pending:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
                 pending, pending_bytes = [], 0
@@ -214,8 +208,14 @@ def stdin_blocks() -> Iterator[Lines]:
 
 
 def _line_blocks(path: Path, reader: DocumentReader, block_bytes: int, fed_bytes: int) -> Iterator[Block]:
-    if path.suffix.lower() in COMPRESSED_ENDINGS:
-        with path.open("rb") as raw, readable(path, reader.key, raw.tell), decompressed(raw, path) as file:
+    if not reader.is_line_file(path):
+        with readable(path, reader.key, lambda: 0):
+            encoding = reader.encoding(path)
+            fault = None if encoding == UTF8 else reader.encoding_fault(path)
+        if fault is not None:
+            yield Rows([fault], path.stat().st_size)
+            return
+        with opened(path, encoding) as (raw, file), readable(path, reader.key, raw.tell):
             yield from _streamed(file, raw, str(path), fed_bytes)
         return
     size = path.stat().st_size
@@ -246,7 +246,7 @@ def texts_of_places(source: DocumentReader, fields: Fields) -> list[str]:
     """
     found: list[str] = []
     for path, position in _places(source) if source.custom is None else ():
-        found += islice(_texts(_rows_at(path, position, fields)), DOCUMENTS_OF_PLACE)
+        found += islice(_texts(_rows_at(source, path, position, fields)), DOCUMENTS_OF_PLACE)
     return found
 
 
@@ -271,19 +271,19 @@ def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
     for byte in np.linspace(0, int(ends[-1]) - 1, PLACES).astype(np.int64):
         number = int(np.searchsorted(ends, byte, side="right"))
         path = source.files[number]
-        plain = kind(path) in TEXT_ENDINGS and path.stat().st_size > _LARGEST_PLAIN_BYTES
-        if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
+        whole = kind(path) in (Kind.text, Kind.table) and path.stat().st_size > _LARGEST_CHECKED_BYTES
+        if source.is_line_file(path):
             yield path, int(byte - (ends[number] - sizes[number]))
-        elif path not in begun and not plain:
+        elif path not in begun and not whole:
             begun.add(path)
             yield path, 0
 
 
-def _rows_at(path: Path, position: int, fields: Fields) -> Iterator[Document | RejectedLine]:
-    if kind(path) in JSONL_ENDINGS and path.suffix.lower() not in COMPRESSED_ENDINGS:
+def _rows_at(source: DocumentReader, path: Path, position: int, fields: Fields) -> Iterator[Document | RejectedLine]:
+    if source.is_line_file(path):
         return LineRange(str(path), position, position + _WINDOW_BYTES).load().rows(fields)
     # A reader of its own: the one that feeds the workers counts what it has read.
-    return DocumentReader([str(path)], fields).read(path)
+    return source.alone(path).read(path)
 
 
 def _texts(rows: Iterator[Document | RejectedLine]) -> Iterator[str]:

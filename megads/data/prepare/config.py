@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
-from megads.data.config import ReaderConfig, TextSpecialTokens
+from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig, TextSpecialTokens, check_text
 from megads.errors import ConfigError
 from megads.runtime.registry import import_plugins
 
@@ -78,8 +78,8 @@ class TokenizerConfig:
     """`megads tokenizer`: trains a byte-level BPE tokenizer."""
 
     input: list[str] = field(default_factory=list)
-    """Files, folders or globs: .jsonl (a "text" field a line), .txt or .md (one document each), also .gz or .zst;
-    .parquet."""
+    """Files, folders or globs: .jsonl, .csv, .tsv and .parquet hold a document a record ("text"), other files are one;
+    also .gz or .zst."""
     output: str = "tokenizer.json"
     """The tokenizer file to write, in Hugging Face `tokenizers` format."""
     vocab_size: int = 8192
@@ -87,7 +87,11 @@ class TokenizerConfig:
     min_frequency: int = 2
     """Pairs seen less often are not merged."""
     text_field: str = "text"
-    """JSON field or parquet column that holds the document."""
+    """JSON field, or column of a table or of parquet, that holds the document."""
+    extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
+    """Extensions of the files that are taken out of folders, and by globs that spell none, compressed or not."""
+    encoding: str = AUTO_ENCODING
+    """Of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
     end_of_document: str = "<|endoftext|>"
     """Special token that ends every document."""
 
@@ -97,14 +101,18 @@ class PreprocessConfig:
     """`megads preprocess`: turns raw text into an indexed dataset in Megatron's format."""
 
     input: list[str] = field(default_factory=list)
-    """Files, folders or globs: .jsonl (a "text" field a line), .txt or .md (one document each), also .gz or .zst;
-    .parquet; '[-]' reads JSON lines from the standard input."""
+    """Files, folders or globs: .jsonl, .csv, .tsv and .parquet hold a document a record ("text"), other files are one;
+    also .gz or .zst; '[-]' reads JSON lines from the standard input."""
     tokenizer: str = MISSING
     """Tokenizer file in Hugging Face `tokenizers` format."""
     output: str = MISSING
     """Prefix of the <output>.bin and <output>.idx to write."""
     text_field: str = "text"
-    """JSON field or parquet column that holds the document."""
+    """JSON field, or column of a table or of parquet, that holds the document."""
+    extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
+    """Extensions of the files that are taken out of folders, and by globs that spell none, compressed or not."""
+    encoding: str = AUTO_ENCODING
+    """Of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
     prompt_field: str | None = None
     """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, where the loss
     counts on the second only. May be empty text."""
@@ -148,5 +156,11 @@ class PreprocessConfig:
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
+        check_text("", self.extensions, self.encoding)
+        if self.input == ["-"] and self.encoding not in (AUTO_ENCODING, "utf-8"):
+            raise ConfigError(
+                f"encoding = {self.encoding}, but the standard input is read as UTF-8: convert it with iconv -f "
+                f"{self.encoding}, or give files"
+            )
         if "-" in self.input and len(self.input) > 1:
             raise ConfigError(f"input = {self.input}: - is the standard input and must stand alone; leave the rest out")

@@ -1,6 +1,6 @@
 """From a user's own text to a dataset and its tokenizer, made once and found again by the content of the text.
 
-Documents of a small corpus are cut into parts, so that one book can be split into training and validation. Digests of
+A book is one document; its end is cut off where data.split sets no other document aside for validation. Digests of
 files are remembered: a file that did not change is not read again.
 """
 
@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import xxhash
 
-from megads.data.config import DataConfig
+from megads.data.config import AUTO_ENCODING, DataConfig
 from megads.data.indexed.dataset import IndexedDataset, idx_path
 from megads.data.indexed.sidecar import (
     Sidecar,
@@ -35,9 +36,10 @@ from megads.data.indexed.sidecar import (
 from megads.data.indexed.verified_once import SETTLED_NS, FileState, file_state, require_unchanged
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.prepare.config import TextTokenizerConfig
+from megads.data.prepare.decoding import first_encoding
 from megads.data.prepare.preprocess import Tokenizing, end_of_document_id
-from megads.data.prepare.text import DocumentReader, custom_reader
-from megads.data.prepare.text_files import text_bytes_estimate
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, rejected_count
+from megads.data.prepare.text_files import CACHE_TAG, Kind, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.progress import ByteProgress
 from megads.errors import ConfigError, DataError, MegadsError
@@ -55,6 +57,7 @@ _TOKENIZER_TEXT_BYTES = 1 << 29
 # Of documents that are cut, where there are few.
 _WANTED_PARTS, _SMALLEST_PART_TOKENS = 100, 256
 _BLOCK_BYTES = 1 << 22
+_CACHE_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n# Text that megads has prepared.\n"
 Say = Callable[[str], None]
 
 
@@ -66,11 +69,13 @@ class Prepared:
         prefix: its dataset, for data.train.
         tokenizer_file: for tokenizer.path.
         sidecar: its numbers.
+        passed_over: what else the folders of data.raw hold, counted.
     """
 
     prefix: Path
     tokenizer_file: Path
     sidecar: Sidecar
+    passed_over: str = ""
 
     def __str__(self) -> str:
         made = self.sidecar
@@ -78,9 +83,11 @@ class Prepared:
             f"{made.documents:,} documents, {made.tokens:,} tokens of {made.text_bytes / 1e6:,.1f} MB of text, "
             f"vocabulary {made.vocab_size:,}, in {self.prefix.parent}"
         )
+        said = [self.passed_over, converted_text(made.converted_files)]
         if made.rejected_lines:
-            text += f"; {made.rejected_lines:,} lines rejected, the first: {made.rejected_examples[0]}"
-        return text
+            count = rejected_count(made.rejected_lines, made.rejected_files)
+            said.append(f"{count} rejected, the first: {made.rejected_examples[0]}")
+        return "; ".join([text, *filter(None, said)])
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,9 @@ class Preparation:
         states: the files as they were when their content was hashed.
         vocab_size: tokens of a given tokenizer, or those that one is to learn, which may find fewer.
         tokenizer_content: a given tokenizer's file; None learns one.
+        held_out: share of the tokens that is cut off the last document for validation; None cuts few documents into
+            parts of equal length.
+        passed_over: what else the folders of data.raw hold, counted.
     """
 
     folder: Path
@@ -102,6 +112,8 @@ class Preparation:
     states: dict[Path, FileState]
     vocab_size: int
     tokenizer_content: bytes | None
+    held_out: float | None = None
+    passed_over: str = ""
 
     @property
     def prefix(self) -> Path:
@@ -118,7 +130,8 @@ class Preparation:
         given = self.tokenizer.path
         tokenizer = f"tokenizer {given}" if given else f"a tokenizer of up to {self.vocab_size:,} tokens learnt from it"
         files = f"{len(self.states):,} file{'s' if len(self.states) > 1 else ''}"
-        return f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
+        text = f"{files}, {size / 1e6:,.1f} MB, {tokenizer}"
+        return f"{text}; {self.passed_over}" if self.passed_over else text
 
     def find(self) -> Prepared | None:
         """Returns what an earlier start prepared, None where there is nothing.
@@ -136,7 +149,7 @@ class Preparation:
         load_tokenizer(self.tokenizer_file)
         if _sha256(self.tokenizer_file.read_bytes()) != sidecar.tokenizer_sha256:
             raise DataError(f"{self.tokenizer_file}: is not the tokenizer that made the dataset beside it")
-        return Prepared(self.prefix, self.tokenizer_file, sidecar)
+        return Prepared(self.prefix, self.tokenizer_file, sidecar, self.passed_over)
 
     def make(self, say: Say) -> Prepared:
         """Prepares the text, unless another process does so meanwhile; it appears whole under its name or not at all.
@@ -204,7 +217,10 @@ class Preparation:
         sidecar = tokenizing.run(self._reader(), (self.data.text_field,), None, self.tokenizer.engine)
         if tokenizing.kept_shards:
             say(f"{tokenizing.kept_shards} parts kept from an earlier start")
-        cut_few_documents(folder / TOKENS, sidecar)
+        if self.held_out is None:
+            cut_few_documents(folder / TOKENS, sidecar, self.data.cut_documents)
+        elif self.held_out > 0:
+            cut_off_end(folder / TOKENS, sidecar, self.held_out)
 
     def _reader(self) -> DocumentReader:
         # The files that were hashed, not the patterns, which may match more by now.
@@ -233,10 +249,10 @@ def plan_preparation(
         DataError: no such files, or one that cannot be read; a given tokenizer that is none.
     """
     reader = _reader(data, data.raw_patterns)
-    content: bytes | None = None
+    given_content: bytes | None = None
     if tokenizer.path is not None:
         given = load_tokenizer(tokenizer.path)
-        content = Path(tokenizer.path).read_bytes()
+        given_content = Path(tokenizer.path).read_bytes()
         end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
         vocab_size = embedding_rows(given)
     elif tokenizer.vocab_size is not None:
@@ -244,29 +260,53 @@ def plan_preparation(
     else:
         vocab_size = min(default_vocab_size(text_bytes_estimate(reader.files)), model_vocab_size or 1 << 30)
     digests = ContentDigests(cache_dir / "content-digests.json")
-    hashed = digests.of(reader.files)
+    contents = digests.of(reader.files)
     if remember:
         _make_folder(cache_dir)
         digests.save()
     identity = {
         "format_version": FORMAT_VERSION,
-        "files": [
-            ("".join(path.suffixes[-2:]), digest) for path, (_, digest) in zip(reader.files, hashed, strict=True)
-        ],
+        "files": [_file_identity(reader, path, content) for path, content in zip(reader.files, contents, strict=True)],
         "text_field": data.text_field,
         "end_of_document": tokenizer.end_of_document,
         "text_special_tokens": tokenizer.text_special_tokens.value,
-        "tokenizer": _sha256(content) if content is not None else [vocab_size, tokenizer.min_frequency],
+        "tokenizer": _sha256(given_content) if given_content is not None else [vocab_size, tokenizer.min_frequency],
     }
     if data.reader.name != "auto":
         identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
+    held_out = _held_out_share(reader, data)
+    # What was made before there were these settings is found under the name that it had.
+    changed = {
+        "encoding": None if data.encoding == AUTO_ENCODING else data.encoding,
+        "held_out": held_out,
+        "cut_documents": data.cut_documents,
+    }
+    identity |= {name: value for name, value in changed.items() if value is not None}
     key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]
-    states = {path: state for path, (state, _) in zip(reader.files, hashed, strict=True)}
-    return Preparation(cache_dir / key, data, tokenizer, states, vocab_size, content)
+    states = {path: content.state for path, content in zip(reader.files, contents, strict=True)}
+    return Preparation(
+        cache_dir / key, data, tokenizer, states, vocab_size, given_content, held_out, reader.passed_over
+    )
 
 
 def _reader(data: DataConfig, patterns: Sequence[str]) -> DocumentReader:
-    return DocumentReader(patterns, (data.text_field,), "data.raw", custom_reader(data.reader))
+    custom = custom_reader(data.reader)
+    return DocumentReader(patterns, (data.text_field,), "data.raw", custom, data.extensions, data.encoding)
+
+
+def _file_identity(reader: DocumentReader, path: Path, content: FileContent) -> tuple[str, ...]:
+    """What decides how a file is read, and its content."""
+    identity = ("".join(path.suffixes[-2:]), content.digest)
+    converts = reader.custom is None and kind(path) is not Kind.parquet and content.marked_encoding is not None
+    return (*identity, str(content.marked_encoding)) if converts else identity
+
+
+def _held_out_share(reader: DocumentReader, data: DataConfig) -> float | None:
+    """Share of the text that data.split sets aside where documents are few and stay whole; None cuts them."""
+    few = reader.custom is None and len(reader.files) < _WANTED_PARTS
+    if data.cut_documents is not None or not few or any(kind(path) is not Kind.text for path in reader.files):
+        return None
+    return data.split[1] / sum(data.split) if data.valid is None else 0.0
 
 
 def default_vocab_size(text_bytes: int) -> int:
@@ -296,7 +336,10 @@ def _locked(folder: Path, say: Say) -> Iterator[None]:
 
 def _make_folder(folder: Path) -> None:
     try:
+        made = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
+        if made:
+            (folder / CACHE_TAG).write_bytes(_CACHE_SIGNATURE)
         if not os.access(folder, os.W_OK):
             raise PermissionError(0, "no permission to write")
     except OSError as error:
@@ -310,14 +353,15 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def cut_few_documents(prefix: Path, sidecar: Sidecar) -> Sidecar:
-    """Cuts the documents of a dataset of fewer than a hundred into about a hundred parts of equal length.
+def cut_few_documents(prefix: Path, sidecar: Sidecar, parts: int | None = None) -> Sidecar:
+    """Cuts the documents of a dataset of fewer than a hundred into parts of equal length.
 
     No token is added or lost: parts of one document have no end-of-document token between them.
 
     Args:
         prefix: the dataset, which is replaced.
         sidecar: its sidecar.
+        parts: how many; None is about a hundred.
 
     Returns:
         The new sidecar, as written; the old one where the documents are many, or too short to be cut.
@@ -325,17 +369,65 @@ def cut_few_documents(prefix: Path, sidecar: Sidecar) -> Sidecar:
     if sidecar.documents >= _WANTED_PARTS:
         return sidecar
     dataset = IndexedDataset(prefix)
-    part_tokens = max(_SMALLEST_PART_TOKENS, -(-dataset.num_tokens // _WANTED_PARTS))
-    with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
+    wanted_tokens = dataset.num_tokens // parts if parts else -(-dataset.num_tokens // _WANTED_PARTS)
+    part_tokens = max(_SMALLEST_PART_TOKENS, wanted_tokens)
+
+    def documents() -> Iterator[npt.NDArray[Any]]:
         for document in range(dataset.num_documents):
             tokens = dataset.document_tokens(document)
-            parts = max(1, tokens.size // part_tokens)
-            for part in range(parts):
-                writer.append(tokens[tokens.size * part // parts : tokens.size * (part + 1) // parts])
+            count = max(1, tokens.size // part_tokens)
+            for part in range(count):
+                yield tokens[tokens.size * part // count : tokens.size * (part + 1) // count]
+
+    return _rewritten(prefix, sidecar, dataset, documents())
+
+
+def cut_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
+    """Makes the end of a dataset's last document a document of its own, for validation to be split off.
+
+    Args:
+        prefix: the dataset, which is replaced.
+        sidecar: its sidecar.
+        share: of all tokens, that validation is to have.
+
+    Returns:
+        The new sidecar, as written; the old one where a split by documents gives validation its share, or where the
+        last document is too short to be cut.
+    """
+    dataset = IndexedDataset(prefix)
+    last = dataset.num_documents - 1
+    end_tokens = max(_SMALLEST_PART_TOKENS, round(share * dataset.num_tokens))
+    tokens = dataset.document_tokens(last)
+    validates_on_end = round(share * (dataset.num_documents + 1)) <= 1
+    if not validates_on_end or tokens.size < 2 * end_tokens:
+        return sidecar
+
+    def parts() -> Iterator[npt.NDArray[Any]]:
+        yield from (dataset.document_tokens(document) for document in range(last))
+        yield from (tokens[:-end_tokens], tokens[-end_tokens:])
+
+    return _rewritten(prefix, sidecar, dataset, parts())
+
+
+def _rewritten(
+    prefix: Path, sidecar: Sidecar, dataset: IndexedDataset, documents: Iterator[npt.NDArray[Any]]
+) -> Sidecar:
+    """Writes a dataset's tokens anew, in other documents; returns the new sidecar."""
+    with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
+        for tokens in documents:
+            writer.append(tokens)
     index = None if sidecar.idx_checksum is None else file_checksum(idx_path(prefix))
     cut = dataclasses.replace(sidecar, documents=writer.num_documents, idx_checksum=index)
     write_sidecar(prefix, cut)
     return cut
+
+
+class FileContent(NamedTuple):
+    """What a file holds: its state, the digest of its bytes, and the encoding that its first bytes show, if any."""
+
+    state: FileState
+    digest: str
+    marked_encoding: str | None
 
 
 class ContentDigests:
@@ -350,29 +442,32 @@ class ContentDigests:
         self._known = _read_memory(memory)
         self._learnt = False
 
-    def of(self, files: Sequence[Path]) -> list[tuple[FileState, str]]:
-        """Returns the state and the digest of every file, in order.
+    def of(self, files: Sequence[Path]) -> list[FileContent]:
+        """Returns what every file holds, in order.
 
         Raises:
             DataError: a file cannot be read, or is being written to.
         """
-        found: dict[Path, tuple[FileState, str]] = {}
+        found: dict[Path, FileContent] = {}
         unknown: list[Path] = []
         for path in files:
             state = file_state(path)
             known = self._known.get(str(path.absolute()))
             if known is not None and tuple(known[:4]) == state:
-                found[path] = state, str(known[4])
+                # Versions before this one remembered no encoding.
+                encoding = known[5] if len(known) > 5 else first_encoding(path)
+                found[path] = FileContent(state, str(known[4]), encoding)
             else:
                 unknown.append(path)
         with ByteProgress("reading", sum(path.stat().st_size for path in unknown)) as progress:
             done_bytes = 0
             for path in unknown:
                 state = file_state(path)
-                found[path] = state, _digest(path, progress, done_bytes)
+                digest = _digest(path, progress, done_bytes)
+                found[path] = FileContent(state, digest, first_encoding(path))
                 require_unchanged(path, state)
                 done_bytes += state[0]
-                self._remember(path, *found[path])
+                self._remember(path, found[path])
         return [found[path] for path in files]
 
     def save(self) -> None:
@@ -381,9 +476,9 @@ class ContentDigests:
             with suppress(OSError), atomic_writer(self._memory) as file:
                 file.write(json.dumps(self._known).encode())
 
-    def _remember(self, path: Path, state: FileState, digest: str) -> None:
-        if time.time_ns() - max(state[1], state[2]) > SETTLED_NS:
-            self._known[str(path.absolute())] = [*state, digest]
+    def _remember(self, path: Path, content: FileContent) -> None:
+        if time.time_ns() - max(content.state[1], content.state[2]) > SETTLED_NS:
+            self._known[str(path.absolute())] = [*content.state, content.digest, content.marked_encoding]
             self._learnt = True
 
 
@@ -408,4 +503,4 @@ def _read_memory(memory: Path) -> dict[str, list[Any]]:
         return {}
     if not isinstance(content, dict):
         return {}
-    return {path: entry for path, entry in content.items() if isinstance(entry, list) and len(entry) == 5}
+    return {path: entry for path, entry in content.items() if isinstance(entry, list) and len(entry) in (5, 6)}

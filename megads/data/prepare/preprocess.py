@@ -51,7 +51,16 @@ from megads.data.prepare.blocks import (
 from megads.data.prepare.config import Engine, PreprocessConfig
 from megads.data.prepare.engine import choose_engine
 from megads.data.prepare.records import Fields, NotText
-from megads.data.prepare.text import DocumentReader, RejectedLine, Rejections, TextCutter, custom_reader, no_documents
+from megads.data.prepare.text import (
+    DocumentReader,
+    RejectedLine,
+    Rejections,
+    TextCutter,
+    converted_text,
+    custom_reader,
+    no_documents,
+    rejected_count,
+)
 from megads.data.progress import ByteProgress
 from megads.errors import ConfigError, DataError, UnhealthyNode
 from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
@@ -74,6 +83,7 @@ class PreprocessReport:
         seconds: how long it took.
         kept_shards: parts that an earlier start had finished.
         engine: what tokenized.
+        passed_over: files and folders that were not read, counted.
     """
 
     output: str
@@ -81,6 +91,7 @@ class PreprocessReport:
     seconds: float
     kept_shards: int = 0
     engine: str = ""
+    passed_over: str = ""
 
     def __str__(self) -> str:
         made = self.sidecar
@@ -91,8 +102,9 @@ class PreprocessReport:
         ]
         if self.kept_shards:
             lines[1] = f"{self.seconds:.1f} s; {self.kept_shards} parts kept from an earlier start"
+        lines += [text for text in (self.passed_over, converted_text(made.converted_files)) if text]
         if made.rejected_lines:
-            lines.append(f"{made.rejected_lines} lines rejected, the first of them:")
+            lines.append(f"{rejected_count(made.rejected_lines, made.rejected_files)} rejected, the first of them:")
             lines += [f"  {example}" for example in made.rejected_examples[:5]]
         return "\n".join(lines)
 
@@ -118,15 +130,18 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     config.check()
     start_s = time.monotonic()
     custom = custom_reader(config.reader)
-    source = None if config.input == [STDIN] else DocumentReader(config.input, config.fields, custom=custom)
+    source = None
+    if config.input != [STDIN]:
+        source = DocumentReader(
+            config.input, config.fields, custom=custom, extensions=config.extensions, encoding=config.encoding
+        )
     _refuse_to_overwrite(config, source.files if source else [])
     tokenizing = Tokenizing(
         config.tokenizer, config.output, config.end_of_document, "end_of_document", config.text_special_tokens
     )
     sidecar = tokenizing.run(source, config.fields, config.workers, config.engine)
-    return PreprocessReport(
-        config.output, sidecar, time.monotonic() - start_s, tokenizing.kept_shards, tokenizing.engine
-    )
+    took_s, passed_over = time.monotonic() - start_s, source.passed_over if source else ""
+    return PreprocessReport(config.output, sidecar, took_s, tokenizing.kept_shards, tokenizing.engine, passed_over)
 
 
 class Tokenizing:
@@ -261,7 +276,7 @@ class Tokenizing:
             if not writer.num_documents:
                 # Nothing worth keeping for another start.
                 shutil.rmtree(folder)
-                raise no_documents(files, rejected, settings.fields)
+                raise no_documents(files, rejected, settings.fields, source.section if source else "")
             (folder / _COMMITTING).touch()
             # A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data
             # come.
@@ -284,6 +299,8 @@ class Tokenizing:
             bin_checksum=writer.bin_checksum,
             idx_checksum=file_checksum(idx_path(self._output)),
             text_special_tokens=settings.text_special_tokens,
+            rejected_files=rejected.files,
+            converted_files=source.converted if source else {},
         )
         write_sidecar(self._output, sidecar)
         shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""The texts of one record of JSON lines or parquet, or why it has none.
+"""The texts of the records of JSON lines, tables of CSV and parquet, or why they have none.
 
 Texts of hundreds of megabytes are decoded a stretch at a time: a `str` has up to four bytes for a character of one, and
 a record is copied a few times on its way to one.
@@ -7,7 +7,9 @@ a record is copied a few times on its way to one.
 from __future__ import annotations
 
 import codecs
+import csv
 import functools
+import io
 import itertools
 import json
 import re
@@ -15,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -39,6 +41,9 @@ Fields = tuple[str, ...]
 _ROWS, _BATCH_BYTES = 256, 1 << 24
 """Rows of parquet that are decoded at a time, and bytes of them where the rows are longest."""
 _READ_BYTES = 1 << 20
+_LARGEST_CELL = 1 << 29
+"""Characters of a table's cell; the library's own bound is 131,072."""
+_DELIMITERS = ",;\t|"
 
 
 @dataclass(frozen=True)
@@ -223,12 +228,69 @@ def filled(fields: Fields, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
     return NotText("empty text" if len(fields) == 1 else f"empty field {fields[-1]!r}")
 
 
-def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
+def table_rows(
+    file: BinaryIO, path: Path, columns: Fields, delimiter: str, section: str = ""
+) -> Iterator[tuple[int, tuple[str, ...] | NotText]]:
+    """Reads columns of CSV, whose first row names them; a quoted cell may hold delimiters and line ends.
+
+    Args:
+        file: the table in UTF-8, a byte order mark allowed.
+        path: where it comes from.
+        columns: their names.
+        delimiter: between cells; where it leaves the columns unknown, another that is in use and does not is taken.
+        section: of the config that names the columns, with a dot at its end; or empty.
+
+    Yields:
+        The line, from 1, in which a row ends, and its texts or why there are none; line 0 for an empty file, nothing
+        for a blank line.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    csv.field_size_limit(_LARGEST_CELL)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    header = text.readline()
+    if not header:
+        yield 0, NotText("empty text")
+        return
+    found = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (delimiter, *_DELIMITERS)}
+    delimiter = next((sign for sign, names in found.items() if set(columns) <= set(names)), delimiter)
+    names = [name.strip() for name in found[delimiter]]
+    missing = next((column for column in columns if column not in names), None)
+    if missing is not None:
+        raise DataError(_no_column(path, missing, names, _naming_key(columns, section)))
+    places = [names.index(column) for column in columns]
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield rows.line_num + 1, NotText("not CSV", str(error))
+            continue
+        if row:
+            short = max(places) >= len(row)
+            texts = NotText("too few cells") if short else filled(columns, tuple(row[place] for place in places))
+            yield rows.line_num + 1, texts
+
+
+def _naming_key(columns: Fields, section: str) -> str:
+    return f"{section}text_field" if len(columns) == 1 else "prompt_field, response_field"
+
+
+def _no_column(path: Path, column: str, names: list[str], key: str) -> str:
+    shown = ", ".join(names) or "none"
+    return f"{path}: no column {column!r}; it has {shown}: name the one that holds the text with {key}"
+
+
+def parquet_rows(path: Path, columns: Fields, section: str = "") -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
     """Reads columns of text in constant memory, however large the row groups are.
 
     Args:
         path: the file.
         columns: their names, at the top level of the schema.
+        section: of the config that names them, with a dot at its end; or empty.
 
     Yields:
         The share of rows read so far, and the texts or why there are none.
@@ -247,7 +309,7 @@ def parquet_rows(path: Path, columns: Fields) -> Iterator[tuple[float, tuple[Tex
     try:
         with pq.ParquetFile(path, buffer_size=_READ_BYTES, pre_buffer=False) as file:
             for column in columns:
-                _require_text(file, path, column, "text_field" if len(columns) == 1 else "prompt_field, response_field")
+                _require_text(file, path, column, _naming_key(columns, section))
             rows, done = max(file.metadata.num_rows, 1), 0
             for batch in file.iter_batches(
                 _rows_of_batch(file.metadata, columns), columns=list(columns), use_threads=False
@@ -279,10 +341,7 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> No
     schema = file.schema_arrow
     index = schema.get_field_index(column)
     if index < 0:
-        raise DataError(
-            f"{path}: no column {column!r}; it has {', '.join(schema.names) or 'none'}: name the one that holds the "
-            f"text with {key}"
-        )
+        raise DataError(_no_column(path, column, schema.names, key))
     kind = schema.field(index).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):

@@ -1,34 +1,33 @@
-"""Documents out of raw text files: JSON lines, plain text and parquet, the first two also compressed.
+"""Documents out of raw text files: plain text, JSON lines, tables and parquet, all but the last also compressed.
 
-A line that is no document is counted and reported; only what spoils a whole file is fatal. Long documents come in
-pieces, cut where the pieces tokenize to what the whole would.
+What is no document is counted and reported, a line or a whole file that is in another encoding; only a damaged file is
+fatal. Long documents come in pieces, cut where the pieces tokenize to what the whole would.
 """
 
 from __future__ import annotations
 
 import codecs
 import functools
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tokenizers import Tokenizer
-from zstandard import ZstdError
 
-from megads.data.config import ReaderConfig
+from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
 from megads.data.indexed.sidecar import KEPT_EXAMPLES
-from megads.data.prepare.records import Fields, NotText, Text, filled, json_turns, parquet_rows
+from megads.data.prepare.decoding import COMPRESSED_ENDINGS, DAMAGED, UTF8, encoding_of, opened, text_fault
+from megads.data.prepare.records import Fields, NotText, Text, filled, json_turns, parquet_rows, table_rows
 from megads.data.prepare.text_files import (
-    PARQUET_ENDINGS,
-    TEXT_ENDINGS,
-    decompressed,
+    TABLE_DELIMITERS,
+    Kind,
     find_text_files,
     first_names,
     kind,
+    uncompressed_ending,
 )
 from megads.errors import DataError, MegadsError
 from megads.runtime.registry import READERS
@@ -58,14 +57,14 @@ class Document(NamedTuple):
 
 
 class RejectedLine(NamedTuple):
-    """A line that gave no document."""
+    """A line that gave no document, or a whole file, whose line is 0."""
 
     source: str
     line: int
     why: NotText
 
     def __str__(self) -> str:
-        return f"{self.source}:{self.line}: {self.why}"
+        return f"{self.source}:{self.line}: {self.why}" if self.line else f"{self.source}: {self.why}"
 
 
 def rows_of(
@@ -95,24 +94,27 @@ def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) ->
 
 @dataclass
 class Rejections:
-    """Lines that gave no document.
+    """Lines and whole files that gave no document.
 
     Attributes:
-        reasons: number of lines by reason.
+        reasons: number of them by reason.
         examples: "<file>:<line>: <reason>" of the first hundred.
+        files: how many are whole files.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
+    files: int = 0
 
     @property
     def count(self) -> int:
-        """Lines rejected in all."""
+        """Lines and files rejected in all."""
         return self.reasons.total()
 
     def add(self, rejected: RejectedLine) -> None:
-        """Counts one line."""
+        """Counts one line or file."""
         self.reasons[rejected.why.reason] += 1
+        self.files += not rejected.line
         if len(self.examples) < KEPT_EXAMPLES:
             self.examples.append(str(rejected))
 
@@ -120,7 +122,30 @@ class Rejections:
         if not self.count:
             return "no lines rejected"
         reasons = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common())
-        return f"{self.count} lines rejected: {reasons}; first: {self.examples[0]}"
+        return f"{rejected_count(self.count, self.files)} rejected: {reasons}; first: {self.examples[0]}"
+
+
+def rejected_count(rejected: int, files: int) -> str:
+    """Returns numbers of rejected lines and files in words.
+
+    Args:
+        rejected: lines and files.
+        files: how many of them are whole files.
+    """
+    counts = {"line": rejected - files, "file": files}
+    return " and ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
+
+
+def converted_text(encodings: Mapping[str, str]) -> str:
+    """Returns which files were converted, in one line; empty where none was.
+
+    Args:
+        encodings: by file.
+    """
+    counts = Counter(encodings.values())
+    examples = {encoding: name for name, encoding in reversed(list(encodings.items()))}
+    parts = [f"{count:,} from {encoding} ({examples[encoding]})" for encoding, count in counts.most_common()]
+    return f"converted: {', '.join(parts)}" if parts else ""
 
 
 def custom_reader(config: ReaderConfig) -> TextReader | None:
@@ -135,36 +160,86 @@ class DocumentReader:
     """Iterates over the documents of files, once.
 
     Args:
-        patterns: files, folders or globs: .jsonl or .json (one JSON object a line), .txt or .md (one document a
-            file), each also .gz or .zst; .parquet.
+        patterns: files, folders or globs. JSON lines, tables and parquet have a document a record, other files are one.
         fields: JSON fields, or columns, that hold the document.
-        key: the config key that the patterns come from, for messages.
+        key: the config key that the patterns come from, for messages; the others stand beside it.
         custom: reads all files, whatever kinds they are.
+        extensions: of files to take out of folders.
+        encoding: of files that are neither UTF-8 nor marked as something else.
 
     Attributes:
         files: the files that match, each once: patterns in the order given, the matches of one in order of name.
+        passed_over: what else the folders hold, for people; empty where that is nothing.
         total_bytes: size of the files as they are on disk.
         bytes_read: how much of that has been read.
-        rejected: lines that gave no document.
+        rejected: lines and files that gave no document.
+        converted: encodings of the files that were read and are not UTF-8.
 
     Raises:
         ConfigError: no patterns.
-        DataError: a pattern matches nothing, or a file of an unknown kind or, for pairs, one without fields.
+        DataError: a pattern matches nothing, or a file that is no text or, for pairs, has no fields.
     """
 
     def __init__(
-        self, patterns: Sequence[str], fields: Fields, key: str = "input", custom: TextReader | None = None
+        self,
+        patterns: Sequence[str],
+        fields: Fields,
+        key: str = "input",
+        custom: TextReader | None = None,
+        extensions: Sequence[str] = DEFAULT_EXTENSIONS,
+        encoding: str = AUTO_ENCODING,
     ) -> None:
-        self.files = find_text_files(patterns, key, any_kind=custom is not None)
-        plain = next((path for path in self.files if kind(path) in TEXT_ENDINGS or custom is not None), None)
+        found = find_text_files(patterns, key, extensions, any_kind=custom is not None)
+        self.files, self.passed_over = found.files, found.passed_over
+        plain = next((path for path in self.files if kind(path) is Kind.text or custom is not None), None)
         if len(fields) > 1 and plain is not None:
             raise DataError(f"{plain}: plain text has no fields {', '.join(fields)}: leave it out of {key}")
         self.custom = custom
         self.total_bytes = sum(path.stat().st_size for path in self.files)
         self.bytes_read = 0
         self.rejected = Rejections()
+        self.converted: dict[str, str] = {}
         self.fields = fields
         self.key = key
+        self._encoding = encoding
+        self._encodings: dict[Path, str] = {}
+
+    @property
+    def section(self) -> str:
+        """The section of the config that the files come from, with a dot at its end; or empty."""
+        return "".join(self.key.rpartition(".")[:2])
+
+    def alone(self, path: Path) -> DocumentReader:
+        """Returns a reader of one of the files, which counts for itself."""
+        return DocumentReader([str(path)], self.fields, self.key, self.custom, encoding=self._encoding)
+
+    def encoding(self, path: Path) -> str:
+        """Returns what a file is in, see `encoding_of`; looks once."""
+        if path not in self._encodings:
+            reads_bytes = self.custom is not None or kind(path) is Kind.parquet
+            self._encodings[path] = UTF8 if reads_bytes else encoding_of(path, self._encoding)
+        return self._encodings[path]
+
+    def is_line_file(self, path: Path) -> bool:
+        """Whether a file is JSON lines that can be entered at any byte, and read without this reader."""
+        plain = kind(path) is Kind.json_lines and path.suffix.lower() not in COMPRESSED_ENDINGS
+        return plain and self.custom is None and self.encoding(path) == UTF8
+
+    def encoding_fault(self, path: Path) -> RejectedLine | None:
+        """Returns that a whole file is in another encoding, None where it can be read; reads it to its end."""
+        encoding = self.encoding(path)
+        with opened(path) as (_, file):
+            fault = text_fault(file, encoding)
+        if fault is None:
+            if encoding != UTF8:
+                self.converted[str(path)] = encoding
+            return None
+        line, byte = fault
+        remedy = f"where it is Western European text, {self.section}encoding=cp1252 or latin-1 reads it"
+        if encoding != UTF8:
+            remedy = f"name another {self.section}encoding"
+        shown = "UTF-8" if encoding == UTF8 else encoding
+        return RejectedLine(str(path), 0, NotText(f"not {shown}", f"byte {byte:#04x} in line {line}; {remedy}"))
 
     def __iter__(self) -> Iterator[Document]:
         """Yields documents in order.
@@ -181,7 +256,7 @@ class DocumentReader:
                     found = True
                     yield row
         if not found:
-            raise no_documents(self.files, self.rejected, self.fields)
+            raise no_documents(self.files, self.rejected, self.fields, self.section)
 
     def read(self, path: Path, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
         """Yields what one file holds, in order; `bytes_read` counts on from the files read before.
@@ -197,27 +272,39 @@ class DocumentReader:
         with readable(path, self.key, lambda: self.bytes_read - finished_bytes):
             if self.custom is not None:
                 yield from self._custom(self.custom, path)
-            elif kind(path) in PARQUET_ENDINGS:
+            elif kind(path) is Kind.parquet:
                 yield from self._parquet(path, finished_bytes, last_cut)
-            elif kind(path) in TEXT_ENDINGS:
-                yield from self._plain_text(path, finished_bytes, last_cut)
-            else:
+            elif kind(path) is Kind.json_lines and self.encoding(path) == UTF8:
+                # Each line is for itself.
                 yield from self._json_lines(path, finished_bytes, last_cut)
+            # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
+            elif (fault := self.encoding_fault(path)) is not None:
+                yield fault
+            else:
+                read = {Kind.json_lines: self._json_lines, Kind.table: self._table, Kind.text: self._plain_text}
+                yield from read[kind(path)](path, finished_bytes, last_cut)
             self.bytes_read = finished_bytes + path.stat().st_size
 
     def _json_lines(
         self, path: Path, finished_bytes: int, last_cut: LastCut | None
     ) -> Iterator[Document | RejectedLine]:
-        with path.open("rb") as raw, decompressed(raw, path) as file:
+        with opened(path, self.encoding(path)) as (raw, file):
             for number, line in enumerate(file, start=1):
                 # The position in the raw file is known for compressed files too, whose whole size is not.
                 self.bytes_read = finished_bytes + raw.tell()
                 for texts in json_turns(line, self.fields):
                     yield from rows_of(texts, str(path), number, last_cut)
 
+    def _table(self, path: Path, finished_bytes: int, last_cut: LastCut | None) -> Iterator[Document | RejectedLine]:
+        delimiter = TABLE_DELIMITERS[uncompressed_ending(path)]
+        with opened(path, self.encoding(path)) as (raw, file):
+            for number, texts in table_rows(file, path, self.fields, delimiter, self.section):
+                self.bytes_read = finished_bytes + raw.tell()
+                yield from rows_of(texts, str(path), number, last_cut)
+
     def _parquet(self, path: Path, finished_bytes: int, last_cut: LastCut | None) -> Iterator[Document | RejectedLine]:
         size = path.stat().st_size
-        for number, (share, texts) in enumerate(parquet_rows(path, self.fields), start=1):
+        for number, (share, texts) in enumerate(parquet_rows(path, self.fields, self.section), start=1):
             self.bytes_read = finished_bytes + int(share * size)
             yield from rows_of(texts, str(path), number, last_cut)
 
@@ -236,20 +323,14 @@ class DocumentReader:
     def _plain_text(
         self, path: Path, finished_bytes: int, last_cut: LastCut | None
     ) -> Iterator[Document | RejectedLine]:
-        # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
-        with path.open("rb") as raw, decompressed(raw, path) as file:
-            fault = utf8_fault(file)
-        if fault is not None:
-            yield RejectedLine(str(path), fault[0], NotText("not UTF-8", f"byte {fault[1]:#04x}"))
-            return
         empty = True
-        with path.open("rb") as raw, decompressed(raw, path) as file:
+        with opened(path, self.encoding(path)) as (raw, file):
             for piece in _pieces(text_pieces(file, last_cut), str(path), 1):
                 self.bytes_read = finished_bytes + raw.tell()
                 empty = False
                 yield piece
         if empty:
-            yield RejectedLine(str(path), 1, NotText("empty text"))
+            yield RejectedLine(str(path), 0, NotText("empty text"))
 
 
 def _checked(text: str) -> tuple[str, ...] | NotText:
@@ -267,34 +348,27 @@ def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[No
     """Turns what reading a file raises into a DataError with the place in the file and the config key it comes from."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, ZstdError) as error:
+    except DAMAGED as error:
         raise DataError(
             f"{path}: reading failed after {done_bytes()} bytes: {error}; "
             f"the file is truncated, damaged or not readable: make it again or leave it out of {key}"
         ) from error
 
 
-def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields) -> DataError:
-    """Returns the error of an input without a document."""
-    wanted = f"want text, or JSON lines or parquet with the field {fields[0]!r} (another is named with text_field)"
+def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields, section: str) -> DataError:
+    """Returns the error of an input without a document.
+
+    Args:
+        files: which were read.
+        rejected: what was in them.
+        fields: which were looked for.
+        section: of the config that the files come from, see `DocumentReader.section`.
+    """
+    records = "JSON lines, CSV or parquet with the"
+    wanted = f"want text, or {records} field {fields[0]!r} (another is named with {section}text_field)"
     if len(fields) > 1:
-        wanted = f"want JSON lines or parquet with the fields {fields} (prompt_field, response_field)"
+        wanted = f"want {records} fields {fields} (prompt_field, response_field)"
     return DataError(f"{first_names(files)}: no documents, {rejected}; {wanted}")
-
-
-def utf8_fault(file: BinaryIO) -> tuple[int, int] | None:
-    """Returns the line, from 1, and the value of the first byte that is no UTF-8, None where all of it is."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line = 1
-    while True:
-        block = file.read(_READ_BYTES)
-        try:
-            line += decoder.decode(block, final=not block).count("\n")
-        except UnicodeDecodeError as error:
-            before = error.object[: error.start]
-            return line + before.count(b"\n"), error.object[error.start]
-        if not block:
-            return None
 
 
 def text_pieces(file: BinaryIO, last_cut: LastCut | None = None) -> Iterator[str]:

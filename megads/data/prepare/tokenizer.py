@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megads.data.config import check_text
 from megads.data.prepare.config import TokenizerConfig, check_learning
-from megads.data.prepare.text import DocumentReader, Rejections
+from megads.data.prepare.text import DocumentReader, Rejections, converted_text
 from megads.data.progress import ByteProgress
 from megads.errors import DataError
 from megads.runtime.files import atomic_writer
@@ -24,17 +25,19 @@ class TokenizerReport:
         output: the file.
         asked: the size asked for.
         learnt: the size it has.
-        rejected: lines that gave no document.
+        rejected: lines and files that gave no document.
+        said: what was passed over, and what was converted.
     """
 
     output: str
     asked: int
     learnt: int
     rejected: Rejections
+    said: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         short = "" if self.learnt == self.asked else f" (the text has no more pairs; {self.asked} were asked for)"
-        return f"{self.output}: {self.learnt} tokens{short}; {self.rejected}"
+        return f"{self.output}: {self.learnt} tokens{short}; {'; '.join((*self.said, str(self.rejected)))}"
 
 
 def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
@@ -51,11 +54,13 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
         DataError: the input has no documents, or the output cannot be written.
     """
     check_learning("", config.vocab_size, config.min_frequency)
-    reader = DocumentReader(config.input, (config.text_field,))
+    check_text("", config.extensions, config.encoding)
+    reader = DocumentReader(config.input, (config.text_field,), extensions=config.extensions, encoding=config.encoding)
     learnt = learn_tokenizer(
         reader, Path(config.output), config.vocab_size, config.min_frequency, config.end_of_document
     )
-    return TokenizerReport(config.output, config.vocab_size, learnt, reader.rejected)
+    said = tuple(text for text in (reader.passed_over, converted_text(reader.converted)) if text)
+    return TokenizerReport(config.output, config.vocab_size, learnt, reader.rejected, said)
 
 
 def learn_tokenizer(

@@ -15,6 +15,7 @@ from rich.table import Table
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest
+from megads.launch.dry_run_warnings import warnings_of
 from megads.launch.preflight import ResolvedRun, chosen_kernels
 from megads.launch.preflight_memory import (
     Machine,
@@ -273,6 +274,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         lines.append("which rank holds what is not known before the vocabulary is: parallel.partition=auto goes by it")
     elif parallel.world_size > 1:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
+    lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,6 +230,31 @@ class Guarantee:
     name: str
     what: str
     measure: Measure
+
+
+MEANINGS = {
+    "N1": "one seed gives the same full weights in every layout",
+    "N2": "the same samples in the same order in every layout",
+    "N3": "in fp32: losses, gradient norms, every gradient and weight as on one process",
+    "N4": "in bf16: the first loss as on one process",
+    "N5": "a run that was killed continues bit for bit",
+    "N6": "a run that continues in another layout has the same first loss",
+    "N7": "gradients accumulate and reduce in fp32",
+    "N8": "copies of a parameter on several ranks stay equal",
+    "N9": "the loss is the mean over the unmasked tokens of the global batch",
+    "N10": "validation is the token mean over the whole set",
+}
+"""The guarantees of docs/numerics.md, in a line each."""
+
+
+def legend(names: Iterable[str]) -> list[str]:
+    """Returns what guarantees mean, one line each, in the order of their numbers.
+
+    Args:
+        names: N1 to N10, as often as they come.
+    """
+    wanted = set(names)
+    return [f"{name:<3} {meaning}" for name, meaning in MEANINGS.items() if name in wanted]
 
 
 FP32 = (

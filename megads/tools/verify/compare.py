@@ -26,7 +26,7 @@ from megads.parallel.config import AXES, ParallelConfig
 from megads.runtime.lease import claimed
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
 from megads.runtime.visible_console import VisibleConsole
-from megads.tools.verify.checks import BF16, FP32, Row, likely_cause, rows
+from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
 from megads.tools.verify.run import Run, join, read_runs, read_stream, write_corpus
 from megads.tools.verify.scenario import (
     VALIDATION_SAMPLES,
@@ -288,6 +288,8 @@ def show(console: VisibleConsole, found: Sequence[Row], cause: str) -> None:
         style = "" if row.passed else "bold red"
         table.add_row(row.guarantee, row.what, row.precision, str(row.compared), bound, value, verdict, style=style)
     console.print(table)
+    for line in legend(row.guarantee for row in found):
+        console.print(line)
     failed = [row for row in found if not row.passed]
     if not failed:
         console.print("This layout trains the same model.", style="bold green")

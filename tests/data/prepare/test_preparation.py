@@ -27,6 +27,7 @@ from megads.data.prepare.preparation import (
     Preparation,
     Prepared,
     cut_few_documents,
+    cut_off_end,
     default_vocab_size,
     plan_preparation,
 )
@@ -220,10 +221,10 @@ def test_two_processes_make_it_once(folder: Path) -> None:
 
 
 BAD_TEXTS: list[tuple[str, bytes, str]] = [
-    ("a.txt", b"", "no documents, 1 lines rejected: 1 x empty text"),
-    ("a.txt", bytes(range(256)) * 9, "no documents, 1 lines rejected: 1 x not UTF-8"),
+    ("a.txt", b"", "no documents, 1 file rejected: 1 x empty text"),
+    ("a.txt", bytes(range(256)) * 9, "no documents, 1 file rejected: 1 x not UTF-8"),
     ("a.jsonl", bytes(range(256)) * 9, "no documents, .* lines rejected"),
-    ("a.jsonl", b'{"body": "x"}\n', "no field 'text'.*another is named with text_field"),
+    ("a.jsonl", b'{"body": "x"}\n', "no field 'text'.*another is named with data.text_field"),
     ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "reading failed"),
     ("a.parquet", b"PAR1", "reading parquet failed"),
 ]
@@ -292,6 +293,89 @@ def test_short_and_many_documents_stay_as_they_are(make_dataset: MakeDataset, si
     assert IndexedDataset(dataset.prefix).fingerprint() == fingerprint
 
 
+def document_sizes(prepared: Prepared) -> list[int]:
+    dataset = IndexedDataset(prepared.prefix)
+    return [len(dataset.document_tokens(document)) for document in range(dataset.num_documents)]
+
+
+def test_a_book_is_one_document_and_its_end_validates(folder: Path) -> None:
+    """Catches a book whose hundred parts are shuffled, or under data.document_mask do not see each other; and one that
+    has no validation share, or another one than data.split says."""
+    (folder / "book.txt").write_text("".join(prose(number) for number in range(99)))
+    whole = sum(document_sizes(make(raw="book.txt", split=[1, 0])))
+    for split, share in (([0.98, 0.02], 0.02), ([3, 1], 0.25), ([1, 0], 0), ([0.999999, 0.000001], 256 / whole)):
+        sizes = document_sizes(make(raw="book.txt", split=split))
+        assert sum(sizes) == whole and sizes[1:] == ([round(share * whole)] if share else [])
+    assert document_sizes(make(raw="book.txt", valid="elsewhere")) == [whole]
+    assert 90 < len(document_sizes(make(raw="book.txt", cut_documents=100))) <= 100
+    assert len(document_sizes(make(raw="book.txt", cut_documents=2))) == 2
+
+
+def test_few_texts_stay_whole_and_few_records_do_not(folder: Path) -> None:
+    """Catches a validation share that is half of the text where one of few texts is all of it, texts that are cut where
+    the last one is short, and records that come in other parts than those of a run that goes on."""
+    (folder / "text" / "c.jsonl").unlink()
+    first, second = document_sizes(make(split=[1, 0]))
+    (folder / "text" / "c.txt").write_text(prose(3) * 40)
+    (folder / "text" / "d.txt").write_text("the end")
+    *whole, end = document_sizes(make())
+    assert whole[:2] == [first, second] and len(whole) == 3 and end < 256
+    (folder / "text" / "d.txt").unlink()
+    *_, last, end = document_sizes(make())
+    assert end == round(0.02 * (first + second + last + end)) and last > first * 30
+    (folder / "text" / "c.txt").unlink()
+    (folder / "text" / "c.jsonl").write_text(json.dumps({"text": prose(3) * 40}))
+    assert len(document_sizes(make())) > 20
+
+
+def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> None:
+    """Catches a cut that makes the body of a text a part of validation, by one document more."""
+    for documents in range(1, 99):
+        dataset = make_dataset([300] * (documents - 1) + [50_000])
+        cut_off_end(Path(dataset.prefix), describe(dataset), 0.02)
+        after = IndexedDataset(dataset.prefix)
+        [*_, valid] = split_documents(after, [0.98, 0.02]) if after.num_documents > 1 else [range(0)]
+        assert len(valid) * 50_000 > after.stream(valid).size or after.num_documents == documents
+
+
+def test_what_is_read_as_before_is_found_under_its_name(folder: Path) -> None:
+    """Catches new settings that make text anew which they do not concern, and one that does and is not in the name. The
+    name is that of version 0.1.0 before there were these settings."""
+    (folder / "text" / "d.png").touch()
+    before = plan().folder.name
+    assert before == "a82eeda77fc9fce5"
+    assert plan(extensions=["txt", "md", "jsonl"]).folder.name == before
+    assert plan(split=[0.5, 0.5]).folder.name == before
+    others = [plan(encoding="cp1252"), plan(cut_documents=7), plan(extensions=["jsonl"]), plan(raw="text/a.txt"),
+              plan(raw="text/a.txt", split=[0.5, 0.5])]  # fmt: skip
+    names = [before, *(other.folder.name for other in others)]
+    (folder / "text" / "a.txt").write_text(prose(1), encoding="utf-16")
+    names += [plan().folder.name, plan(encoding="utf-8").folder.name]
+    assert len(set(names)) == len(names)
+
+
+def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> None:
+    """Catches text that is read in another way, or not at all, without a word; also where it was made before."""
+    (folder / "text" / "d.txt").write_text(prose(4), encoding="utf-16")
+    (folder / "text" / "e.txt").write_bytes("schön".encode("cp1252"))
+    (folder / "text" / "f.png").touch()
+    assert str(plan()).endswith("; passed over: 1 .png")
+    for _ in range(2):
+        assert (
+            "; passed over: 1 .png; converted: 1 from utf-16-le (text/d.txt); 1 file rejected, the first: text/e.txt: "
+            "not UTF-8 (byte 0xf6 in line 1; where it is Western European text, data.encoding=cp1252 or latin-1 reads "
+        ) in str(make())
+    said = str(make(encoding="cp1252"))
+    assert "1 from cp1252 (text/e.txt)" in said and "rejected" not in said
+
+
+def test_a_cache_is_marked_as_one(folder: Path) -> None:
+    """Catches prepared text that is read as text by the next start, and by whoever makes backups."""
+    make(cache="some/cache")
+    assert Path("some/cache/CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
+    assert not Path("some/CACHEDIR.TAG").exists()
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A memory that trusts the times of files at once."""
@@ -301,7 +385,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def digest(memory: Path, path: Path) -> str:
     digests = ContentDigests(memory)
-    [(_, found)] = digests.of([path])
+    [(_, found, _)] = digests.of([path])
     digests.save()
     return found
 

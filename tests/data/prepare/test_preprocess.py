@@ -58,7 +58,7 @@ def test_end_to_end(config: PreprocessConfig) -> None:
     assert made.text_bytes == sum(len(text.encode()) for text in TEXTS)
     assert made.tokenizer_sha256 == hashlib.sha256(Path(config.tokenizer).read_bytes()).hexdigest()
     assert made.rejected_lines == 1 and "text.jsonl:3: not JSON" in made.rejected_examples[0]
-    assert "5 documents" in str(report) and "1 lines rejected" in str(report)
+    assert "5 documents" in str(report) and "1 line rejected" in str(report)
     assert sorted(path.name for path in Path(config.output).parent.iterdir()) == [
         "corpus.bin", "corpus.idx", "corpus.json", "corpus.tokenizer.json",
     ]  # fmt: skip

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from megads.data.indexed.dataset import IndexedDataset
+from megads.data.prepare import decoding
 from megads.data.prepare import text as text_module
 from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
+from megads.data.prepare.decoding import text_fault
 from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.text import DocumentReader, TextCutter, text_pieces, utf8_fault
+from megads.data.prepare.text import DocumentReader, TextCutter, text_pieces
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
 
@@ -81,7 +83,85 @@ def test_bad_plain_text_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgood")
     reader = DocumentReader([str(tmp_path / "*.txt")], ("text",))
     assert [document.text for document in reader] == ["good"]
-    assert reader.rejected.examples == [f"{tmp_path}/a.txt:2: not UTF-8 (byte 0xfe)"]
+    remedy = "where it is Western European text, encoding=cp1252 or latin-1 reads it"
+    assert reader.rejected.examples == [f"{tmp_path}/a.txt: not UTF-8 (byte 0xfe in line 2; {remedy})"]
+    assert str(reader.rejected).startswith("1 file rejected: 1 x not UTF-8")
+
+
+SAID = "Grüße\nund “mehr”"
+RECORDS = [{"text": SAID}, {"text": "zwölf"}]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252"])
+def test_other_encodings_are_converted_and_said(tmp_path: Path, encoding: str) -> None:
+    """Catches UTF-16 that is rejected as one bad line or read as letters between zeros, in every kind of file, also
+    where it is compressed; and UTF-8 that is converted with the others."""
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+    table = 'id,text\n1,"Grüße\nund “mehr”"\n2,zwölf\n'
+    (tmp_path / "a.jsonl").write_bytes(lines.encode(encoding))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode(encoding)))
+    (tmp_path / "c.csv").write_bytes(table.encode(encoding))
+    (tmp_path / "d.md").write_bytes(SAID.encode(encoding))
+    (tmp_path / "e.md").write_bytes(SAID.encode())
+    wanted = "cp1252" if encoding == "cp1252" else "auto"
+    reader = DocumentReader([str(tmp_path / "*.*"), str(tmp_path / "c.csv")], ("text",), encoding=wanted)
+    texts = [document.text for document in reader]
+    assert texts == [SAID, "zwölf", SAID, "zwölf", SAID, SAID, SAID, "zwölf"]
+    found = {"utf-16": "utf-16-le", "utf-32": "utf-32-le"}.get(encoding, encoding)
+    assert reader.converted == {str(tmp_path / name): found for name in ("a.jsonl", "b.jsonl.gz", "c.csv", "d.md")}
+    assert reader.rejected.count == 0 and reader.bytes_read == reader.total_bytes
+
+
+def test_a_file_that_is_not_in_its_encoding_is_rejected_whole(tmp_path: Path) -> None:
+    """Catches half of a file that is converted, and a remedy without the key to set."""
+    (tmp_path / "a.txt").write_bytes("fine".encode("utf-16") + b"\x00")
+    (tmp_path / "b.txt").write_bytes("schön".encode("cp1252"))
+    (tmp_path / "c.jsonl").write_bytes('{"text": "fine"}\n'.encode("utf-16") + b"\x00")
+    (tmp_path / "d.txt").write_bytes(b"fine")
+    reader = DocumentReader([str(tmp_path)], ("text",), "data.raw")
+    assert [document.text for document in reader] == ["fine"]
+    assert reader.rejected.files == 3 and reader.converted == {}
+    assert "a.txt: not utf-16-le (byte 0x00 in line 1; name another data.encoding)" in reader.rejected.examples[0]
+    assert "data.encoding=cp1252 or latin-1 reads it" in reader.rejected.examples[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "row"),
+    [("a.csv", "id,text", "1,{}"), ("a.tsv", "id\ttext", "1\t{}"), ("a.csv", "text;id", "{};1")],
+)
+def test_tables_are_read_by_their_column(tmp_path: Path, name: str, header: str, row: str) -> None:
+    """Catches a table taken for one text with all its numbers, cells cut at quoted line ends, and rows lost beside a
+    bad one."""
+    rows = [row.format(cell) for cell in ('"one, ""two""\nthree"', "four", '"bad"cell', "", "six")]
+    (tmp_path / name).write_text("\ufeff" + "\n".join([header, *rows[:3], "", "7", *rows[3:]]) + "\n")
+    reader = DocumentReader([str(tmp_path / name)], ("text",))
+    found = [(document.text, document.line) for document in reader]
+    assert found[:2] == [('one, "two"\nthree', 3), ("four", 4)] and found[-1] == ("six", 9)
+    reasons = {"not CSV": 1, "empty text": 1, "too few cells": 1}
+    if header.startswith("text"):
+        reasons = {"not CSV": 1, "empty text": 1}
+    assert reader.rejected.reasons == reasons
+    assert reader.rejected.examples[0].startswith(f"{tmp_path / name}:5: not CSV (")
+
+
+def test_a_cell_may_be_long(tmp_path: Path) -> None:
+    """Catches the library's bound of 131,072 characters."""
+    (tmp_path / "a.csv").write_text(f"text\n{'x' * 200_000}\n")
+    assert [len(document.text) for document in DocumentReader([str(tmp_path / "a.csv")], ("text",))] == [200_000]
+
+
+@pytest.mark.parametrize(("key", "remedy"), [("data.raw", "data.text_field"), ("input", " text_field")])
+def test_a_missing_column_names_the_key(tmp_path: Path, key: str, remedy: str) -> None:
+    """Catches a remedy that names another verb's key, or none."""
+    (tmp_path / "a.csv").write_text("id,body\n1,x\n")
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
+    (tmp_path / "c.jsonl").write_text('{"body": "x"}')
+    for name in ("a.csv", "b.parquet", "c.jsonl"):
+        with pytest.raises(DataError, match=rf"{name}: .*{remedy}"):
+            list(DocumentReader([str(tmp_path / name)], ("text",), key))
+    (tmp_path / "a.csv").write_text("")
+    with pytest.raises(DataError, match=r"empty text"):
+        list(DocumentReader([str(tmp_path / "a.csv")], ("text",), key))
 
 
 def test_joined_files_keep_every_record(tmp_path: Path) -> None:
@@ -114,10 +194,10 @@ def test_a_file_matched_twice_is_read_once(tmp_path: Path) -> None:
     assert [path.name for path in reader.files] == ["a[1].txt"]
 
 
-@pytest.mark.parametrize("pattern,message", [("none*.jsonl", "matches no file"), ("d.csv", "unknown kind of file")])
+@pytest.mark.parametrize("pattern,message", [("none*.jsonl", "matches no file"), ("d.bin", "is not text")])
 def test_input_that_cannot_be_read_is_refused(tmp_path: Path, pattern: str, message: str) -> None:
     """Catches a typo in one of several patterns that silently shrinks the corpus."""
-    (tmp_path / "d.csv").write_text("x")
+    (tmp_path / "d.bin").write_bytes(b"\x01\x00\x00\x00")
     (tmp_path / "good.txt").write_text("x")
     with pytest.raises(DataError, match=message) as caught:
         DocumentReader([str(tmp_path / "good.txt"), str(tmp_path / pattern)], ("text",))
@@ -135,7 +215,7 @@ def test_no_documents_at_all_is_fatal(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"content": "x"}\n')
     with pytest.raises(
-        DataError, match=f"no documents, 1 lines rejected: 1 x no field 'text'; first: {path}:1.*text_field"
+        DataError, match=f"no documents, 1 line rejected: 1 x no field 'text'; first: {path}:1.*text_field"
     ):
         list(DocumentReader([str(path)], ("text",)))
 
@@ -173,6 +253,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "REACH", 40)
     # A prime: blocks end inside characters.
     monkeypatch.setattr(text_module, "_READ_BYTES", 17)
+    monkeypatch.setattr(decoding, "_READ_BYTES", 17)
 
 
 @pytest.mark.parametrize("text", ["", "short", messy_text(2000), "x" * 999, "\n" * 999, "\ufeffmarked", "\nx" * 299])
@@ -212,7 +293,7 @@ def test_pieces_tokenize_to_the_whole(small_pieces: None, tmp_path: Path, withou
 )
 def test_a_bad_byte_is_found_with_its_line(small_pieces: None, content: bytes, fault: tuple[int, int] | None) -> None:
     """Catches a character that a block's end divides taken for a bad one, and a line counted from the block."""
-    assert utf8_fault(io.BytesIO(content)) == fault
+    assert text_fault(io.BytesIO(content)) == fault
 
 
 WORDS = [

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-import zstandard
 
-from megads.data.prepare.text_files import ZstdReader, find_text_files, first_names, is_text_file, text_bytes_estimate
+from megads.data.prepare.text_files import FoundFiles, Kind, find_text_files, first_names, kind, text_bytes_estimate
 from megads.errors import ConfigError, DataError
 
 
@@ -15,23 +13,80 @@ def folder(tmp_path: Path) -> Path:
     """A folder as users have them: other files, hidden ones, folders in folders, a link."""
     for name in (
         "b.txt", "a.MD", "deep/er/c.jsonl.zst", "deep/d.parquet", "deep/settings.json", "deep/e.json.gz", "picture.png",
-        ".hidden.txt", ".git/f.txt", "g.parquet.gz",
+        ".hidden.txt", ".git/f.txt", "g.parquet.gz", "report.pdf",
     ):  # fmt: skip
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
     (tmp_path / "link.txt").symlink_to(tmp_path / "b.txt")
     return tmp_path
 
 
+def found(folder: Path, *patterns: str) -> FoundFiles:
+    return find_text_files([str(folder / pattern) for pattern in patterns], "data.raw")
+
+
 def names(folder: Path, *patterns: str) -> list[str]:
-    files = find_text_files([str(folder / pattern) for pattern in patterns], "data.raw")
-    return [str(path.relative_to(folder)) for path in files]
+    return [str(path.relative_to(folder)) for path in found(folder, *patterns).files]
 
 
 def test_a_folder_gives_its_text_files_in_order(folder: Path) -> None:
     """Catches hidden files and other kinds taken for text, depth ignored, an order of the file system, doubles."""
     assert names(folder, ".") == ["a.MD", "b.txt", "deep/d.parquet", "deep/e.json.gz", "deep/er/c.jsonl.zst"]
+
+
+def write_run(folder: Path) -> None:
+    """A run directory as a start leaves it."""
+    (folder / "logs").mkdir(parents=True)
+    for name in ("events.jsonl", "metrics.jsonl", "config.yaml", "notes.txt", "logs/rank.txt"):
+        (folder / name).write_text("x")
+
+
+@pytest.fixture
+def project(folder: Path) -> Path:
+    """The folder of a user who trains in it: runs, one of them elsewhere, caches, a virtual environment, code."""
+    write_run(folder / "runs" / "first")
+    write_run(folder / "out" / "second")
+    for name in ("runs/notes.txt", "data-cache/a.txt", "cache/a.txt", "venv/lib/a.py", "node_modules/a.js", "out/a.py",
+                 "out/b.csv", "out/c.PNG", "out/Makefile", "out/.DS_Store"):  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / "cache" / "CACHEDIR.TAG").touch()
+    (folder / "venv" / "pyvenv.cfg").touch()
+    return folder
+
+
+def test_a_folder_never_gives_runs_caches_and_hidden_files(project: Path) -> None:
+    """Catches a second start in the same folder that trains on the logs of the first one."""
+    wanted = ["a.MD", "b.txt", "deep/d.parquet", "deep/e.json.gz", "deep/er/c.jsonl.zst", "out/a.py"]
+    assert names(project, ".") == wanted
+    assert sorted(names(project, "**/*")) == sorted([*wanted, "deep/settings.json"])
+    assert names(project, "runs") == ["runs/notes.txt"], "what is named is read"
+    assert names(project, "o*/*.py", "cache/*") == ["out/a.py", "cache/a.txt"]
+
+
+def test_what_is_passed_over_is_counted_and_said(project: Path) -> None:
+    """Catches a corpus that is smaller than the folder without a word of what was left out."""
+    passed = found(project, ".", "out")
+    assert passed.extensions == {
+        ".png": 2, ".json": 1, ".gz": 1, ".pdf": 1, ".csv": 1, "without extension": 1, "hidden": 2,
+    }  # fmt: skip
+    assert passed.folders == {
+        "runs": 1, "data-cache": 1, "node_modules": 1, ".git": 1, "run directories": 1, "caches": 1,
+        "virtual environments": 1,
+    }  # fmt: skip
+    assert passed.passed_over.startswith("passed over: 2 .png, ") or "2 hidden" in passed.passed_over
+    assert "folders " in passed.passed_over and passed.passed_over.endswith(" and 1 more")
+    assert found(project, "b.txt").passed_over == ""
+    assert found(project, "out/b.csv", "out").extensions == {".png": 1, "without extension": 1, "hidden": 1}
+
+
+def test_a_named_file_of_any_extension_is_text(project: Path) -> None:
+    """Catches a Makefile, a table or a log that its owner names and that is refused as unknown."""
+    assert names(project, "out/Makefile", "out/b.csv", "out/*.PNG") == ["out/Makefile", "out/b.csv", "out/c.PNG"]
+    given = find_text_files([str(project / "out")], "data.raw", ["CSV", ".png"])
+    assert [path.name for path in given.files] == ["b.csv", "c.PNG"]
 
 
 def test_globs_names_and_folders_mix(folder: Path) -> None:
@@ -46,16 +101,19 @@ def test_globs_names_and_folders_mix(folder: Path) -> None:
 def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches data.raw='~/text', which no shell expands inside quotes."""
     monkeypatch.setenv("HOME", str(folder))
-    assert find_text_files(["~/b.txt"], "data.raw") == [folder / "b.txt"]
+    assert find_text_files(["~/b.txt"], "data.raw").files == [folder / "b.txt"]
 
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
         ("none*.txt", "none.*matches no file in .*; check the path and quote globs"),
-        ("picture.png", "picture.png: unknown kind of file; data.raw takes .txt, .md"),
-        ("g.parquet.gz", "g.parquet.gz: unknown kind of file"),
-        ("empty", r"empty has no file of a known kind; .*\(in a folder, plain .json files only by a glob\)"),
+        ("picture.png", r"picture.png: is not text \(byte 0x00 at position 8\): leave it out of data.raw"),
+        ("*.png", r"picture.png: is not text"),
+        ("report.pdf", "report.pdf: is a document of another program: save it as plain text"),
+        ("g.parquet.gz", "g.parquet.gz: parquet is compressed in itself"),
+        ("empty", r"empty has no text \(passed over: 1 .json\): .* its extension is in data.extensions"),
+        ("runs/first", "first: is the directory of a run, which holds no text"),
         ("dead.txt", "dead.txt: matches no file"),
     ],
 )
@@ -64,6 +122,7 @@ def test_what_cannot_be_read_is_refused(folder: Path, pattern: str, message: str
     (folder / "empty").mkdir()
     (folder / "empty" / "settings.json").touch()
     (folder / "dead.txt").symlink_to(folder / "nowhere")
+    write_run(folder / "runs" / "first")
     with pytest.raises(DataError, match=message):
         names(folder, "b.txt", pattern)
 
@@ -76,45 +135,10 @@ def test_no_patterns() -> None:
 
 def test_kinds_and_sizes(tmp_path: Path) -> None:
     """Catches a compressed corpus that gets the tokenizer of a third of its text."""
-    assert is_text_file(Path("a.b.JSONL.GZ")) and not is_text_file(Path("a.zst"))
+    kinds = {"a.b.JSONL.GZ": Kind.json_lines, "a.zst": Kind.text, "README": Kind.text, "a.TSV.zst": Kind.table}
+    assert {name: kind(Path(name)) for name in kinds} == kinds
     files = [tmp_path / "a.txt", tmp_path / "b.txt.gz"]
     for path in files:
         path.write_bytes(b"x" * 100)
     assert text_bytes_estimate(files) == 400
     assert first_names([Path(name) for name in "abcde"]) == "a, b, c and 2 more"
-
-
-CONTENT = b"".join(b"line %d\n" % number for number in range(200_000))
-
-
-def read(compressed: bytes) -> bytes:
-    return io.BufferedReader(ZstdReader(io.BytesIO(compressed))).read()
-
-
-def test_one_frame_several_frames_and_none() -> None:
-    """Catches a reader that stops after the first frame, as `cat a.zst b.zst` makes two."""
-    frame = zstandard.compress(CONTENT)
-    assert read(frame) == CONTENT
-    assert read(frame + zstandard.compress(b"") + frame) == CONTENT * 2
-    assert read(b"") == b""
-
-
-def test_long_windows() -> None:
-    """Catches the library's limit of 8 MB: published corpora are compressed with --long=31."""
-    parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
-    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    assert read(compressor.compress(CONTENT) + compressor.flush()) == CONTENT
-
-
-@pytest.mark.parametrize("kept", [0.3, 0.999])
-def test_a_truncated_frame_is_an_error(kept: float) -> None:
-    """Catches half a download taken for the whole: the library's own reader says nothing."""
-    frame = zstandard.compress(CONTENT)
-    with pytest.raises(EOFError, match="ends before the end"):
-        read(frame + frame[: int(kept * len(frame))])
-
-
-def test_garbage_is_an_error() -> None:
-    """Catches another file with this ending."""
-    with pytest.raises(zstandard.ZstdError):
-        read(b"not zstandard at all")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megads.parallel.config import ParallelConfig
-from megads.tools.verify.checks import BF16, FP32, Row, likely_cause, rows
-from megads.tools.verify.compare import train_reference
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.verify.checks import BF16, FP32, MEANINGS, Row, legend, likely_cause, rows
+from megads.tools.verify.compare import show, train_reference
 from megads.tools.verify.run import Run
 from megads.tools.verify.scenario import Scenario
 
@@ -99,3 +103,15 @@ def test_bf16_is_held_to_its_own_bounds(reference: Run) -> None:
         run.losses[0] = reference.losses[0] * (1 + off)
         found = {row.what: row.passed for row in rows(BF16, "bf16", run, reference, TP2, tied=True)}
         assert found["loss of step 1"] is passed
+
+
+def test_what_a_guarantee_means_stands_below_the_table() -> None:
+    """Catches N3 and N8 that a reader of the table has to look up, and one that docs/numerics.md does not have."""
+    row = Row("N3", "loss of step 1", "fp32", 1, 1e-6, 1e-8, True, ())
+    out = io.StringIO()
+    show(VisibleConsole(file=out, width=120), [row, row], "")
+    [line] = legend(["N3", "N3"])
+    assert line == f"N3  {MEANINGS['N3']}" and out.getvalue().count(line) == 1
+    assert {guarantee.name for guarantee in FP32 + BF16} <= set(MEANINGS)
+    page = (Path(__file__).parents[3] / "docs" / "numerics.md").read_text()
+    assert re.findall(r"^\| (N\d+) ", page, re.MULTILINE) == list(MEANINGS)

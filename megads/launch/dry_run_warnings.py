@@ -1,0 +1,150 @@
+"""What looks wrong in a run that can start: said by a dry run, refused by nobody."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megads.checkpoint.config import list_checkpoints
+from megads.config import RootConfig, batch_size_schedule, planned_steps
+from megads.errors import ConfigError, MegadsError
+from megads.frozen_config import load_frozen
+from megads.launch.preflight import ResolvedRun
+from megads.optim.config import ScheduleName, learning_rate
+from megads.runtime.run_dir import CONFIG_FILE
+
+_FAR_BELOW = 4
+_SHORT_STEPS = 100
+"""Runs of fewer steps only try things out: they need no warmup."""
+_VOCABULARY_SHARE, _VOCABULARY_ROWS = 1.1, 256
+"""Rows beyond the tokenizer's tokens that pass for padding or reserved ids."""
+
+
+@dataclass(frozen=True)
+class LastStart:
+    """What an earlier start of the same run has left.
+
+    Attributes:
+        step: of its newest checkpoint.
+        config: what it was started with.
+    """
+
+    step: int
+    config: RootConfig
+
+
+def warnings_of(resolved: ResolvedRun) -> list[str]:
+    """Returns what looks wrong in a run, one line each; reads the run directory and the dataset's sidecar."""
+    config = resolved.planned
+    return plan_warnings(config, _tokenizer_tokens(resolved), _last_start(config, resolved.run_dir))
+
+
+def plan_warnings(config: RootConfig, tokenizer_tokens: int | None = None, last: LastStart | None = None) -> list[str]:
+    """Returns what looks wrong in a plan, one line each, with the value and the remedy.
+
+    Args:
+        config: of the run.
+        tokenizer_tokens: of the tokenizer of its data; None where nobody knows.
+        last: the start that this one continues; None for a new run.
+    """
+    return [
+        *_of_model(config, tokenizer_tokens),
+        *_of_warmup(config),
+        *_of_zero_rate(config),
+        *(_of_continuation(config, last) if last is not None else ()),
+    ]
+
+
+def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]:
+    seq_len, longest, rows = config.train.seq_len, config.model.max_seq_len, config.model.vocab_size
+    if seq_len * _FAR_BELOW <= longest:
+        yield (
+            f"train.seq_len = {seq_len:,} is far below model.max_seq_len = {longest:,}: the model never trains on "
+            f"texts of more than {seq_len:,} tokens; raise train.seq_len, or lower model.max_seq_len"
+        )
+    if rows is None or tokenizer_tokens is None:
+        return
+    if rows > _VOCABULARY_SHARE * tokenizer_tokens + _VOCABULARY_ROWS:
+        yield (
+            f"model.vocab_size = {rows:,}, but the tokenizer has {tokenizer_tokens:,} tokens: the other "
+            f"{rows - tokenizer_tokens:,} rows are never trained; set model.vocab_size=null, which takes the "
+            "tokenizer's, or give the model's own tokenizer as tokenizer.path"
+        )
+
+
+def _of_warmup(config: RootConfig) -> Iterator[str]:
+    steps = planned_steps(config)
+    if config.schedule.warmup_samples == 0 and steps >= _SHORT_STEPS:
+        some = batch_size_schedule(config).samples_after(max(1, steps // 100))
+        yield (
+            f"schedule.warmup_samples = 0: the first step has the full optim.lr = {config.optim.lr:g}, before AdamW "
+            f"knows the size of the gradients; schedule.warmup_samples={some} is a hundredth of the run"
+        )
+
+
+def _of_zero_rate(config: RootConfig) -> Iterator[str]:
+    last = planned_steps(config)
+    if last == 0 or _rate(config, last) > 0:
+        return
+    # A rate that has come to 0 stays there.
+    first = bisect_left(range(1, last + 1), True, key=lambda step: _rate(config, step) == 0) + 1
+    which = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}, the last,"
+    yield (
+        f"the learning rate is 0 in {which} which changes no weight: set optim.min_lr, for example to a tenth of "
+        f"optim.lr: optim.min_lr={config.optim.lr / 10:g}"
+    )
+
+
+def _of_continuation(config: RootConfig, last: LastStart) -> Iterator[str]:
+    steps, step = planned_steps(config), last.step
+    if step > steps:
+        yield (
+            f"the run's newest checkpoint is of step {step:,}, beyond train.steps = {steps:,}: nothing would be "
+            "trained; raise the length, or start another run with run.id=<name>"
+        )
+        return
+    before, now = _decay_end(last.config), _decay_end(config)
+    constant = {last.config.schedule.name, config.schedule.name} == {ScheduleName.constant.value}
+    if before != now and step < steps and not constant:
+        rates = _rate(config, step + 1, before), _rate(config, step + 1)
+        yield (
+            f"the decay of the learning rate was planned to end at {before:,} samples, and now ends at {now:,}: at "
+            f"step {step + 1:,} the rate is {rates[1]:.3g} in place of {rates[0]:.3g}; schedule.decay_samples={before} "
+            "keeps the plan, and optim.min_lr is then the rate after its end"
+        )
+
+
+def _decay_end(config: RootConfig) -> int:
+    given = config.schedule.decay_samples
+    return given if given is not None else batch_size_schedule(config).samples_after(planned_steps(config))
+
+
+def _rate(config: RootConfig, step: int, decay_end: int | None = None) -> float:
+    """The learning rate of a step, with the decay's planned end or another one."""
+    samples = batch_size_schedule(config).samples_after(step)
+    end = _decay_end(config) if decay_end is None else decay_end
+    return learning_rate(samples, config.optim, config.schedule, end)
+
+
+def _tokenizer_tokens(resolved: ResolvedRun) -> int | None:
+    from megads.data.indexed.sidecar import read_sidecar
+
+    if resolved.data.vocab_size is not None or not resolved.config.data.train:
+        return resolved.data.vocab_size
+    try:
+        sidecar = read_sidecar(resolved.config.data.train[0].path)
+    except MegadsError:
+        return None
+    return sidecar.vocab_size if sidecar is not None else None
+
+
+def _last_start(config: RootConfig, run_dir: Path) -> LastStart | None:
+    checkpoints = list_checkpoints(run_dir) if config.checkpoint.load == "auto" else {}
+    if not checkpoints:
+        return None
+    try:
+        return LastStart(max(checkpoints), load_frozen(run_dir / CONFIG_FILE, complete=False))
+    except ConfigError:
+        return None
