@@ -165,6 +165,7 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
     choice = random.Random(seed)
     choice.shuffle(places)
     drawn: list[tuple[Mutation, str]] = []
+    left = count
     for place in places:
         mutation = choice.choice(place)
         before = (ROOT / mutation.file).read_text()
@@ -172,9 +173,10 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
         if after is None or runs_alike(before, after):
             continue
         drawn.append((mutation, after))
-        if len(drawn) % 10 == 0:
+        left -= 1
+        if left % 10 == 0:
             drawn.append((replace(mutation, operator=CONTROL), before))
-        if len(drawn) >= count * 11 // 10:
+        if not left:
             break
     return drawn
 
