@@ -230,3 +230,11 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, processor: str, capability:
     assert products.mkl_is_slow.__wrapped__() is slow
     monkeypatch.setattr(products, "mkl_is_slow", lambda: slow)
     assert products.pairs_are_fast.__wrapped__() is fast
+
+
+def test_whether_it_fuses_goes_by_the_weight() -> None:
+    """Catches a choice by the length of a sequence, which two tokens a sample would make too thin."""
+    x, _, _, grad = tensors(torch.float32, (40, 2), 70, 50)
+    assert products.fuses_accumulation(grad, x) and products.fuses_accumulation(grad.flatten(0, 1), x.flatten(0, 1))
+    x, _, _, grad = tensors(torch.float32, (2, 40), 3, 50)
+    assert not products.fuses_accumulation(grad, x)
