@@ -211,3 +211,28 @@ def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
     assert driver.run() == 1
     assert launcher.started == [0, 1, 2, 3] and len({point.label for point in book.points}) == 4
     book.close()
+
+
+class EndsLater(EndsAtOnce):
+    """Its points run for three looks."""
+
+    looks = 0
+
+    def ended(self) -> list[PointEnd]:
+        self.looks += 1
+        return super().ended() if self.looks % 3 == 0 else []
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+def test_points_below_their_limit_are_left_alone(tmp_path: Path, limit: float | None) -> None:
+    """Catches a limit that stops whatever runs, and one that is needed."""
+
+    def plan(number: int, _: object, __: int) -> PlannedPoint:
+        (tmp_path / f"run-{number}").mkdir()
+        return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
+
+    config, launcher, book = SweepConfig(point_limit_s=limit), EndsLater(8), PointBook(tmp_path)
+    driver = Driver(config, {"optim.lr": Choice(("1", "2"))}, book, plan, launcher, None, lambda _: None)
+    assert driver.run() == 8
+    assert [point.state for point in book.points] == [PointState.failed] * 2 and launcher.looks >= 3
+    book.close()
