@@ -199,17 +199,18 @@ def test_killed_points_go_on(tmp_path: Path, code: int, state: PointState, of_sw
         book.close()
 
 
-def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
-    """Catches a driver that asks for ever for the fifth of four points, or starts one twice."""
+@pytest.mark.parametrize(("trials", "points"), [(9, 4), (3, 3)])
+def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path, trials: int, points: int) -> None:
+    """Catches a driver that asks for ever for the fifth of four points, starts one twice, or more than it may."""
 
     def plan(number: int, _: object, __: int) -> PlannedPoint:
         return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
 
-    config = SweepConfig(search=SearchName.bayes, trials=9, startup_trials=2)
+    config = SweepConfig(search=SearchName.bayes, trials=trials, startup_trials=2)
     launcher, book = EndsAtOnce(1), PointBook(tmp_path)
     driver = Driver(config, SMALL, book, plan, launcher, make_study(config, SMALL, 1), lambda _: None)
     assert driver.run() == 1
-    assert launcher.started == [0, 1, 2, 3] and len({point.label for point in book.points}) == 4
+    assert launcher.started == list(range(points)) and len({point.label for point in book.points}) == points
     book.close()
 
 
