@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
 from megads.checkpoint.store import on_first
-from megads.config import RootConfig, batch_size_schedule, planned_steps
-from megads.data.config import Order
-from megads.data.indexed.dataset import idx_path
-from megads.data.indexed.recorded import read_record, record_data, renamed_datasets
+from megads.config import RootConfig, batch_size_schedule
+from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
+from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.sampling.blend import continued
 from megads.data.sampling.datasets import train_weights
-from megads.data.sampling.sampler import require_same_past, skips_of
+from megads.data.sampling.sampler import skips_of
 from megads.engine.interface import TrainEngine
-from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
+from megads.identity import Change, changed_data, changed_keys, require_allowed_data
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
 
@@ -40,7 +39,8 @@ def resume(
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used.
-        ConfigError: data.skip changes what it was trained on.
+        ConfigError: its samples are not those that this config goes on with.
+        DataError: its data or its tokenizer is another one.
     """
     load, control, note = config.checkpoint.load, engine.grid.control, ""
     to_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
@@ -49,7 +49,10 @@ def resume(
         continue_ledger(metrics, events, 0, keep_copy=load == "none")
         return
     check_model(handle, asdict(config.model))
-    require_skips_ahead(config, handle)
+    now = read_record(run_dir)
+    if now is not None:
+        # The launcher has looked at the newest one; this one may be older.
+        changes_of_run(_past(handle.folder, handle.manifest), config, now)
     if to_path:
         later = [step for step in list_checkpoints(run_dir) if step > handle.state["step"]]
         if later:
@@ -70,77 +73,87 @@ def resume(
     continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=to_path)
 
 
-def continue_data(config: RootConfig, run_dir: Path) -> RootConfig:
-    """Returns the config with the mixes of datasets that the run had before, if it goes on.
+@dataclass(frozen=True)
+class Past:
+    """What a start goes on from, as far as a manifest tells: its tensors are for the ranks to verify.
+
+    Attributes:
+        run_dir: of the run that wrote the checkpoint.
+        folder: the checkpoint.
+        manifest: what it holds.
+        config: of the start that wrote it; None where that was not kept.
+        data: what the data of that start held; None where that was not recorded.
+    """
+
+    run_dir: Path
+    folder: Path
+    manifest: Manifest
+    config: RootConfig | None
+    data: DataRecord | None
+
+    @property
+    def samples(self) -> int:
+        """Consumed so far."""
+        return self.manifest.run.state["samples"]
+
+    @property
+    def tokenizer(self) -> TokenizerRecord | None:
+        """Of the run; None where an earlier version wrote the checkpoint, see `DataRecord.tokenizer_sha256`."""
+        return self.manifest.run.tokenizer or (self.data.tokenizer if self.data is not None else None)
+
+    def check_model(self, config: RootConfig) -> None:
+        """Raises CheckpointError where the checkpoint is of another model."""
+        check_model(CheckpointHandle(self.folder, self.manifest), asdict(config.model))
+
+
+def find_past(load: str, run_dir: Path) -> Past | None:
+    """Finds the checkpoint that a start will most likely go on from; the ranks pass by one that is damaged.
 
     Args:
-        config: of this start.
+        load: checkpoint.load.
         run_dir: the run's folder, which need not exist.
 
+    Returns:
+        None for a start from nothing.
+
     Raises:
-        CheckpointError: checkpoint.load names none.
-        ConfigError: a change under which what comes could not follow what was trained, or a history of the user's.
-        DataError: a dataset is missing or damaged.
+        CheckpointError: checkpoint.load is a path that names none.
+        DataError: the record of its data is damaged.
     """
-    if config.data.history:
-        raise ConfigError(
-            f"data.history has {len(config.data.history)} mixes: megads train itself fills it in when a run goes on; "
-            "leave it out, and give data.phases to change the mix at a sample"
-        )
-    load, home = config.checkpoint.load, run_dir
-    manifest: Manifest | None
+    if load == "none":
+        return None
     if goes_to_path(load, run_dir):
         folder = given_folder(Path(load))
-        home, manifest = folder.parent.parent, read_manifest(folder)
-    else:
-        manifest = newest_manifest(run_dir) if load != "none" else None
-    if manifest is None or manifest.run.state["samples"] == 0:
-        return config
-    before = config_of_start(home, manifest.run.config_digest)
-    if before is None:
-        return config
-    samples = manifest.run.state["samples"]
-    require_same_stream(before, config, samples)
-    if not all(idx_path(path).exists() for path in config.data.paths):
-        return config  # data.raw is not prepared yet, or somebody else will say what is missing
-    skips = skips_of(config.data.skip, batch_size_schedule(config))
-    end = int(skips.apply(np.array([samples - 1]))[0]) + 1
-    moved = set(config.data.paths) - set(before.data.paths)
-    renamed = renamed_datasets(read_record(home), record_data(config.data)) if moved else {}
-    return replace(config, data=continued(config.data, before.data, end, train_weights, renamed))
+        return _past(folder, read_manifest(folder))
+    newest = newest_manifest(run_dir)
+    return None if newest is None else _past(step_folder(run_dir, newest.run.state["step"]), newest)
 
 
-def require_same_stream(before: RootConfig, now: RootConfig, samples: int) -> None:
-    """Refuses settings under which the samples to come could not follow those that were trained.
+def _past(folder: Path, manifest: Manifest) -> Past:
+    home = folder.parent.parent
+    config = config_of_start(home, manifest.run.config_digest)
+    return Past(home, folder, manifest, config, read_record(home, manifest.run.data_digest))
+
+
+def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig:
+    """Returns the config with the mixes of datasets that the run had before.
+
+    Args:
+        config: of this start; its samples continue those that were trained.
+        past: what it goes on from.
+        now: what its data holds.
 
     Raises:
-        ConfigError: names the key and both values.
+        ConfigError: the mix changes, and a dataset is there twice.
     """
-
-    def settings(config: RootConfig) -> dict[str, object]:
-        data, train = config.data, config.train
-        found: dict[str, object] = {
-            "train.seed": train.seed,
-            "train.seq_len": train.seq_len,
-            "data.order": data.order.value,
-            "data.packing": data.packing.value,
-            "data.split": list(data.split) if not data.valid_paths else "none, as data.valid is set",
-        }
-        if data.order is Order.megatron:
-            found["data.megatron_theta"] = data.megatron_theta
-            found["data.train"] = [(item.path, item.weight) for item in data.train]
-            planned = batch_size_schedule(config).samples_after(planned_steps(config))
-            found["train.steps (samples of the whole run, which Megatron's order depends on)"] = planned
-        return found
-
-    past, wanted = settings(before), settings(now)
-    for key in wanted:
-        if key in past and past[key] != wanted[key]:
-            raise ConfigError(
-                f"{key} = {wanted[key]}, but the run was trained with {past[key]} up to sample {samples}: what comes "
-                "would not follow that, some samples would be repeated and others lost. Go back to that value, or "
-                "start a new run with another run.id"
-            )
+    before = past.config
+    if before is None or past.samples == 0:
+        return config
+    skips = skips_of(config.data.skip, batch_size_schedule(config))
+    end = int(skips.apply(np.array([past.samples - 1]))[0]) + 1
+    moved = set(config.data.paths) - set(before.data.paths)
+    renamed = renamed_datasets(past.data, now) if moved else {}
+    return replace(config, data=continued(config.data, before.data, end, train_weights, renamed))
 
 
 def goes_to_path(load: str, run_dir: Path) -> bool:
@@ -168,13 +181,21 @@ def continue_ledger(
         events.write("ledger", level="warning", step=step, message=note)
 
 
-def require_skips_ahead(config: RootConfig, handle: CheckpointHandle) -> None:
-    """Refuses a data.skip that changes which samples a checkpoint was trained on.
+def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Change]:
+    """Lists what changes of that by which a run is the same run; run.allow_changes allows all of it.
+
+    Args:
+        past: what the run goes on from.
+        config: of this start.
+        now: what its data holds.
 
     Raises:
-        ConfigError: it would shift what comes after.
+        ConfigError: a key that may not change does.
+        DataError: the tokenizer or the data does.
     """
-    before = config_of_start(handle.folder.parent.parent, handle.manifest.run.config_digest)
-    if before is not None:
-        past, now = (skips_of(some.data.skip, batch_size_schedule(some)) for some in (before, config))
-        require_same_past(past, now, handle.state["samples"])
+    allowed = config.run.allow_changes
+    changes = [] if past.config is None else changed_keys(past.config, config, past.samples, allowed)
+    before = replace(past.data or DataRecord(()), tokenizer=past.tokenizer)
+    found = changed_data(before, now)
+    require_allowed_data(found, str(past.run_dir), allowed)
+    return changes + found

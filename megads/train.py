@@ -14,6 +14,7 @@ import torch
 from megads.batch import MicroBatch
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.manifest import RunRecord
 from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
 from megads.data.sampling.blend import BlendedSamples
@@ -303,8 +304,17 @@ def checkpoint_hook(
     metrics: MetricsWriter,
 ) -> CheckpointHook:
     """Saves."""
-    digest, model, sizes = config_digest(config), asdict(config.model), config.parallel.sizes
-    return CheckpointHook(engine, run_dir, config.checkpoint, digest, model, sizes, state, events, fence, metrics)
+    data = read_record(run_dir)
+    about = RunRecord(
+        state.state_dict(),
+        engine.optimizer_steps,
+        config_digest(config),
+        asdict(config.model),
+        config.parallel.sizes,
+        tokenizer=data.tokenizer if data is not None else None,
+        data_digest=data.digest if data is not None else None,
+    )
+    return CheckpointHook(engine, run_dir, config.checkpoint, about, state, events, fence, metrics)
 
 
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:

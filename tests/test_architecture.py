@@ -21,7 +21,7 @@ LAYERS = (
     ("launch",),
     ("train",),
     ("resume",),
-    ("frozen_config",),
+    ("frozen_config", "identity"),
     ("config",),
     ("evaluate", "resilience", "checkpoint", "monitor"),
     ("plan",),

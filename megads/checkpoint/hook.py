@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.manifest import RunRecord
@@ -32,9 +32,7 @@ class CheckpointHook:
         engine: holds the weights and the optimizer's state.
         run_dir: where to save.
         config: when.
-        config_digest: sha256 of the run's resolved config.
-        model: the model's config as a dict.
-        layout: tp, cp, pp and dp.
+        about: what every checkpoint says of the run, its counters apart.
         state: the loop's counters, live.
         events: where saves and failures are recorded.
         fence: of the start that this rank belongs to: an orphan must not save.
@@ -46,9 +44,7 @@ class CheckpointHook:
         engine: TrainEngine,
         run_dir: Path,
         config: CheckpointConfig,
-        config_digest: str,
-        model: dict[str, Any],
-        layout: dict[str, int],
+        about: RunRecord,
         state: TrainState,
         events: EventWriter,
         fence: Fence | None = None,
@@ -57,9 +53,7 @@ class CheckpointHook:
         self._engine = engine
         self._run_dir = run_dir
         self._config = config
-        self._config_digest = config_digest
-        self._model = model
-        self._layout = layout
+        self._about = about
         self._state = state
         self._events = events
         self._fence = fence
@@ -122,13 +116,7 @@ class CheckpointHook:
         self._due, step = False, self._finite["step"]
         if step == self._saved_step:
             return
-        run = RunRecord(
-            state=self._finite,
-            optimizer_steps=self._engine.optimizer_steps,
-            config_digest=self._config_digest,
-            model=self._model,
-            layout=self._layout,
-        )
+        run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
         start = time.perf_counter()
         try:
             folder = self._write(run)

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 import megads
 from megads.checkpoint.config import list_checkpoints, step_of
+from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.errors import CheckpointError
 from megads.ops.resolve import loaded_kernels
 from megads.runtime.files import read_regular
@@ -31,7 +32,8 @@ from megads.runtime.metrics import LedgerRecord
 from megads.runtime.registry import plugin_versions
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 added what a checkpoint knows of its data and tokenizer; one of version 1 knows neither."""
 _FILE_NAME = re.compile(r"rank_\d{5,}\.safetensors")
 _COUNTERS = {"step", "samples", "tokens"}
 
@@ -137,6 +139,8 @@ class RunRecord:
         model: the model's config as a dict, by which a checkpoint of another model is told.
         layout: tp, cp, pp and dp, for information: any layout can be loaded in any other.
         ledger: what metrics.jsonl held; None: nobody looked.
+        tokenizer: of the run; None where nobody knows it, and in version 1.
+        data_digest: sha256 of the data_record.json of the start that wrote it; None in version 1.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -147,6 +151,8 @@ class RunRecord:
     model: dict[str, Any]
     layout: dict[str, Count]
     ledger: LedgerRecord | None = None
+    tokenizer: TokenizerRecord | None = None
+    data_digest: str | None = None
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class GenerateConfig:
     overwrite: bool = False
     """Replace an existing output."""
     tokenizer: str | None = None
-    """Tokenizer file; null takes the one that the run's dataset carries."""
+    """Tokenizer file, which must be the run's; null takes the run's own copy."""
     max_new_tokens: int = 128
     """Longest completion."""
     temperature: float = 0.8

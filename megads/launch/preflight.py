@@ -5,32 +5,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.checkpoint.config import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, check_attention, open_run_data, planned_steps
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
-from megads.errors import EXIT_OK, ConfigError, DataError, StopRequested
-from megads.frozen_config import config_dict, derive_run_id, load_frozen
+from megads.errors import ConfigError, DataError, StopRequested
+from megads.frozen_config import derive_run_id
+from megads.launch.node_ranks import require_devices
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import choose
-from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
+from megads.runtime import environment
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
     from megads.data.prepare.preparation import Preparation, Prepared
     from megads.launch.preflight_memory import Machine
 
-# What changes nothing of what a finished run has computed.
-_ELSEWHERE = ("run", "logging", "cluster")
 _GROUP_WRITABLE = 0o2775
 
 
@@ -42,11 +39,13 @@ class PlannedData:
         text: says what it is, in one line.
         preparation: what is to be made of data.raw; None for a dataset that the user made.
         vocab_size: tokens, or the most that a tokenizer still to be trained may have; None where nobody knows.
+        made: all of it is there.
     """
 
     text: str
     preparation: Preparation | None = None
     vocab_size: int | None = None
+    made: bool = False
 
     def planned(self, config: RootConfig) -> RootConfig:
         """Returns a config whose memory and FLOPs can be planned: with a vocabulary, where one is known."""
@@ -59,12 +58,13 @@ class ResolvedRun:
 
     Attributes:
         asked: the config as composed.
-        config: the same with run.id, run.dir, the dataset, the mixes of an earlier start and an explicit layout; what
-            ranks read is this, frozen, once `prepare_data` has filled in the vocabulary.
+        config: the same with run.id, run.dir, the dataset and an explicit layout; what ranks read is this, frozen, once
+            `prepare_data` has filled in the vocabulary, and `accept_start` the mixes of earlier starts.
         data: what the config's dataset is, or will be made of.
         machine: where the ranks run.
         placement: their nodes in a SLURM job; None for this machine.
         choices: what the launcher chose of the layout and why, for people.
+        made: what events.jsonl gets to know of the data that was prepared; None where the user made it.
     """
 
     asked: RootConfig
@@ -73,6 +73,7 @@ class ResolvedRun:
     machine: Machine
     placement: SlurmPlacement | None = None
     choices: tuple[str, ...] = ()
+    made: Mapping[str, Any] | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -95,21 +96,30 @@ def resolve_run(
         placement: nodes of the SLURM job; None for this machine.
 
     Raises:
-        MegadsError: the data is missing or does not fit, or a run that goes on cannot be followed by this config.
+        MegadsError: the data is missing or does not fit.
     """
     # It pulls in torch, for which the tab key must not wait.
+    from megads.identity import check_allowed
     from megads.launch.preflight_memory import settle_auto, this_machine
-    from megads.resume import continue_data
 
+    check_allowed(asked.run.allow_changes)
+    _refuse_history(asked)
     config, data = locate_data(asked)
     config = place(config, choices)
-    config = continue_data(config, Path(str(config.run.dir)))
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)
     known, reasons = settle_auto(data.planned(config), machine)
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
     return ResolvedRun(asked, config, data, machine, placement, tuple(reasons))
+
+
+def _refuse_history(config: RootConfig) -> None:
+    if config.data.history:
+        raise ConfigError(
+            f"data.history has {len(config.data.history)} mixes: megads train itself fills it in when a run goes on; "
+            "leave it out, and give data.phases to change the mix at a sample"
+        )
 
 
 def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
@@ -130,13 +140,15 @@ def refuse_early(run: ResolvedRun) -> None:
 
     Raises:
         StopRequested: somebody stopped the run.
-        ConfigError: a tracker is not installed, kernels were asked for and cannot be had, or the run does not fit the
-            machine's memory.
+        ConfigError: there are too few GPUs, a tracker is not installed, kernels that were asked for cannot be had, or
+            the run does not fit the machine's memory.
         DataError: the dataset is missing, damaged or too little.
     """
     from megads.launch.preflight_memory import refuse_unfit
 
     refuse_while_stopped(run.config)
+    if run.placement is None and environment.rehearsal_folder() is None:
+        require_devices(run.config.parallel.world_size, "parallel.tp * cp * pp * dp")
     wanted_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     refuse_unfit(run.planned, run.machine)
@@ -165,14 +177,20 @@ def refuse_while_stopped(config: RootConfig) -> None:
         StopRequested: a file that stops it is there.
         ConfigError: the folder of run.kill_switch cannot be made.
     """
-    run_dir = Path(str(config.run.dir))
-    switches = [stop_path(run_dir)] if read_stop(run_dir) == REQUESTED else []
     if config.run.kill_switch is not None:
-        switch = Path(config.run.kill_switch)
-        _make_reachable(switch.parent)
-        switches += [switch] if switch.exists() else []
-    if switches:
-        raise StopRequested(f"the run is stopped by {switches[0]}, nothing was started: remove the file to go on")
+        _make_reachable(Path(config.run.kill_switch).parent)
+    found = stopping_files(config)
+    if found:
+        raise StopRequested(f"the run is stopped by {found[0]}, nothing was started: remove the file to go on")
+
+
+def stopping_files(config: RootConfig) -> list[Path]:
+    """Returns the files by which somebody stopped a run, each of which keeps it from starting."""
+    run_dir = Path(str(config.run.dir))
+    found = [stop_path(run_dir)] if read_stop(run_dir) == REQUESTED else []
+    if config.run.kill_switch is not None and Path(config.run.kill_switch).exists():
+        found.append(Path(config.run.kill_switch))
+    return found
 
 
 def _make_reachable(folder: Path) -> None:
@@ -186,50 +204,6 @@ def _make_reachable(folder: Path) -> None:
         raise ConfigError(
             f"run.kill_switch: the folder {folder} cannot be made ({error.strerror}): make it, or name a file elsewhere"
         ) from error
-
-
-def is_finished(config: RootConfig) -> bool:
-    """Tells whether the last start of the same run, with the same config, came to its planned end.
-
-    Args:
-        config: with everything that the data tells filled in.
-    """
-    run_dir = Path(str(config.run.dir))
-    last: dict[str, dict[str, Any]] = {str(e.get("event")): e for e in read_json_lines(run_dir / EVENTS_FILE)}
-    end, left = last.get("end", {}), last.get("exit", {})
-    if left.get("exit_code") != EXIT_OK or end.get("stopped") or end.get("step", -1) < planned_steps(config):
-        return False
-    if left["time"] < last.get("launch", left)["time"] or config.checkpoint.load != "auto":
-        return False
-    try:
-        return _computed(load_frozen(run_dir / CONFIG_FILE)) == _computed(config)
-    except ConfigError:
-        return False
-
-
-def _computed(config: RootConfig) -> dict[str, Any]:
-    return {room: content for room, content in config_dict(config).items() if room not in _ELSEWHERE}
-
-
-def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
-    """Lists the keys outside `run` whose values differ from the last start of the same run, with both values."""
-    try:
-        before = dict(_flat(config_dict(load_frozen(Path(str(config.run.dir)) / CONFIG_FILE))))
-    except ConfigError:
-        return []
-    return [
-        {"key": key, "before": before.get(key), "after": value}
-        for key, value in _flat(config_dict(config))
-        if before.get(key) != value and not key.startswith("run.")
-    ]
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
@@ -246,11 +220,13 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
         ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
         DataError: no such text or dataset.
     """
+    from megads.data.indexed.dataset import idx_path
     from megads.data.prepare.preparation import plan_preparation
 
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
-        return config, PlannedData(", ".join(item.path for item in config.data.train))
+        made = all(idx_path(path).exists() for path in config.data.paths)
+        return config, PlannedData(", ".join(item.path for item in config.data.train), made=made)
     preparation = plan_preparation(
         config.data, config.tokenizer, config.model.vocab_size, _cache_dir(config), remember=not config.run.dry_run
     )
@@ -277,7 +253,8 @@ def _planned_data(preparation: Preparation) -> PlannedData:
     if prepared is None:
         text = f"{preparation.prefix}, would be made from {preparation}"
         return PlannedData(text, preparation, preparation.vocab_size)
-    return PlannedData(f"{preparation.prefix}, made before: {prepared}", preparation, prepared.sidecar.vocab_size)
+    text = f"{preparation.prefix}, made before: {prepared}"
+    return PlannedData(text, preparation, prepared.sidecar.vocab_size, made=True)
 
 
 def require_data(config: RootConfig) -> None:
@@ -290,10 +267,10 @@ def require_data(config: RootConfig) -> None:
 
 
 def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
-    """Makes what is not there yet and checks that it is enough for the run; the run's events record it.
+    """Makes what is not there yet and checks that it is enough for the run; the run directory is not touched.
 
     Returns:
-        The run with model.vocab_size known.
+        The run with model.vocab_size and `made` known.
 
     Raises:
         ConfigError: the cache cannot be written to.
@@ -304,19 +281,16 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
         return run
     start_s = time.monotonic()
     prepared, cached = _find_or_make(preparation, console)
-    events = EventWriter(run.run_dir)
-    events.write(
-        "data",
-        message=f"{'found' if cached else 'made'} {prepared}",
-        cached=cached,
-        path=str(prepared.prefix),
-        input=raw,
-        tokens=prepared.sidecar.tokens,
-        vocab_size=prepared.sidecar.vocab_size,
-        seconds=round(time.monotonic() - start_s, 3),
-    )
-    events.close()
-    console.poll()
+    made = {
+        "message": f"{'found' if cached else 'made'} {prepared}",
+        "cached": cached,
+        "path": str(prepared.prefix),
+        "input": raw,
+        "tokens": prepared.sidecar.tokens,
+        "vocab_size": prepared.sidecar.vocab_size,
+        "seconds": round(time.monotonic() - start_s, 3),
+    }
+    console.say(f"data: {made['message']}")
     config = _with_vocabulary(run.config, prepared.sidecar.vocab_size)
     if config.model.vocabulary > 2 * prepared.sidecar.vocab_size:
         console.say(
@@ -328,23 +302,7 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
         require_data(config)
     except DataError as error:
         raise DataError(f"data.raw = {', '.join(raw)}: {error}") from error
-    return dataclasses.replace(run, config=config)
-
-
-def guard_data(run: ResolvedRun) -> None:
-    """Refuses data that changed since the run began, and records what it is; the data is made.
-
-    A run without a checkpoint begins anew, with whatever the data is now.
-
-    Raises:
-        DataError: a dataset of the same name holds something else than when the run began; says which and what.
-    """
-    from megads.data.indexed.recorded import record_data, require_recorded, write_record
-
-    now = record_data(run.config.data, run.asked.data.raw_patterns)
-    if run.config.checkpoint.load != "none" and list_checkpoints(run.run_dir):
-        require_recorded(run.run_dir, now)
-    write_record(run.run_dir, now)
+    return dataclasses.replace(run, config=config, made=made)
 
 
 def build_index_maps(config: RootConfig, console: Console) -> None:

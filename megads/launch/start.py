@@ -13,20 +13,28 @@ from typing import Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, check_config, planned_steps
-from megads.errors import EXIT_OK, ConfigError, MegadsError, Preempted, UnhealthyNode
-from megads.frozen_config import config_digest, record_config
-from megads.launch.launcher import LaunchSpec, launch
+from megads.errors import (
+    EXIT_OK,
+    ConfigError,
+    MegadsError,
+    Preempted,
+    RankKilled,
+    RestartsExhausted,
+    StopRequested,
+    UnhealthyNode,
+)
+from megads.frozen_config import config_digest
+from megads.launch.acceptance import accept_start, finished_text
+from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
     ResolvedRun,
     build_index_maps,
-    changes_since_last_start,
     data_fault,
-    guard_data,
-    is_finished,
     prepare_data,
     refuse_early,
     resolve_run,
+    stopping_files,
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
@@ -40,11 +48,17 @@ from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_at
 from megads.runtime import environment
 from megads.runtime.config import parse_duration
 from megads.runtime.files import read_regular
-from megads.runtime.lease import Lease, claimed
+from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import METRICS_FILE
+from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
+
+_INTERRUPTED = (
+    EXIT_KILLED,
+    *(kind.exit_code for kind in (StopRequested, Preempted, RestartsExhausted, UnhealthyNode, RankKilled)),
+)
+"""Exit codes of runs that can go on as they are."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
             _refuse_shared_place(asked, start.claimed_dirs)
             resolved = resolve_run(asked, start.choices, placement)
             if asked.run.dry_run:
-                print(start.describe(resolved))
+                print(start.describe(_preview(resolved)))
                 return EXIT_OK
             ended = _run(resolved, server)
             # The run directory is free again for whoever comes next.
@@ -117,24 +131,52 @@ def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Itera
 def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
     """Prepares and starts the run; returns how it ended."""
     config, placement = resolved.config, resolved.placement
+    job = placement.allocation.job if placement else None
     if not config.run.prepare_only:
         refuse_early(resolved)
-    job = placement.allocation.job if placement else None
-    with claimed(resolved.run_dir, job) as lease, _open_console(resolved) as console:
+        refuse_unwritable(resolved.run_dir)
+        refuse_in_use(resolved.run_dir, job)
+    with _open_console(resolved) as console:
         console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
         for choice in resolved.choices:
             console.say(choice)
         _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
-        resolved = prepare_data(resolved, console)
-        if placement and is_finished(resolved.config):
-            console.say(f"finished before, at step {planned_steps(resolved.config)}: nothing to do")
-            return _Ended(EXIT_OK)
-        _check_against_last_start(resolved, console)
+        accepted = accept_start(prepare_data(resolved, console))
+        resolved = accepted.resolved
         if config.run.prepare_only:
             build_index_maps(resolved.config, console)
             return _Ended(EXIT_OK)
-        record_config(resolved.config, resolved.run_dir)
-        return _Attempts(resolved, lease, server).run(console)
+        if finished := accepted.finished():
+            console.say(finished)
+            return _Ended(EXIT_OK)
+        for text in accepted.changed_settings:
+            console.say(f"changed since the last start: {text}", "warning")
+        with claimed(resolved.run_dir, job) as lease:
+            accepted.record()
+            ended = _Attempts(resolved, lease, server).run(console)
+        _say_what_follows(resolved, ended, console)
+        return ended
+
+
+def _preview(resolved: ResolvedRun) -> ResolvedRun:
+    """What a dry run describes: refused as the start would be, where the data is there to tell."""
+    known = dataclasses.replace(resolved, config=resolved.planned)
+    if known.config.model.vocab_size is None or not resolved.data.made:
+        return resolved
+    return accept_start(known).resolved
+
+
+def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) -> None:
+    """Says whether the run is finished, or how it goes on; on SLURM the job says it."""
+    config = resolved.config
+    if ended.exit_code == EXIT_OK:
+        console.say(finished_text(config))
+    elif ended.exit_code in _INTERRUPTED and resolved.placement is None:
+        step = saved_step(resolved.run_dir)
+        where = f"continues it from step {step}" if step else "starts it again: it has no checkpoint yet"
+        files = stopping_files(config)
+        first = f"remove {' and '.join(map(str, files))}, then " if files else ""
+        console.say(f"interrupted: {first}the same command {where}")
 
 
 def _open_console(resolved: ResolvedRun) -> Console:
@@ -143,18 +185,6 @@ def _open_console(resolved: ResolvedRun) -> Console:
 
     config = resolved.config
     return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config))
-
-
-def _check_against_last_start(resolved: ResolvedRun, console: Console) -> None:
-    """Says what changed since the run's last start, and checks the data against what the run saw of it."""
-    changes = changes_since_last_start(resolved.config)
-    texts = [f"{change['key']} {change['before']} -> {change['after']}" for change in changes]
-    for text in texts:
-        console.say(f"changed since the last start: {text}", "warning")
-    guard_data(resolved)
-    if changes and not resolved.config.run.prepare_only:
-        with closing(EventWriter(resolved.run_dir)) as events:
-            events.write("config_changed", level="warning", message="; ".join(texts), changes=changes)
 
 
 def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
@@ -359,9 +389,13 @@ class _Attempts:
         return max((int(line["step"]) for line in read_json_lines(self._run_dir / METRICS_FILE)), default=0)
 
     def _saved_step(self) -> int:
-        """The step of the newest checkpoint that was committed."""
-        try:
-            name = read_regular(checkpoints_folder(self._run_dir) / LATEST_FILE).decode(errors="replace").strip()
-        except OSError:
-            return 0
-        return step_of(Path(name)) or 0
+        return saved_step(self._run_dir)
+
+
+def saved_step(run_dir: Path) -> int:
+    """Returns the step of the newest checkpoint that was committed, 0 for none."""
+    try:
+        name = read_regular(checkpoints_folder(run_dir) / LATEST_FILE).decode(errors="replace").strip()
+    except OSError:
+        return 0
+    return step_of(Path(name)) or 0

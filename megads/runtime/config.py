@@ -47,6 +47,9 @@ class RunConfig:
     prepare_only: bool = False
     """Prepare text, check the data and build the index maps that the run will need, then end: the job on the cluster
     does not wait for them. Starts no rank, and asks for no memory or GPU of one."""
+    allow_changes: list[str] = field(default_factory=list)
+    """Keys that this start may change although they say what the samples of the run are, for example [train.seed];
+    tokenizer for another tokenizer, data for data that changed in its place. Without it such a start is refused."""
     check_memory: bool = True
     """Refuse a run whose planned memory this machine does not have; false tries all the same."""
 

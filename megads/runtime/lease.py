@@ -227,6 +227,27 @@ def in_use(run_dir: Path) -> bool:
     return holder is not None and _is_alive(run_dir, holder, None)
 
 
+def refuse_in_use(run_dir: Path, job: SlurmJob | None = None) -> None:
+    """Refuses a run directory that is in use, before any work is done for it; it need not exist.
+
+    Args:
+        run_dir: the run directory.
+        job: the SLURM job that this process is part of.
+
+    Raises:
+        ConfigError: a live launcher holds it.
+    """
+    _refuse_alive(run_dir, current_holder(run_dir), job)
+
+
+def _refuse_alive(run_dir: Path, holder: Holder | None, job: SlurmJob | None) -> None:
+    if holder is not None and _is_alive(run_dir, holder, job):
+        raise ConfigError(
+            f"the run directory {run_dir} is in use by {holder}: wait for it, stop it ({holder.remedy}), or start "
+            "another run with run.id=<name>"
+        )
+
+
 def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
     """Takes the next number.
 
@@ -235,11 +256,7 @@ def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
     """
     while True:
         holder = current_holder(run_dir)
-        if holder is not None and _is_alive(run_dir, holder, job):
-            raise ConfigError(
-                f"the run directory {run_dir} is in use by {holder}: wait for it, stop it ({holder.remedy}), or start "
-                "another run with run.id=<name>"
-            )
+        _refuse_alive(run_dir, holder, job)
         number = holder.number + 1 if holder else 1
         mine = Holder(number, environment.node_name(), os.getpid(), _machine(), _born(os.getpid()) or 0, job)
         draft = run_dir / "lease" / f".{number}.{mine.node}.{mine.pid}"

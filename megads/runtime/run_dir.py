@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
@@ -17,6 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data_record.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 def recorded_config(path: Path) -> str:
@@ -39,6 +41,16 @@ def recorded_config(path: Path) -> str:
 def recorded_config_path(run_dir: Path, digest: str) -> Path:
     """Returns the file that keeps the config of one start by its sha256; config.yaml is that of the last one only."""
     return run_dir / "configs" / f"{digest[:16]}.yaml"
+
+
+def recorded_data_path(run_dir: Path, digest: str) -> Path:
+    """Returns the file that keeps what the data of one start held; data_record.json is that of the last one only."""
+    return run_dir / "configs" / f"data_{digest[:16]}.json"
+
+
+def kept_tokenizer_path(run_dir: Path, sha256: str) -> Path:
+    """Returns the file that keeps a tokenizer that tokenizer.json held before the run was told to take another one."""
+    return run_dir / f"tokenizer.{sha256[:16]}.json"
 
 
 def rank_log_path(run_dir: Path, rank: int) -> Path:
@@ -96,10 +108,27 @@ def create(run_dir: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError(
-            f"the run directory {run_dir} cannot be written to ({error.strerror}): "
-            "choose another with run.dir=<path>, or make it writable"
-        ) from error
+        raise _unwritable(run_dir, str(error.strerror)) from error
+
+
+def refuse_unwritable(run_dir: Path) -> None:
+    """Refuses a run directory that cannot be made or written to, as far as that shows without making anything.
+
+    Raises:
+        ConfigError: it, or the folder that it would be made in, is no folder or not writable.
+    """
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise _unwritable(run_dir, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(run_dir, os.strerror(errno.EACCES))
+
+
+def _unwritable(run_dir: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the run directory {run_dir} cannot be written to ({reason}): choose another with run.dir=<path>, or make it "
+        "writable"
+    )
 
 
 def is_run_dir(folder: Path) -> bool:

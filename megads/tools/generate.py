@@ -16,8 +16,9 @@ from typing import Any, TextIO
 
 import yaml
 
-from megads.checkpoint.read import load_unsharded, open_checkpoint
-from megads.data.indexed.sidecar import find_tokenizer
+from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
+from megads.data.indexed.run_tokenizer import open_run_tokenizer
+from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -282,7 +283,7 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     handle = open_checkpoint(run_path(config.run))
     for reason in handle.passed_by:
         say(f"passed by: {reason}")
-    found = find_tokenizer(dataset_prefixes(handle.folder.parent.parent), config.tokenizer)
+    found = checkpoint_tokenizer(handle, config.tokenizer)
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
     generator = TextGenerator(model, found, sampling, config.max_new_tokens, config.end_of_document)
@@ -293,6 +294,23 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
         f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is not here)'}"
     )
     return generator
+
+
+def checkpoint_tokenizer(handle: CheckpointHandle, given: str | None = None) -> FoundTokenizer:
+    """Opens the tokenizer that a checkpoint was trained with: the run's own, whether its data is there or not.
+
+    Args:
+        handle: the checkpoint; one of an earlier version does not know it, and its dataset tells.
+        given: a file to use.
+
+    Raises:
+        DataError: there is none, it is damaged, or another one.
+    """
+    run_dir, record = handle.folder.parent.parent, handle.manifest.run.tokenizer
+    prefixes = dataset_prefixes(run_dir)
+    if record is None:
+        return find_tokenizer(prefixes, given)
+    return open_run_tokenizer(run_dir, record, given, prefixes)
 
 
 def run_path(given: str) -> Path:

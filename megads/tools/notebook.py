@@ -16,7 +16,7 @@ from megads.batch import BatchInfo
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
 from megads.config import RootConfig, open_run_data
 from megads.data.indexed.recorded import read_record
-from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
+from megads.data.indexed.sidecar import FoundTokenizer
 from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.errors import CheckpointError, ConfigError
 from megads.evaluate.config import WeightPrecision
@@ -26,7 +26,7 @@ from megads.model.gpt import GPT
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.registry import import_plugins
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
-from megads.tools.generate import dataset_prefixes, run_path
+from megads.tools.generate import checkpoint_tokenizer, run_path
 
 
 class LoadedModel:
@@ -40,7 +40,7 @@ class LoadedModel:
 
     def __init__(self, model: GPT, handle: CheckpointHandle) -> None:
         self.model, self.folder, self.step = model, handle.folder, handle.state["step"]
-        self._digest = handle.manifest.run.config_digest
+        self._handle = handle
 
     @property
     def device(self) -> torch.device:
@@ -54,7 +54,7 @@ class LoadedModel:
         Raises:
             CheckpointError: it does not lie beside the checkpoint.
         """
-        found = config_of_start(self._run_dir, self._digest)
+        found = config_of_start(self._run_dir, self._handle.manifest.run.config_digest)
         if found is None:
             raise CheckpointError(
                 f"{self._run_dir} does not hold the config with which {self.folder.name} was written; "
@@ -64,7 +64,7 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the run's dataset carries, of Hugging Face `tokenizers`."""
+        """The tokenizer that the run was trained with, of Hugging Face `tokenizers`."""
         return self._found.tokenizer
 
     @torch.inference_mode()
@@ -119,7 +119,7 @@ class LoadedModel:
 
     @cached_property
     def _found(self) -> FoundTokenizer:
-        return find_tokenizer(dataset_prefixes(self._run_dir), None)
+        return checkpoint_tokenizer(self._handle)
 
 
 def load_model(

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.manifest import RunRecord
 from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
@@ -90,9 +91,8 @@ def scenario_of(megabytes: int) -> Scenario:
 def megads_side(engine: TrainEngine, folder: Path) -> Side:
     """The hook with which `megads train` saves; every save gives way to the next."""
     state = TrainState()
-    hook = CheckpointHook(
-        engine, folder, CheckpointConfig(every_steps=1, keep=1), "digest", {}, {}, state, EventWriter(folder)
-    )
+    about = RunRecord({}, 0, "digest", {}, {})
+    hook = CheckpointHook(engine, folder, CheckpointConfig(every_steps=1, keep=1), about, state, EventWriter(folder))
 
     def save(_: int) -> None:
         state.step = step = engine.optimizer_steps

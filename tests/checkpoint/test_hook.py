@@ -22,7 +22,7 @@ from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
-from tests.checkpoint.random_layouts import MODEL, global_tensors, random_layout, shards_of
+from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
 
@@ -50,7 +50,7 @@ def run(
     events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
     config = CheckpointConfig(every_steps=every_steps, keep=keep)
     engine: Any = OneRankEngine()
-    hook = CheckpointHook(engine, run_dir, config, "digest", dict(MODEL), {"tp": 1, "pp": 1, "dp": 1}, state, events)
+    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events)
     hook.on_start(state)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(loaded_step + 1, steps + 1):

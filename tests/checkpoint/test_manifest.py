@@ -61,6 +61,16 @@ def test_newer_format_is_refused() -> None:
         Manifest.decode(json.dumps(body).encode())
 
 
+def test_a_checkpoint_of_version_1_still_loads() -> None:
+    """Catches checkpoints of before that are refused for what they could not know yet."""
+    body = json.loads(manifest().encode())
+    body["format_version"] = 1
+    for key in ("tokenizer", "data_digest"):
+        del body["run"][key]
+    found = Manifest.decode(resigned(body))
+    assert found == manifest() and found.run.tokenizer is None
+
+
 def resigned(body: dict[str, Any]) -> bytes:
     """The text of a manifest with a checksum that holds, as whoever can write it can make it."""
     body.pop("checksum")
@@ -94,6 +104,7 @@ HOSTILE: dict[str, Change] = {
     "an offset that is short": lambda body: body["tensors"][0].update(offset=[0]),
     "an offset below 0": lambda body: body["tensors"][0].update(offset=[-1, 0]),
     "a shape of text": lambda body: body["tensors"][0].update(shape="23"),
+    "a tokenizer with more": lambda body: body["run"].update(tokenizer={"sha256": "ab", "code": "x"}),
     "something more": lambda body: body.update(more=1),
     "nothing at all": lambda body: [body.pop(key) for key in list(body) if key != "checksum"],
 }

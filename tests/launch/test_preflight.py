@@ -82,7 +82,7 @@ def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) ->
     assert megads.folder / str(frozen.tokenizer.path) == prefix.parent / "tokens.tokenizer.json"
     times = {path: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
 
-    second = megads(*command_line).end()
+    second = megads(*command_line, "train.steps=4").end()
     assert second.code == 0, second.err
     assert "data: found" in second.out and "making" not in second.out
     assert [event["cached"] for event in events_of(run_dir, "data")] == [False, True]

@@ -11,7 +11,8 @@ import pytest
 from megads.config import RootConfig, TrainConfig
 from megads.errors import ConfigError, StopRequested
 from megads.frozen_config import config_digest, freeze
-from megads.launch.preflight import changes_since_last_start, chosen_kernels, is_finished, place, refuse_while_stopped
+from megads.launch.acceptance import changes_since_last_start, is_finished
+from megads.launch.preflight import chosen_kernels, place, refuse_while_stopped
 from megads.launch.preflight_memory import Machine
 from megads.launch.start import launch_spec
 from megads.model.config import AttentionKind

@@ -78,7 +78,7 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
     assert module_megads("train", *overrides(corpus, alone, parallel__tp=2, train__steps=5)).end().code == 0
     assert steps_of(run.run_dir) == steps_of(alone)
     again = run.submit()
-    assert run.jobs.wait_for(again) == "COMPLETED" and "nothing to do" in run.jobs.output(again)
+    assert run.jobs.wait_for(again) == "COMPLETED" and "finished at step" in run.jobs.output(again)
     (launch,) = events_of(run.run_dir, "launch")
     logs = [(run.run_dir / "logs" / f"rank_{rank:05d}.log").read_text().splitlines()[0] for rank in range(4)]
     assert [log.rpartition("node ")[2] for log in logs] == [launch["nodes"][rank // 2] for rank in range(4)]

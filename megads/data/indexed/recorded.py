@@ -1,10 +1,11 @@
-"""data_record.json of a run: what its data held when it began, so that a later start knows that it changed."""
+"""data_record.json of a run: what its data held at its last start, so that a later one knows that it changed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ import xxhash
 
 from megads.data.config import DataConfig
 from megads.data.indexed.dataset import IndexedDataset, bin_path
+from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.sidecar import read_sidecar
 from megads.errors import DataError
 from megads.runtime.files import atomic_writer, read_json
-from megads.runtime.run_dir import DATA_FILE
+from megads.runtime.run_dir import DATA_FILE, recorded_data_path
 
 WHOLE_BYTES = 1 << 26
 """Of a file of tokens up to this size every byte counts."""
@@ -43,6 +45,10 @@ class DatasetRecord:
     content: str
     tokenizer_sha256: str | None
 
+    def is_same_as(self, other: DatasetRecord) -> bool:
+        """Whether the other one has the same name, or the same content elsewhere."""
+        return self.path == other.path or (self.index, self.content) == (other.index, other.content)
+
     def change(self, now: DatasetRecord) -> str:
         """Says what differs now; nothing where all is as it was."""
         if (self.documents, self.tokens) != (now.documents, now.tokens):
@@ -67,16 +73,34 @@ class DataRecord:
     Attributes:
         datasets: of training and validation.
         raw: data.raw, from which the launcher made them; empty where the user did.
+        tokenizer: of the run; None where nobody knows it, as in records of earlier versions.
     """
 
     datasets: tuple[DatasetRecord, ...]
     raw: tuple[str, ...] = ()
+    tokenizer: TokenizerRecord | None = None
+
+    def encode(self) -> bytes:
+        """The text of its file."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @property
+    def digest(self) -> str:
+        """sha256 of that text, by which a checkpoint knows it."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """Of the run's tokenizer; a record of an earlier version knows it by its datasets."""
+        if self.tokenizer is not None:
+            return self.tokenizer.sha256
+        return next((item.tokenizer_sha256 for item in self.datasets if item.tokenizer_sha256), None)
 
     def changes(self, now: DataRecord) -> list[str]:
         """Lists what differs in datasets that both have, and text of the same name that gives another dataset."""
         known = {record.path: record for record in now.datasets}
         found = [record.change(known[record.path]) for record in self.datasets if record.path in known]
-        if self.raw and self.raw == now.raw and self.datasets[0].path != now.datasets[0].path:
+        if self.raw and self.raw == now.raw and not self.datasets[0].is_same_as(now.datasets[0]):
             found.append(
                 f"data.raw = {', '.join(self.raw)} gives {now.datasets[0].path}, before it gave "
                 f"{self.datasets[0].path}: its text or the settings of its tokenizer changed"
@@ -84,17 +108,33 @@ class DataRecord:
         return [change for change in found if change]
 
 
-def record_data(data: DataConfig, raw: Sequence[str] = ()) -> DataRecord:
+def record_data(data: DataConfig, raw: Sequence[str] = (), tokenizer: TokenizerRecord | None = None) -> DataRecord:
     """Looks at the datasets that a config names.
 
     Args:
         data: with data.train set.
         raw: data.raw of which they were made.
+        tokenizer: with which they were made, where that is known.
 
     Raises:
         DataError: one is missing or damaged.
     """
-    return DataRecord(tuple(_record(path) for path in data.paths), tuple(raw))
+    return DataRecord(tuple(_record(path) for path in data.paths), tuple(raw), tokenizer)
+
+
+def with_former(record: DataRecord, data: DataConfig) -> DataRecord:
+    """Returns the record with the datasets of former mixes, which a run that goes on must still have.
+
+    Args:
+        record: of the datasets that the user names.
+        data: with data.history filled in.
+
+    Raises:
+        DataError: one is missing or damaged.
+    """
+    known = {item.path for item in record.datasets}
+    # At the end: what data.raw gives stays the first.
+    return replace(record, datasets=record.datasets + tuple(_record(path) for path in data.paths if path not in known))
 
 
 def _record(path: str) -> DatasetRecord:
@@ -139,24 +179,34 @@ def holds_the_same(record: DatasetRecord, path: Path) -> bool:
 
 
 def write_record(run_dir: Path, record: DataRecord) -> None:
-    """Writes a run's record."""
-    with atomic_writer(run_dir / DATA_FILE) as file:
-        file.write((json.dumps(asdict(record), indent=1) + "\n").encode())
+    """Writes a start's record as the run's data_record.json, and keeps a copy for the checkpoints of that start."""
+    kept = recorded_data_path(run_dir, record.digest)
+    kept.parent.mkdir(exist_ok=True)
+    for path in (kept, run_dir / DATA_FILE):
+        with atomic_writer(path) as file:
+            file.write(record.encode())
 
 
-def read_record(run_dir: Path) -> DataRecord | None:
+def read_record(run_dir: Path, digest: str | None = None) -> DataRecord | None:
     """Returns what a run recorded; None where it did not, as in versions before there was a record.
+
+    Args:
+        run_dir: the run's folder.
+        digest: of the record of the start that wrote a checkpoint; None, or one that was not kept, is the last start's.
 
     Raises:
         DataError: the file is damaged.
     """
-    path = run_dir / DATA_FILE
+    kept = recorded_data_path(run_dir, digest) if digest is not None else None
+    path = kept if kept is not None and kept.is_file() else run_dir / DATA_FILE
     if not path.is_file():
         return None
     try:
         content = read_json(path)
-        return DataRecord(tuple(DatasetRecord(**item) for item in content["datasets"]), tuple(content["raw"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        datasets = tuple(DatasetRecord(**item) for item in content["datasets"])
+        tokenizer = content.get("tokenizer")
+        return DataRecord(datasets, tuple(content["raw"]), TokenizerRecord(**tokenizer) if tokenizer else None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: is no record of a run's data: {error}; delete it to go on without knowing whether data changed"
         ) from error
@@ -173,7 +223,7 @@ def renamed_datasets(before: DataRecord | None, now: DataRecord) -> dict[str, st
 
 
 def require_recorded(run_dir: Path, now: DataRecord) -> None:
-    """Refuses data that changed under its name since a run began.
+    """Refuses data that is not what the launcher recorded at the start.
 
     Raises:
         DataError: names each dataset and what differs.
@@ -182,7 +232,6 @@ def require_recorded(run_dir: Path, now: DataRecord) -> None:
     changes = [] if before is None else before.changes(now)
     if changes:
         raise DataError(
-            f"the data of {run_dir} changed since it began: {'; '.join(changes)}. The steps to come would not continue "
-            f"those that were trained. Put the data back, or start a new run with another run.id; to go on with the "
-            f"changed data on purpose, delete {run_dir / DATA_FILE}"
+            f"the data of {run_dir} is not what its launcher saw: {'; '.join(changes)}. Every node must see the same "
+            "data, and nothing may write to it: put it right and start again"
         )

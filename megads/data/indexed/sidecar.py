@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
 from megads.errors import DataError
-from megads.runtime.files import atomic_writer, read_json
+from megads.runtime.files import atomic_writer, read_json, read_regular
 
 FORMAT_VERSION = 1
 KEPT_EXAMPLES = 100
@@ -217,14 +217,14 @@ def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenize
     sidecar = None if prefix is None else read_sidecar(prefix)
     path = Path(given) if given is not None else None
     if path is None and prefix is not None:
-        path = _beside(prefix, sidecar)
+        path = tokenizer_beside(prefix, sidecar)
     if path is None:
         looked = ", ".join(str(carried_path(p)) for p in prefixes) or "a data path in the run's config.yaml"
         raise DataError(f"no tokenizer found (looked for {looked}): give tokenizer=<file>")
     tokenizer = load_tokenizer(path)
-    if prefix is not None and sidecar is not None and _sha256(path) != sidecar.tokenizer_sha256:
+    if prefix is not None and sidecar is not None and (found := tokenizer_sha256(path)) != sidecar.tokenizer_sha256:
         raise DataError(
-            f"{path} is not the tokenizer with which {prefix} was made: its sha256 starts with {_sha256(path)[:8]}, "
+            f"{path} is not the tokenizer with which {prefix} was made: its sha256 starts with {found[:8]}, "
             f"{sidecar_path(prefix)} says {sidecar.tokenizer_sha256[:8]}; give tokenizer=<file> with the right one"
         )
     parsed = sidecar is not None and sidecar.text_special_tokens == TextSpecialTokens.parse
@@ -238,14 +238,18 @@ def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenize
     )
 
 
-def _beside(prefix: Path, sidecar: Sidecar | None) -> Path | None:
-    """The carried tokenizer, or for datasets made before there was one a tokenizer.json in their folder that fits."""
+def tokenizer_beside(prefix: Path, sidecar: Sidecar | None) -> Path | None:
+    """Returns the carried tokenizer; for a dataset made before there was one, a tokenizer.json beside it that fits."""
     if carried_path(prefix).is_file():
         return carried_path(prefix)
     neighbour = prefix.parent / "tokenizer.json"
-    fits = sidecar is not None and neighbour.is_file() and _sha256(neighbour) == sidecar.tokenizer_sha256
+    fits = sidecar is not None and neighbour.is_file() and tokenizer_sha256(neighbour) == sidecar.tokenizer_sha256
     return neighbour if fits else None
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def tokenizer_sha256(path: Path) -> str:
+    """Returns the sha256 of a tokenizer file, by which it is known."""
+    try:
+        return hashlib.sha256(read_regular(path)).hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: the tokenizer cannot be read: {error.strerror}; copy it again") from error

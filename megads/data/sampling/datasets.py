@@ -72,7 +72,9 @@ def open_datasets(
     items = config.blended
     datasets = [open_dataset(config, item.path, record) for item in items]
     valid_datasets = {name: open_dataset(config, path, record) for name, path in config.valid_paths.items()}
-    _check_sidecars([*datasets, *valid_datasets.values()], vocab_size)
+    # What a former mix had is not read any more.
+    named = [dataset for item, dataset in zip(items, datasets, strict=True) if item in config.train]
+    _check_sidecars([*named, *valid_datasets.values()], vocab_size)
     if valid_datasets:
         train_documents = [range(dataset.num_documents) for dataset in datasets]
         held_out = {name: (dataset, range(dataset.num_documents)) for name, dataset in valid_datasets.items()}

@@ -22,7 +22,8 @@ from megads.config import RootConfig, open_run_data
 from megads.data.config import DatasetConfig, MixConfig
 from megads.data.indexed.dataset import IntArray, idx_path
 from megads.data.indexed.recorded import DataRecord, read_record, record_data
-from megads.data.indexed.sidecar import find_tokenizer, tokenizing
+from megads.data.indexed.run_tokenizer import open_run_tokenizer
+from megads.data.indexed.sidecar import find_tokenizer, read_sidecar, tokenizing
 from megads.data.sampling.loader import Packing, assemble
 from megads.data.sampling.runs import SampleOrigin, Stretch, TrainSource, sample_origins
 from megads.data.sampling.sampler import batch_hash, micro_batch_ids
@@ -117,11 +118,17 @@ def _config_of(run_dir: Path, step: int) -> tuple[RootConfig, str]:
 
 
 def _located(config: RootConfig, run_dir: Path) -> RootConfig:
-    """Paths are relative to where the run was started: that is here, or the folder that holds runs/."""
+    """Paths are relative to where the run was started: that is here, or the folder that holds runs/.
+
+    Raises:
+        DataError: the data is gone.
+    """
 
     def find(path: str) -> str:
-        beside = run_dir.resolve().parent.parent / path
-        return str(beside) if not idx_path(path).exists() and idx_path(beside).exists() else path
+        home = run_dir.resolve().parent
+        # The last is text that a copy of the run prepared anew: the name of its folder is a hash of it.
+        places = (path, str(home.parent / path), str(home.joinpath(*Path(path).parts[-3:])))
+        return next((place for place in places if idx_path(place).exists()), path)
 
     data = config.data
     valid: Any = data.valid
@@ -131,6 +138,12 @@ def _located(config: RootConfig, run_dir: Path) -> RootConfig:
     history = [MixConfig(mix.from_sample, {find(path): w for path, w in mix.weights.items()}) for mix in data.history]
     # Validation shares are named after the paths, which may differ in their folders only.
     data = dataclasses.replace(data, train=train, valid=valid, history=history, stage_to=None)
+    missing = [path for path in data.paths if not idx_path(path).exists()]
+    if missing:
+        raise DataError(
+            f"the data that {run_dir} was trained on is not here ({', '.join(missing)}): run this where the run was "
+            "started; for data.raw, the run's own command with run.prepare_only=true makes it again"
+        )
     return dataclasses.replace(config, data=data)
 
 
@@ -264,7 +277,7 @@ def explain(config: WhyConfig) -> Explanation:
         for origin, number, of_sample in zip(origins, numbers, losses, strict=True)
     ]
     prefixes = dict.fromkeys(stretch.dataset for origin in origins for stretch in origin.stretches)
-    tokenizers = _tokenizers(list(prefixes), config.tokenizer, notes)
+    tokenizers = _tokenizers(run_dir, trained.config, list(prefixes), config.tokenizer, notes)
     return Explanation(run_dir, trained, share, tuple(samples), flat.size, weights, tuple(notes), tokenizers)
 
 
@@ -340,11 +353,22 @@ def _losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) 
     return found
 
 
-def _tokenizers(prefixes: Sequence[str], given: str | None, notes: list[str]) -> dict[str, Tokenizer]:
+def _tokenizers(
+    run_dir: Path, config: RootConfig, prefixes: Sequence[str], given: str | None, notes: list[str]
+) -> dict[str, Tokenizer]:
+    """Tokenizers by dataset: the run's own where it made the dataset, else the one that the dataset carries."""
+    record = read_record(run_dir)
+    own = record.tokenizer if record is not None else None
     found = {}
     for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        # Where no sidecar tells, the user's tokenizer.path did.
+        made = config.tokenizer.path is not None if sidecar is None else own and sidecar.tokenizer_sha256 == own.sha256
         try:
-            found[prefix] = find_tokenizer([Path(prefix)], given).tokenizer
+            if own is not None and made:
+                found[prefix] = open_run_tokenizer(run_dir, own, given, [Path(prefix)]).tokenizer
+            else:
+                found[prefix] = find_tokenizer([Path(prefix)], given).tokenizer
         except DataError as error:
             if given is not None:
                 raise

@@ -40,7 +40,7 @@ class WhyConfig:
     max_characters: int = 240
     """Text shown of each document; JSON has all of it."""
     tokenizer: str | None = None
-    """Tokenizer file to decode with; null is the one beside the dataset."""
+    """Tokenizer file to decode with; null is the run's own, or the one beside the dataset."""
     device: str = "auto"
     """Where losses are computed: auto, cpu, cuda or cuda:<number>."""
     plugins: list[str] = field(default_factory=list)

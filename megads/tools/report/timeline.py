@@ -51,11 +51,11 @@ _LANES = (
     ("failures", ("failure", "killed", "checkpoint_failed"), "X", RED),
     ("skipped steps", ("step_skipped",), "x", RED),
     ("stop requests", ("stop_requested",), "s", ORANGE),
-    ("other configs", ("config_changed",), "D", BLUE),
+    ("other configs", ("config_changed", "run_changed"), "D", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),
 )
 """Label, event names, marker and colour of each lane above the bars; lanes without events are left out."""
-_BEFORE_LAUNCH = ("config_changed", "nodes_checked")
+_BEFORE_LAUNCH = ("config_changed", "run_changed", "nodes_checked")
 """Events of the launcher that belong to the start that follows them."""
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 _PLACES = 600

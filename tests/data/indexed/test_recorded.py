@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megads.data.config import DataConfig, DatasetConfig
+from megads.data.config import DataConfig, DatasetConfig, MixConfig
 from megads.data.indexed.dataset import bin_path
 from megads.data.indexed.recorded import (
     WHOLE_BYTES,
@@ -15,8 +15,10 @@ from megads.data.indexed.recorded import (
     read_record,
     record_data,
     require_recorded,
+    with_former,
     write_record,
 )
+from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.errors import DataError
 from megads.runtime.run_dir import DATA_FILE
@@ -46,21 +48,37 @@ def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
     require_recorded(tmp_path, record_data(config))
     make, expected = CHANGES[change]
     make(prefix)
-    with pytest.raises(DataError, match=f"changed since it began: {prefix}.*{expected}") as caught:
+    with pytest.raises(DataError, match=f"is not what its launcher saw: {prefix}.*{expected}") as caught:
         require_recorded(tmp_path, record_data(config))
-    assert str(tmp_path / DATA_FILE) in str(caught.value) and caught.value.exit_code == 3
+    assert caught.value.exit_code == 3
 
 
 def test_text_of_the_same_name_that_gives_another_dataset(tmp_path: Path) -> None:
     """Catches a run of a fixed run.id that goes on with other text: its dataset has a name of its own, so no dataset
-    changed. Another data.raw is the user's wish."""
+    changed. Another data.raw is the user's wish, and the same text made anew elsewhere is no change."""
     records = []
-    for name, raw in (("a", "my"), ("b", "my"), ("b", "other")):
-        write(tmp_path / name, [9, 5])
+    for name, raw in (("a", "my"), ("b", "my"), ("b", "other"), ("c", "my")):
+        write(tmp_path / name, [9, 5], first=int(name == "b"))
         records.append(record_data(DataConfig(train=[DatasetConfig(str(tmp_path / name))]), [raw]))
     [change] = records[0].changes(records[1])
     assert change.startswith(f"data.raw = my gives {tmp_path / 'b'}, before it gave {tmp_path / 'a'}")
-    assert records[0].changes(records[2]) == []
+    assert records[0].changes(records[2]) == records[0].changes(records[3]) == []
+    # After a mix before it: what data.raw gives is known by its place, the first.
+    mixed = DataConfig(train=[DatasetConfig(str(tmp_path / "b"))], history=[MixConfig(0, {str(tmp_path / "a"): 1.0})])
+    after = with_former(records[1], mixed)
+    assert len(after.datasets) == 2 and after.changes(records[1]) == []
+
+
+def test_a_record_is_kept_for_the_checkpoints_of_its_start(tmp_path: Path) -> None:
+    """Catches a checkpoint that is held to what a later start's data was, and a tokenizer that is lost on the way."""
+    write(tmp_path / "a", [9, 5])
+    config, known = DataConfig(train=[DatasetConfig(str(tmp_path / "a"))]), TokenizerRecord("ab" * 32, 300, 0, "ignore")
+    first = record_data(config, tokenizer=known)
+    write_record(tmp_path, first)
+    write(tmp_path / "a", [9, 6])
+    write_record(tmp_path, record_data(config))
+    assert read_record(tmp_path, first.digest) == first and first.tokenizer_sha256 == "ab" * 32
+    assert read_record(tmp_path) == read_record(tmp_path, "never kept") == record_data(config)
 
 
 def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""A run's own tokenizer: tokenizer.json in the run directory, a copy of the one that made its data.
+
+Checkpoints know it by its sha256. A run that goes on with another one (run.allow_changes=[tokenizer]) keeps the copy of
+before beside it, for its earlier checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+from megads.data.config import TextSpecialTokens
+from megads.data.indexed.sidecar import (
+    FoundTokenizer,
+    carried_path,
+    embedding_rows,
+    load_tokenizer,
+    read_sidecar,
+    tokenizer_beside,
+    tokenizer_sha256,
+)
+from megads.errors import DataError
+from megads.runtime.files import atomic_writer
+from megads.runtime.run_dir import TOKENIZER_FILE, kept_tokenizer_path
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """What a run and its checkpoints know of their tokenizer.
+
+    Attributes:
+        sha256: of its file.
+        vocab_size: its largest id + 1.
+        end_of_document_id: token that ends every document of the data; None for none, and where no sidecar told.
+        text_special_tokens: how special tokens that a text spells were taken; None where no sidecar told.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    sha256: str
+    vocab_size: int
+    end_of_document_id: int | None
+    text_special_tokens: str | None
+
+    def __str__(self) -> str:
+        return f"sha256 {self.sha256[:12]}, {self.vocab_size:,} tokens"
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """A tokenizer that a run can make its own.
+
+    Attributes:
+        record: what it is.
+        content: of its file; None where a sidecar names it and the file itself is nowhere.
+    """
+
+    record: TokenizerRecord
+    content: bytes | None
+
+
+def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSource | None:
+    """Finds the tokenizer with which a run's data was made.
+
+    Args:
+        prefixes: of its datasets; the first with a sidecar counts, for all of them were made with one tokenizer.
+        given: tokenizer.path, which counts where no sidecar tells.
+
+    Returns:
+        None where nobody knows it.
+
+    Raises:
+        DataError: a sidecar or a tokenizer is damaged.
+    """
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None:
+            continue
+        record = TokenizerRecord(
+            sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.end_of_document_id, str(sidecar.text_special_tokens)
+        )
+        files = (Path(given) if given is not None else None, tokenizer_beside(Path(prefix), sidecar))
+        fits = (path for path in files if path is not None and tokenizer_sha256(path) == record.sha256)
+        path = next(fits, None)
+        return TokenizerSource(record, None if path is None else path.read_bytes())
+    if given is None:
+        return None
+    rows = embedding_rows(load_tokenizer(given))
+    return TokenizerSource(TokenizerRecord(tokenizer_sha256(Path(given)), rows, None, None), Path(given).read_bytes())
+
+
+def keep_tokenizer(run_dir: Path, source: TokenizerSource) -> None:
+    """Makes a tokenizer the run's own; another one that was it stays beside it."""
+    path = run_dir / TOKENIZER_FILE
+    if path.is_file():
+        before = tokenizer_sha256(path)
+        if before == source.record.sha256:
+            return
+        path.replace(kept_tokenizer_path(run_dir, before))
+    if source.content is not None:
+        with atomic_writer(path) as file:
+            file.write(source.content)
+
+
+def kept_tokenizer(run_dir: Path, sha256: str) -> Path | None:
+    """Returns the run's copy of a tokenizer, None where it has none.
+
+    Raises:
+        DataError: tokenizer.json is another one.
+    """
+    own = run_dir / TOKENIZER_FILE
+    for path in (own, kept_tokenizer_path(run_dir, sha256)):
+        if path.is_file() and tokenizer_sha256(path) == sha256:
+            return path
+    if own.is_file():
+        raise DataError(
+            f"{own}: its sha256 starts with {tokenizer_sha256(own)[:12]}, but the run was trained with {sha256[:12]}: "
+            "with this one its ids would mean other text; put that one back, or remove this file where the data is at "
+            "hand, which carries a copy"
+        )
+    return None
+
+
+def source_of_run(run_dir: Path, record: TokenizerRecord) -> TokenizerSource:
+    """Returns a run's tokenizer for another run to take; raises DataError as `kept_tokenizer` does."""
+    path = kept_tokenizer(run_dir, record.sha256)
+    return TokenizerSource(record, None if path is None else path.read_bytes())
+
+
+def open_run_tokenizer(
+    run_dir: Path, record: TokenizerRecord, given: str | None, prefixes: Sequence[Path]
+) -> FoundTokenizer:
+    """Opens the tokenizer that a checkpoint was trained with.
+
+    Args:
+        run_dir: the run's folder.
+        record: of the checkpoint.
+        given: a file to use; it must be this very tokenizer.
+        prefixes: places where the run's data may be, whose copy serves where the run has none.
+
+    Raises:
+        DataError: it is nowhere, or what is there is another one.
+    """
+    if given is not None:
+        path: Path | None = Path(given)
+        if not Path(given).is_file():
+            raise DataError(f"tokenizer = {given}: there is no such file")
+        if (found := tokenizer_sha256(Path(given))) != record.sha256:
+            raise DataError(
+                f"{given} is not the tokenizer that {run_dir} was trained with: its sha256 starts with {found[:12]}, "
+                f"the checkpoint says {record.sha256[:12]}; give tokenizer=<file> with the right one, or leave it out"
+            )
+    else:
+        path = kept_tokenizer(run_dir, record.sha256)
+    carried = (carried_path(prefix) for prefix in prefixes)
+    path = path or next((p for p in carried if p.is_file() and tokenizer_sha256(p) == record.sha256), None)
+    if path is None:
+        raise DataError(
+            f"no tokenizer found: {run_dir / TOKENIZER_FILE} is missing and the run's data is not here; give "
+            f"tokenizer=<file>, whose sha256 starts with {record.sha256[:12]}"
+        )
+    tokenizer = load_tokenizer(path)
+    tokenizer.encode_special_tokens = record.text_special_tokens != TextSpecialTokens.parse
+    return FoundTokenizer(
+        tokenizer,
+        path,
+        vocab_size=embedding_rows(tokenizer),
+        end_of_document_id=record.end_of_document_id,
+        verified=record.text_special_tokens is not None,
+    )

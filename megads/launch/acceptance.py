@@ -1,0 +1,207 @@
+"""Accepts a start or refuses it, and writes the records of one that is accepted: nobody else changes what a run says
+of itself.
+
+A start is decided before it holds the run directory, and leaves a refused one's directory as it was, or not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megads.config import RootConfig, planned_steps
+from megads.errors import EXIT_OK, CheckpointError, ConfigError
+from megads.frozen_config import config_dict, load_frozen, record_config
+from megads.launch.preflight import ResolvedRun
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
+
+if TYPE_CHECKING:
+    from megads.data.indexed.recorded import DataRecord
+    from megads.data.indexed.run_tokenizer import TokenizerSource
+    from megads.identity import Change
+    from megads.resume import Past
+
+# What changes nothing of what a finished run has computed.
+_ELSEWHERE = ("run", "logging", "cluster")
+
+
+@dataclass(frozen=True)
+class AcceptedStart:
+    """A start that may write to its run directory.
+
+    Attributes:
+        resolved: the run, its data made, its config with the mixes of earlier starts.
+        past: the checkpoint that it most likely goes on from; None for a start from nothing.
+        data: what its data holds.
+        tokenizer: of the run; None where nobody knows it.
+        allowed: what changes of the run because run.allow_changes says so.
+        settings: other keys that differ from the last start, with both values.
+    """
+
+    resolved: ResolvedRun
+    past: Past | None
+    data: DataRecord
+    tokenizer: TokenizerSource | None
+    allowed: tuple[Change, ...]
+    settings: tuple[Mapping[str, Any], ...]
+
+    @property
+    def changed_settings(self) -> list[str]:
+        """The settings that changed, each as a line."""
+        return [f"{change['key']} {change['before']} -> {change['after']}" for change in self.settings]
+
+    def record(self) -> None:
+        """Writes the start's records; the caller holds the run directory.
+
+        Raises:
+            ConfigError: another start trained the run since this one was decided.
+        """
+        from megads.data.indexed.recorded import write_record
+        from megads.data.indexed.run_tokenizer import keep_tokenizer
+
+        run_dir, config = self.resolved.run_dir, self.resolved.config
+        self._require_the_same_past()
+        if self.tokenizer is not None:
+            keep_tokenizer(run_dir, self.tokenizer)
+        write_record(run_dir, self.data)
+        record_config(config, run_dir)
+        with closing(EventWriter(run_dir)) as events:
+            if self.resolved.made is not None:
+                events.write("data", **self.resolved.made)
+            if self.settings:
+                message = "; ".join(self.changed_settings)
+                events.write("config_changed", level="warning", message=message, changes=list(self.settings))
+            if self.allowed and self.past is not None:
+                events.write(
+                    "run_changed",
+                    level="warning",
+                    message=f"{'; '.join(map(str, self.allowed))} from sample {self.past.samples} on, as "
+                    "run.allow_changes says",
+                    samples=self.past.samples,
+                    changes=[dataclasses.asdict(change) for change in self.allowed],
+                )
+
+    def _require_the_same_past(self) -> None:
+        from megads.resume import find_past
+
+        found = find_past(self.resolved.config.checkpoint.load, self.resolved.run_dir)
+        digests = [None if past is None else past.manifest.digest() for past in (self.past, found)]
+        if digests[0] != digests[1]:
+            raise ConfigError(
+                f"another start trained {self.resolved.run_dir} while this one was made ready: give the same command "
+                "again"
+            )
+
+    def finished(self) -> str:
+        """Says that there is nothing left to do, and what to raise; empty where there is."""
+        config, past = self.resolved.config, self.past
+        if past is None or past.run_dir != self.resolved.run_dir:
+            return ""
+        step, planned = past.manifest.run.state["step"], planned_steps(config)
+        if step > planned:
+            return f"finished at step {step}, beyond the {planned} of {length_key(config)}: raise it to go on"
+        if step < planned or not is_finished(config) or not self._usable(past):
+            return ""
+        return finished_text(config)
+
+    def _usable(self, past: Past) -> bool:
+        """Whether the last checkpoint is intact; on SLURM the first node would read for too long to know."""
+        from megads.checkpoint.read import open_checkpoint
+
+        if self.resolved.placement is not None:
+            return True
+        try:
+            return bool(open_checkpoint(past.folder))
+        except CheckpointError:
+            return False
+
+
+def accept_start(resolved: ResolvedRun) -> AcceptedStart:
+    """Decides whether a run whose data is made may start; writes nothing.
+
+    Raises:
+        ConfigError: a key that says what the run's samples are changed.
+        DataError: its data or its tokenizer changed, or is missing.
+        CheckpointError: checkpoint.load names none, or the checkpoint is of another model.
+    """
+    from megads.data.indexed.recorded import record_data, with_former
+    from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
+    from megads.resume import changes_of_run, continue_data, find_past
+
+    config, run_dir = resolved.config, resolved.run_dir
+    source = tokenizer_of_data(config.data.paths, config.tokenizer.path)
+    past = find_past(config.checkpoint.load, run_dir)
+    if past is not None and past.tokenizer is not None and source is None:
+        source = source_of_run(past.run_dir, past.tokenizer)
+    data = record_data(config.data, resolved.asked.data.raw_patterns, source.record if source else None)
+    allowed: tuple[Change, ...] = ()
+    if past is not None:
+        allowed = tuple(changes_of_run(past, config, data))
+        past.check_model(config)
+        if past.run_dir == run_dir and past.tokenizer is not None:
+            kept_tokenizer(run_dir, past.tokenizer.sha256)
+        config = continue_data(config, past, data)
+        data = with_former(data, config.data)
+    resolved = dataclasses.replace(resolved, config=config)
+    return AcceptedStart(resolved, past, data, source, allowed, tuple(changes_since_last_start(config)))
+
+
+def length_key(config: RootConfig) -> str:
+    """Returns the key that says how long the run trains, with its value."""
+    train = config.train
+    given = {"steps": train.steps, "samples": train.samples, "tokens": train.tokens}
+    return next(f"train.{name} = {value}" for name, value in given.items() if value is not None)
+
+
+def finished_text(config: RootConfig) -> str:
+    """Says that a run came to its planned end, and what to raise."""
+    return f"finished at step {planned_steps(config)}: raise {length_key(config).split()[0]} to go on"
+
+
+def is_finished(config: RootConfig) -> bool:
+    """Tells whether the last start of the same run, with the same config, came to its planned end.
+
+    Args:
+        config: with everything that the data tells filled in.
+    """
+    run_dir = Path(str(config.run.dir))
+    last: dict[str, dict[str, Any]] = {str(e.get("event")): e for e in read_json_lines(run_dir / EVENTS_FILE)}
+    end, left = last.get("end", {}), last.get("exit", {})
+    if left.get("exit_code") != EXIT_OK or end.get("stopped") or end.get("step", -1) < planned_steps(config):
+        return False
+    if left["time"] < last.get("launch", left)["time"] or config.checkpoint.load != "auto":
+        return False
+    try:
+        return _computed(load_frozen(run_dir / CONFIG_FILE)) == _computed(config)
+    except ConfigError:
+        return False
+
+
+def _computed(config: RootConfig) -> dict[str, Any]:
+    return {room: content for room, content in config_dict(config).items() if room not in _ELSEWHERE}
+
+
+def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
+    """Lists the keys outside `run` whose values differ from the last start of the same run, with both values."""
+    try:
+        before = dict(_flat(config_dict(load_frozen(Path(str(config.run.dir)) / CONFIG_FILE))))
+    except ConfigError:
+        return []
+    return [
+        {"key": key, "before": before.get(key), "after": value}
+        for key, value in _flat(config_dict(config))
+        if before.get(key) != value and not key.startswith("run.")
+    ]
+
+
+def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
