@@ -5,10 +5,17 @@
 
 cosmic-ray knows the small defects: another operator, a number off by one, a negated condition, an exception that is
 not caught, a loop that does not run. This draws places with equal chance, applies one defect each to a copy of the
-committed tree, and runs the tests beside the file: those that import it or have its name, else all tests of its room;
-never the slow ones. A test that fails or hangs has killed the mutation. Every tenth draw changes nothing: its tests
+committed tree, and runs the tests beside the file: the six nearest of those that import it or have its name, else all
+tests of its room and those with the name of its room; tests in one process first, never the slow ones, and none that
+would start after 45 s. A test that fails or hangs has killed the mutation. Every tenth draw changes nothing: its tests
 must pass, or the share of killed mutations means nothing. A second call with the same --append file goes on where the
 first ended.
+
+Not drawn, for no run can tell: annotations, `if TYPE_CHECKING`, the type of a cast, abstractmethod and other marks for
+mypy, frozen= of a dataclass (mypy refuses the assignment), what a logger is given, and `if __name__ == "__main__"`.
+cosmic-ray changes no texts, so docstrings, `__all__` and `__slots__` stay as they are. Numbers that only tune, such as
+timeouts, are drawn and survive. Survivors that a person has found to be equivalent stand with the reason in
+scripts/equivalent_mutations.json; they are counted apart, not as killed.
 """
 
 from __future__ import annotations
@@ -24,10 +31,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -42,13 +49,14 @@ from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-LIMIT_S = 420
-"""Of the tests of one mutation; those of the unchanged file take less."""
-NO_TESTS_COLLECTED = 5
+EQUIVALENTS = ROOT / "scripts/equivalent_mutations.json"
+NEAREST = 6
+"""So many files of tests, at most."""
 CONTROL = "no change"
 """Operator of a draw that checks the tests."""
 NEEDS_A_GPU = ("megads/ops/apex.py",)
 """Without a GPU no test calls it."""
+FOR_MYPY = {"abstractmethod", "runtime_checkable", "override", "final", "overload"}
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,14 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutation: `outcome` is killed, hung, survived or untested."""
+    """What became of a mutation: `outcome` is killed, hung, survived or untested, `by` the test that failed."""
 
     mutation: Mutation
     outcome: str
     tests: list[str]
     diff: str
+    by: str = ""
+    wall_s: float = 0.0
 
 
 @cache
@@ -87,18 +97,18 @@ def operators() -> dict[str, Operator]:
 
 def mutations_of(file: Path) -> list[list[Mutation]]:
     """Every mutation of a file, those of one place together."""
-    tree = get_ast(file.read_text())
+    nodes = list(ast_nodes(get_ast(file.read_text())))
     places: dict[tuple[int, int], list[Mutation]] = {}
     for name, operator in operators().items():
-        positions = (start for node in ast_nodes(tree) for start, _ in operator.mutation_positions(node))
+        positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
         for occurrence, (line, column) in enumerate(positions):
             mutation = Mutation(file.relative_to(ROOT).as_posix(), name, occurrence, line)
             places.setdefault((line, column), []).append(mutation)
     return list(places.values())
 
 
-class _WithoutAnnotations(ast.NodeTransformer):
-    """Drops what is not run: annotations and the imports for them."""
+class _WhatRuns(ast.NodeTransformer):
+    """Drops what no run depends on."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
@@ -106,6 +116,12 @@ class _WithoutAnnotations(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         node.returns = None
+        node.decorator_list = [each for each in node.decorator_list if _name(each) not in FOR_MYPY]
+        self.generic_visit(node)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        node.decorator_list = [each for each in node.decorator_list if _name(each) not in FOR_MYPY]
         self.generic_visit(node)
         return node
 
@@ -115,15 +131,31 @@ class _WithoutAnnotations(ast.NodeTransformer):
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        tested = node.test.left if isinstance(node.test, ast.Compare) else node.test
+        if _name(tested) in ("TYPE_CHECKING", "__name__"):
             return ast.Pass()
         self.generic_visit(node)
         return node
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        name = _name(node.func)
+        if isinstance(node.func, ast.Attribute) and _name(node.func.value) in ("log", "logger", "logging"):
+            return ast.Constant(None)
+        if isinstance(node.func, ast.Name) and name == "cast":
+            node.args = node.args[1:]
+        if name == "dataclass":
+            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "frozen"]
+        self.generic_visit(node)
+        return node
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
 
 def runs_alike(before: str, after: str) -> bool:
-    """Whether the change is only in annotations."""
-    first, second = (ast.dump(_WithoutAnnotations().visit(ast.parse(source))) for source in (before, after))
+    """Whether no run can tell the change."""
+    first, second = (ast.dump(_WhatRuns().visit(ast.parse(source))) for source in (before, after))
     return first == second
 
 
@@ -133,6 +165,7 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
     choice = random.Random(seed)
     choice.shuffle(places)
     drawn: list[tuple[Mutation, str]] = []
+    left = count
     for place in places:
         mutation = choice.choice(place)
         before = (ROOT / mutation.file).read_text()
@@ -140,85 +173,141 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
         if after is None or runs_alike(before, after):
             continue
         drawn.append((mutation, after))
-        if len(drawn) % 10 == 0:
+        left -= 1
+        if left % 10 == 0:
             drawn.append((replace(mutation, operator=CONTROL), before))
-        if len(drawn) >= count * 11 // 10:
+        if not left:
             break
     return drawn
 
 
 @cache
 def imports_of_tests() -> dict[str, frozenset[str]]:
-    """The modules and names that each file of tests imports."""
+    """The modules and names that each file of tests imports, and the modules that it starts."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        if path.parent.name in ("slurm", "attack"):
+            continue
         names: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Constant) and str(node.value).startswith("megads."):
+                names.add(str(node.value))  # a module that is started: python -m megads.launch.tracker
         found[path.relative_to(ROOT).as_posix()] = frozenset(names)
     return found
 
 
 def tests_beside(file: str) -> list[str]:
-    """The tests that import a file or have its name, nearest first; all of its room where there are none."""
+    """The nearest tests that import a file or have its name; all of its room, or with the name of it, else."""
     path = Path(file).with_suffix("")
     module = ".".join(path.parts)
-    room = f"tests/{path.parent.relative_to('megads').as_posix()}/"
-    found = [
-        test
-        for test, imported in imports_of_tests().items()
-        if module in imported or Path(test).stem == f"test_{path.name}"
-    ]
-    found.sort(key=lambda test: (Path(test).stem != f"test_{path.name}", not test.startswith(room)))
-    return found or ([room] if (ROOT / room).is_dir() else [])
+    room = (Path("tests") / path.parent.relative_to("megads")).as_posix()
+    namesake = f"{room}/test_{path.name}.py"
+    found = [test for test, imported in imports_of_tests().items() if module in imported or test == namesake]
+
+    def distance(test: str) -> tuple[bool, bool, int]:
+        imported = sum(name.startswith("megads.") for name in imports_of_tests()[test])
+        return test != namesake, not test.startswith(f"{room}/"), imported
+
+    nearest = sorted(found, key=distance)[:NEAREST]
+    # A tool's own test of its command may be in another room: tests/cli/test_plan.py of megads/tools/plan.
+    named = f"test_{path.parent.name}.py"
+    return nearest or [test for test in imports_of_tests() if Path(test).parent == Path(room) or test.endswith(named)]
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> str:
-    """Runs the tests in a copy of the tree; returns killed, hung, survived or untested."""
-    if not tests:
-        return "untested"
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not slurm and not attack", *tests]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        code = process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return "hung"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return {0: "survived", NO_TESTS_COLLECTED: "untested"}.get(code, "killed")
+class Tester:
+    """A copy of the committed tree and the process that runs tests in it; scripts/mutation_tests.py."""
 
-
-def try_mutation(mutation: Mutation, source: str, folders: SimpleQueue[Path]) -> Result:
-    """Applies a mutation to a free copy of the tree, and takes it back."""
-    folder = folders.get()
-    file = folder / mutation.file
-    before = file.read_text()
-    tests = tests_beside(mutation.file)
-    try:
-        file.write_text(source)
-        outcome = run_tests(folder, tests)
-    finally:
-        file.write_text(before)
-        folders.put(folder)
-    diff = difflib.unified_diff(before.splitlines(), source.splitlines(), mutation.file, "changed", n=0, lineterm="")
-    return Result(mutation, outcome, tests, "\n".join(diff))
-
-
-def copies(parent: Path, count: int) -> Iterator[Path]:
-    """Copies of the committed tree."""
-    for number in range(count):
-        folder = parent / str(number)
+    def __init__(self, folder: Path, budget_s: float) -> None:
+        self.folder = folder
+        self._time_s = 10**9
         subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(folder)], check=True)
-        yield folder
+        (folder / "tmp").mkdir()
+        environment = os.environ | {"PYTHONPATH": str(folder), "TMPDIR": str(folder / "tmp")}
+        command = [sys.executable, "-m", "scripts.mutation_tests", str(budget_s)]
+        self._process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def write(self, file: str, source: str) -> None:
+        """Changes a file. Its time is another one each time, or Python would run the compiled file of the last."""
+        (self.folder / file).write_text(source)
+        self._time_s += 1
+        os.utime(self.folder / file, (self._time_s, self._time_s))
+
+    def run(self, tests: Sequence[str]) -> dict[str, str]:
+        """What the tests make of the copy as it is: outcome and the test that failed."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps(tests), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        for path in (self.folder / "tmp").iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Ends the process, which kills the tests that run."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def try_mutation(mutation: Mutation, source: str, testers: SimpleQueue[Tester]) -> Result:
+    """Applies a mutation to a free copy of the tree, and takes it back."""
+    before = (ROOT / mutation.file).read_text()
+    diff = difflib.unified_diff(before.splitlines(), source.splitlines(), mutation.file, "changed", n=0, lineterm="")
+    tests = tests_beside(mutation.file)
+    if not tests:
+        return Result(mutation, "untested", tests, "\n".join(diff))
+    tester = testers.get()
+    start = time.monotonic()
+    try:
+        tester.write(mutation.file, source)
+        found = tester.run(tests)
+    finally:
+        tester.write(mutation.file, before)
+        testers.put(tester)
+    return Result(mutation, tests=tests, diff="\n".join(diff), wall_s=round(time.monotonic() - start, 1), **found)
+
+
+def try_all(drawn: Sequence[tuple[Mutation, str]], jobs: int, budget_s: float) -> Iterator[Result]:
+    """The results in the order of the draws."""
+    parent = Path(tempfile.mkdtemp(prefix="megads-mutations-"))
+    testers: list[Tester] = []
+    try:
+        free: SimpleQueue[Tester] = SimpleQueue()
+        for number in range(jobs):
+            testers.append(Tester(parent / str(number), budget_s))
+            free.put(testers[-1])
+        with ThreadPoolExecutor(jobs) as threads:
+            try:
+                yield from threads.map(lambda pair: try_mutation(pair[0], pair[1], free), drawn)
+            except BaseException:
+                for tester in testers:
+                    tester.close()
+                raise
+    finally:
+        for tester in testers:
+            tester.close()
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+@cache
+def equivalents() -> list[dict[str, str]]:
+    """Reviewed mutations under which megads behaves the same: file, the lines before and after, why."""
+    return json.loads(EQUIVALENTS.read_text())  # type: ignore[no-any-return]
+
+
+def is_equivalent(result: Result) -> bool:
+    """Whether a survivor stands in the reviewed list."""
+    lines = [line for line in result.diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
+    before, after = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
+    return any(
+        (each["file"], each["before"], each["after"]) == (result.mutation.file, before, after) for each in equivalents()
+    )
 
 
 def show(results: Sequence[Result]) -> None:
@@ -229,28 +318,34 @@ def show(results: Sequence[Result]) -> None:
     for result in results:
         if result.mutation.operator == CONTROL:
             continue
-        by_room.setdefault(Path(result.mutation.file).parts[1], Counter())[result.outcome] += 1
-        if result.outcome in ("survived", "untested"):
+        lives = result.outcome in ("survived", "untested")
+        outcome = "equivalent" if lives and is_equivalent(result) else result.outcome
+        by_room.setdefault(Path(result.mutation.file).parts[1], Counter())[outcome] += 1
+        if lives and outcome != "equivalent":
             console.print(
                 f"\n{result.mutation.file}:{result.mutation.line} {result.outcome}", style="bold", markup=False
             )
             console.print(result.diff, markup=False, highlight=False)
-    table = Table("room", "mutations", "killed", "hung", "survived", "untested", "killed, %")
+    outcomes = ("killed", "hung", "survived", "untested", "equivalent")
+    table = Table("room", "mutations", *outcomes, "killed, %", "of those not equivalent, %")
     total: Counter[str] = sum(by_room.values(), Counter())
     for room, counts in [*sorted(by_room.items()), ("all", total)]:
-        dead = 100 * (counts["killed"] + counts["hung"]) / counts.total()
-        cells = (counts[name] for name in ("killed", "hung", "survived", "untested"))
-        table.add_row(room, str(counts.total()), *map(str, cells), f"{dead:.0f}")
+        dead = 100 * (counts["killed"] + counts["hung"])
+        cells = (str(counts[name]) for name in outcomes)
+        others = max(1, counts.total() - counts["equivalent"])
+        table.add_row(room, str(counts.total()), *cells, f"{dead / max(1, counts.total()):.0f}", f"{dead / others:.0f}")
     console.print(table)
     console.print(f"without a change {controls['survived']} of {controls.total()} test runs passed")
 
 
 def main() -> int:
     """The command line."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--budget-s", type=float, default=60, help="no test of a mutation starts after so many seconds")
     parser.add_argument("--files", nargs="+", type=Path, default=[ROOT / "megads"], help="files or folders to change")
     parser.add_argument("--append", type=Path, help="JSON lines of the results; what stands in it is not repeated")
     arguments = parser.parse_args()
@@ -261,20 +356,13 @@ def main() -> int:
     known = [Result(Mutation(**line.pop("mutation")), **line) for line in map(json.loads, lines)]
     left = [(mutation, source) for mutation, source in drawn if mutation not in {result.mutation for result in known}]
     results = [result for result in known if result.mutation in {mutation for mutation, _ in drawn}]
-    parent = Path(tempfile.mkdtemp(prefix="megads-mutations-"))
-    try:
-        folders: SimpleQueue[Path] = SimpleQueue()
-        for folder in copies(parent, arguments.jobs):
-            folders.put(folder)
-        with ThreadPoolExecutor(arguments.jobs) as threads:
-            tried = threads.map(lambda pair: try_mutation(pair[0], pair[1], folders), left)
-            for result in track(tried, "mutations", len(left), console=Console(stderr=True)):
-                results.append(result)
-                if arguments.append:
-                    with arguments.append.open("a") as file:
-                        file.write(json.dumps(asdict(result)) + "\n")
-    finally:
-        shutil.rmtree(parent, ignore_errors=True)
+    for result in track(
+        try_all(left, arguments.jobs, arguments.budget_s), "mutations", len(left), console=Console(stderr=True)
+    ):
+        results.append(result)
+        if arguments.append:
+            with arguments.append.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
     show(results)
     return 0
 

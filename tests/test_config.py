@@ -67,6 +67,7 @@ def test_good_config_passes() -> None:
         ([change("train.micro_batch_size", 3)], "8"),
         ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
         ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
+        ([change("parallel.cp", 3)], "change train.seq_len to 132, or lower parallel.cp"),
         ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
         ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
         ([change("model.attention", AttentionKind.augmented), change("train.precision", Precision.fp32)], "bf16"),

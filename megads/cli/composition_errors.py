@@ -119,7 +119,9 @@ def _unknown_key(key: str, schema: type) -> str:
     if same_leaf:
         hint = f": did you mean {' or '.join(same_leaf[:3])}?"
     else:
-        hint = _nearest(key, siblings or keys) or _nearest(key.partition(".")[0], [k for k in keys if "." not in k])
+        hint = _nearest(key, siblings or keys)
+    if not hint and not siblings:
+        hint = _nearest(key.partition(".")[0], [known for known in keys if "." not in known])
     if not hint and siblings:
         hint = f"; {section} has {', '.join(known.rpartition('.')[2] for known in siblings)}"
     return f"unknown key {key}{hint or '; --help lists the main keys, --cfg job all of them'}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from megads.cli.entry import as_text, with_home
-from megads.errors import exit_codes_text
+from megads.cli.entry import as_text, require_values, with_home
+from megads.errors import ConfigError, exit_codes_text
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 
 REPOSITORY = Path(__file__).parents[2]
@@ -276,3 +278,64 @@ def test_other_keys_are_left_alone() -> None:
     """Catches sweeps over other keys that no longer sweep."""
     assert as_text("top_p=0.5,0.9", ("prompt",)) == "top_p=0.5,0.9"
     assert as_text("--help", ("prompt",)) == "--help"
+
+
+@dataclass
+class PartConfig:
+    size: int = 3
+
+
+@dataclass
+class ExampleConfig:
+    part: PartConfig = field(default_factory=PartConfig)
+    other: PartConfig | None = None
+    parts: list[PartConfig] = field(default_factory=list)
+    share: float | None = None
+    names: list[str] | None = None
+    rates: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"other": PartConfig(), "parts": [PartConfig(1), PartConfig(2)]},
+        {"share": 0.5, "names": [], "rates": [1, 2.5], "counts": [2**63 - 1, -(2**63) + 1], "weights": {"a": 1}},
+        {"names": ["a", ""], "anything": {"a": [1, "x", None, {"b": 2.5}]}},
+    ],
+)
+def test_values_that_fit(given: dict[str, Any]) -> None:
+    """Catches a value at its border that is refused, and null where it is allowed."""
+    require_values(ExampleConfig(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"part": [1]}, r"^part: \[1\] is no section of the kind that is wanted"),
+        ({"part": None}, "^part: None is no section"),
+        ({"other": ExampleConfig()}, "^other: .* is no section"),
+        ({"parts": [PartConfig(), {"size": 1}]}, r"^parts\[1\]: {'size': 1} is no section"),
+        ({"parts": PartConfig()}, "^parts: .* is no list"),
+        ({"part": PartConfig(2**63)}, r"^part.size = 9223372036854775808: must fit in a signed integer of 64 bits"),
+        ({"part": PartConfig(-(2**63))}, "^part.size = -9223372036854775808: must fit"),
+        ({"part": PartConfig(2**126)}, f"^part.size = {2**126}: must fit"),
+        ({"part": PartConfig(2**127)}, "^part.size = an integer of 128 bits: must fit"),
+        ({"share": math.nan}, "^share = nan: must be a finite number"),
+        ({"rates": [1.0, -math.inf]}, r"^rates\[1\] = -inf: must be a finite number"),
+        ({"rates": [True]}, r"^rates\[0\]: True is no number"),
+        ({"rates": ["1"]}, r"^rates\[0\]: '1' is no number"),
+        ({"counts": [1.5]}, r"^counts\[0\]: 1.5 is no number"),
+        ({"names": ["a", 3]}, r"^names: 3 is no text, and a list of texts is wanted: names=\[a,b\]"),
+        ({"names": "a"}, "^names: 'a' is no list"),
+        ({"weights": [1.0]}, r"^weights: \[1.0\] is no map, and one is wanted: weights={a: 1}"),
+        ({"anything": {"a": [1, {"b": math.inf}]}}, "^anything = inf: must be a finite number"),
+    ],
+)
+def test_values_that_omegaconf_lets_through(given: dict[str, Any], said: str) -> None:
+    """Catches a section where a list belongs, a list where a map does, and numbers that no counter holds."""
+    with pytest.raises(ConfigError, match=said):
+        require_values(ExampleConfig(**given))

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from megads.cli.sweep import Composer, composing, overrides_of
-from megads.cli.train import TrainCommandConfig
+from megads.cli.sweep import Composer, _Points, composing, overrides_of
+from megads.cli.train import VERB, TrainCommandConfig
+from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.tools.sweep.config import Choice, Interval, SearchName, SweepConfig, grid
+from megads.parallel.config import ParallelConfig
+from megads.runtime.config import ClusterConfig
+from megads.tools.sweep.config import Choice, Interval, LauncherName, SearchName, SweepConfig, grid
 from tests.command import StartCommand, small_model
 
 
@@ -81,6 +84,34 @@ def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> 
     assert [composed.config.model.num_layers for composed in found] == [2, 6]
     with pytest.raises(ConfigError, match=r"did you mean optim\.lr\?"):
         composer.compose(["lr=3"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parallel", "tp", "threads", "said"),
+    [
+        ("", 4, 1, 2, None),
+        ("", 4, 2, 1, None),
+        ("", 3, 1, 3, "3 points at once x 1 ranks x 3 threads = 9, but this machine has 8 cores: lower .* to 2"),
+        ("", 5, 2, 1, "5 points at once x 2 ranks x 1 threads = 10, but this machine has 8 cores: lower .* to 4"),
+        ("ab", 2, 1, 100, None),
+        ("abc", 2, 2, 1, "2 points at once x 2 ranks = 4, but this machine has 3 GPUs: lower sweep.parallel to 1"),
+        ("", 1, 16, 16, None),
+    ],
+)
+def test_points_side_by_side_share_nothing(
+    composer: Composer, gpus: str, parallel: int, tp: int, threads: int, said: str | None
+) -> None:
+    """Catches points that fight for cores or GPUs, cores counted where ranks have GPUs, and an advice that is refused
+    in its turn."""
+    config = SweepConfig(launcher=LauncherName.local, parallel=parallel)
+    points = _Points(VERB, composer, composer.parse(["optim.lr=1,2"]), config, [])
+    points._cores, points._gpus = range(8), list(gpus)
+    root = RootConfig(parallel=ParallelConfig(tp=tp), cluster=ClusterConfig(threads_per_rank=threads))
+    if said is None:
+        points._check_share(root)
+        return
+    with pytest.raises(ConfigError, match=said):
+        points._check_share(root)
 
 
 def refused(megads: StartCommand, corpus: Path, *overrides: str) -> str:

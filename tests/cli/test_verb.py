@@ -98,9 +98,10 @@ class ExampleConfig(BaseConfig):
     """A part."""
     items: list[ItemConfig] = field(default_factory=list)
     """Several."""
+    undocumented: str = "x"
     weights: dict[str, float] = field(default_factory=lambda: {"a": 0.5})
     """By name."""
-    undocumented: str = "x"
+    placeholder: int = 1
 
 
 def test_every_kind_of_field() -> None:
@@ -113,8 +114,9 @@ def test_every_kind_of_field() -> None:
         ("part.size", "integer", "3", (), "How large, in metres."),
         ("items", "list of {path}", "[]", (), "Several."),
         ("items[].path", "text", "required", (), "Where."),
-        ("weights", "numbers by name", "{a: 0.5}", (), "By name."),
         ("undocumented", "text", "x", (), ""),
+        ("weights", "numbers by name", "{a: 0.5}", (), "By name."),
+        ("placeholder", "integer", "1", (), ""),
     ]
 
 
@@ -128,4 +130,4 @@ def test_every_key_that_errors_suggest_is_explained() -> None:
 def test_help_has_a_line_a_key() -> None:
     """Catches a required key that looks as if it had a value."""
     assert "path=<text>  Where." in describe_keys(ItemConfig)
-    assert len(describe_keys(ExampleConfig).splitlines()) == 6
+    assert len(describe_keys(ExampleConfig).splitlines()) == 7

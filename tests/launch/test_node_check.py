@@ -163,3 +163,10 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = node_checker.measure(tmp_path / "file" / "runs", 0.01, (0.0, 0.0))
     assert "disk" in found.errors and found.loopback_bytes_per_s > 0 and found.wrong_products == ()
+
+
+def test_a_disk_is_measured_however_little_time_there_is(tmp_path: Path) -> None:
+    """Catches a speed of nothing at all, and a file that the measurement leaves behind."""
+    free, written, read = node_checker.disk_speed(tmp_path / "new", 0.0)
+    assert free > 0 and written > 0 and read > 0 and not list((tmp_path / "new").iterdir())
+    assert node_checker.loopback_speed(0.0) > 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from megads.errors import NumericalError
+from megads.errors import NumericalError, UnhealthyNode
 from megads.launch.rank import is_lost_peer
 from megads.launch.rank_outcome import (
     FailureRecord,
@@ -17,11 +18,13 @@ from megads.launch.rank_outcome import (
     Outcome,
     RankExit,
     clear_records,
+    hung,
     judge,
     lost_nodes,
     read_exits,
     read_failures,
 )
+from megads.runtime.heartbeat import RankPosition
 from megads.runtime.run_dir import exit_path, failure_path
 
 
@@ -206,3 +209,14 @@ def test_an_orphan_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
     assert (read_failures(tmp_path, range(2), start=2), read_exits(tmp_path, range(2), start=2)) == ([], {})
     clear_records(tmp_path)
     assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_what_is_recorded_of_a_rank_that_hangs() -> None:
+    """Catches a hang that is dated by when it was noticed, that counts as another rank's consequence, or whose message
+    comes with a traceback that there is none of."""
+    before = time.time()
+    record = hung(RankPosition(3, 17, "backward", phase_s=4.0, silent_s=120.0))
+    assert (record.rank, record.exit_code, record.kind) == (3, UnhealthyNode.exit_code, "Hang")
+    assert record.user_error and not record.consequence and record.message.startswith("hung: ")
+    assert before - 120 <= record.time_s <= time.time() - 120
+    assert record.monotonic_s <= time.monotonic() - 120

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.launch import slurm_ranks
 from megads.launch.slurm_ranks import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
@@ -111,3 +115,47 @@ def test_spare_nodes_that_mean_nothing_are_refused(wrong: dict, message: str) ->
     with pytest.raises(ConfigError) as refused:
         ClusterConfig(**wrong).check()
     assert message in str(refused.value)
+
+
+class RanksThatStay:
+    """Ranks of node 3 that outlive every SIGKILL; the first fails at the third look."""
+
+    part = SimpleNamespace(node=3)
+
+    def __init__(self) -> None:
+        self.polls, self.kills = 0, 0
+
+    def poll(self) -> bool:
+        self.polls += 1
+        return self.polls < 100
+
+    @property
+    def failing(self) -> bool:
+        return self.polls >= 3
+
+    def silences(self) -> list[Any]:
+        return []
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> tuple[RanksThatStay, list[str]]:
+    """Watches with a clock that goes a second a look; the end is ordered at a look. Also returns what was said."""
+    ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
+    control = SimpleNamespace(say=lambda word: said.append(word["word"]), end_ordered=lambda: ranks.polls >= ordered)
+    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(slurm_ranks, "_END_WITHIN_S", 6.5)
+    slurm_ranks._watch(ranks, control, signals)  # type: ignore[arg-type]
+    return ranks, said
+
+
+def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an agent that leaves ranks behind as soon as it has killed them, one that waits for ever for a process in
+    an uninterruptible call, and words that are said at every look."""
+    signals = [10, 12]
+    ranks, said = watch(monkeypatch, 5, signals)
+    assert ranks.kills == ranks.polls - 4 == 7, "the clock is asked twice at the first look of them"
+    assert said == [slurm_ranks._SIGNALLED, slurm_ranks._FAILING] and signals == []
+    ranks, said = watch(monkeypatch, 1000, [])
+    assert (ranks.polls, ranks.kills, said) == (100, 0, [slurm_ranks._FAILING])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -201,3 +203,23 @@ def test_a_rank_of_the_sample_takes_its_places() -> None:
         held = q[:, places]
         turned, _ = rotary(held, held, BatchInfo(torch.tensor([0]), sequence_index=places, seq_len=8))
         assert torch.equal(turned, whole[:, places])
+
+
+@pytest.mark.parametrize(
+    ("changes", "views"),
+    [
+        ({}, (True, True, True)),
+        ({"num_kv_heads": 1}, (True, True, True)),
+        ({"num_kv_heads": 2}, (False, False, False)),
+        ({"position": Position.rope}, (False, False, False)),
+        ({"position": Position.rope, "num_kv_heads": 2}, (False, False, False)),
+    ],
+)
+def test_heads_are_all_views_or_all_copies(changes: dict[str, Any], views: tuple[bool, ...]) -> None:
+    """Catches one of the three that alone keeps the whole projection in memory for the backward pass, and copies where
+    nothing asks for any."""
+    attention = hot_attention(**changes)
+    projection = attention.qkv(hidden())
+    parts = attention.heads(projection, INFO)
+    here = projection.untyped_storage().data_ptr()
+    assert tuple(part.untyped_storage().data_ptr() == here for part in parts) == views

@@ -19,6 +19,8 @@ def test_throughput() -> None:
     assert speed.tokens_per_s == 2000.0
     assert speed.tflops_per_device == pytest.approx(3.0)
     assert speed.mfu == pytest.approx(0.25)
+    slow = throughput(tokens=1, seconds=2.0, world_size=4, flops_per_token=2, peak_tflops=1e-12)
+    assert (slow.tokens_per_s, slow.mfu) == (0.5, pytest.approx(0.25)), "nothing is rounded"
 
 
 KEYS = (

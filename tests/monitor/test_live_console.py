@@ -12,7 +12,7 @@ import pytest
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.frozen_config import freeze
-from megads.monitor.live_console import open_console
+from megads.monitor.live_console import RunProgress, open_console
 from megads.runtime.config import ConsoleKind, LoggingConfig, WandbMode
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from tests.monitor.screen import OnTerminal, TerminalFile, set_size
@@ -135,6 +135,19 @@ def test_a_resumed_run_shows_its_past_at_once(file: TerminalFile, tmp_path: Path
     file.read()
     panel = "\n".join(file.screen.everything)
     assert "30/60" in panel and "checkpoint step 40" in panel and "loss       no step yet" in panel
+
+
+def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
+    """Catches a resumed panel without the losses, validation, checkpoint and skipped steps that the run has behind it,
+    and one whose clock goes on from them."""
+    show_a_run(tmp_path, file)
+    progress = RunProgress.of_earlier_starts(tmp_path, 60)
+    assert list(progress.losses) == [(step, pytest.approx(9 - step / 10)) for step in range(1, 41)]
+    assert (progress.step, progress.total_steps, progress.checkpoint_step, progress.skipped) == (40, 60, 40, 1)
+    assert progress.validation["valid/held_out/loss"] == 8.5 and progress.layout == "tp1 pp1 dp1"
+    assert progress.eta_s is None and not progress.ended
+    progress.add_metrics({"step": 41, "loss": 5.0, "step_time_s": 2.0})
+    assert progress.eta_s == 19 * 2.0
 
 
 def test_plain_quiet_and_dumb(file: TerminalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

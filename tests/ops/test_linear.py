@@ -210,3 +210,31 @@ def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) 
     assert products.fuses_accumulation(grad, x)
     products.add_weight_gradient(sums, grad[:0], x[:0], False, FUSED if fused else TORCH)
     assert (sums - exact).norm() <= 4e-3 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("processor", "capability", "slow", "fast"),
+    [
+        ("AuthenticAMD avx512_bf16", "AVX512", True, True),
+        ("AuthenticAMD avx512f", "AVX512", True, False),
+        ("AuthenticAMD avx512_bf16", "AVX2", False, False),
+        ("GenuineIntel avx512_bf16", "AVX512", False, False),
+        ("", "DEFAULT", False, False),
+    ],
+)
+def test_processors(monkeypatch: pytest.MonkeyPatch, processor: str, capability: str, slow: bool, fast: bool) -> None:
+    """Catches a kernel of ours on a processor on which nobody compared it, or torch's on one where it is slow."""
+    monkeypatch.undo()
+    monkeypatch.setattr(products, "_processor", lambda: processor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert products.mkl_is_slow.__wrapped__() is slow
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: slow)
+    assert products.pairs_are_fast.__wrapped__() is fast
+
+
+def test_whether_it_fuses_goes_by_the_weight() -> None:
+    """Catches a choice by the length of a sequence, which two tokens a sample would make too thin."""
+    x, _, _, grad = tensors(torch.float32, (40, 2), 70, 50)
+    assert products.fuses_accumulation(grad, x) and products.fuses_accumulation(grad.flatten(0, 1), x.flatten(0, 1))
+    x, _, _, grad = tensors(torch.float32, (2, 40), 3, 50)
+    assert not products.fuses_accumulation(grad, x)

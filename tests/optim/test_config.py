@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from megads.errors import ConfigError
 from megads.optim.config import OptimConfig, ScheduleConfig, ScheduleName, learning_rate
 
 BLOOM = OptimConfig(lr=6e-5, min_lr=6e-6)
@@ -46,3 +49,38 @@ def test_training_shorter_than_warmup() -> None:
     assert learning_rate(50, BLOOM, schedule(ScheduleName.cosine, 100), 50) == pytest.approx(3e-5)
     assert learning_rate(100, BLOOM, schedule(ScheduleName.cosine, 100), 100) == 6e-5
     assert learning_rate(101, BLOOM, schedule(ScheduleName.cosine, 100), 100) == 6e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr": 1e-9, "min_lr": 1e-9, "betas": [0.0, 0.999], "clip_grad": 0.0}, None),
+        ({"lr": 0.0}, "lr > 0"),
+        ({"lr": 1.0, "min_lr": 1.1}, "min_lr <= lr"),
+        ({"lr": 1.0, "min_lr": -0.1}, "0 <= min_lr"),
+        ({"betas": [0.9]}, "want two values"),
+        ({"betas": [0.9, 0.9, 0.9]}, "want two values"),
+        ({"betas": [0.9, 1.0]}, r"in \[0, 1\)"),
+        ({"betas": [-0.1, 0.9]}, r"in \[0, 1\)"),
+        ({"clip_grad": -0.5}, "optim.clip_grad = -0.5"),
+        ({"name": "mine"}, None),
+        ({"name": "mine", "betas": [0.9, 0.9]}, "optim.betas = .* only applies to optim.name=adamw"),
+        ({"name": "mine", "eps": 1e-6}, "optim.eps = 1e-06 only applies"),
+    ],
+)
+def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None:
+    """Catches a check that refuses what stands at its border, or takes what cannot train."""
+    if said is None:
+        OptimConfig(**settings).check()
+        return
+    with pytest.raises(ConfigError, match=said):
+        OptimConfig(**settings).check()
+
+
+def test_a_decay_follows_the_warmup() -> None:
+    """Catches a decay that ends where the warmup does, or before."""
+    for warmup, decay in ((0, None), (0, 1), (1000, 1001)):
+        ScheduleConfig(warmup_samples=warmup, decay_samples=decay).check()
+    for warmup, decay, said in ((-1, None, "must not be negative"), (1000, 1000, "must exceed"), (1000, 9, "exceed")):
+        with pytest.raises(ConfigError, match=said):
+            ScheduleConfig(warmup_samples=warmup, decay_samples=decay).check()

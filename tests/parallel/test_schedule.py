@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megads.errors import ConfigError
+from megads.parallel import schedule as schedules
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import ScheduleName, build_schedule, stage_placement
 from megads.parallel.schedule_simulation import (
@@ -166,3 +167,21 @@ def test_impossible_schedules_are_refused(name: str, v: int, contiguous: int | N
 def test_every_name_is_proven() -> None:
     """Catches a new schedule that no test above builds."""
     assert {name for name, _ in KINDS} == set(ScheduleName)
+
+
+def test_the_order_that_waits_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search that keeps its first order where it has the time to compare, and one that compares for minutes
+    where a step is large."""
+
+    def waits(p: int, m: int) -> float:
+        return schedules._mean_bubble(schedules.zero_bubble_v(p, m), m)
+
+    sizes = [(3, 4), (4, 5), (4, 6)]
+    compared = [waits(*size) for size in sizes]
+    monkeypatch.setattr(schedules, "_MOST_COMPARED", 0)
+    first = [waits(*size) for size in sizes]
+    assert all(best < one for best, one in zip(compared, first, strict=True))
+    monkeypatch.setattr(schedules, "_MOST_COMPARED", 24)
+    assert [waits(*size) for size in sizes] == compared
+    monkeypatch.setattr(schedules, "_MOST_COMPARED", 23)
+    assert [waits(*size) for size in sizes] == [*compared[:2], first[2]]

@@ -19,7 +19,7 @@ from megads.parallel.grid import Axis, build_grid
 from megads.parallel.recompute import recompute_module
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_stage
-from megads.plan.activations import block_ops, embedding_ops, final_norm_ops
+from megads.plan.activations import block_ops, embedding_ops, final_norm_ops, stage_ops
 from megads.plan.memory_timeline import Op, kept_bytes, moments, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass
 from tests.distributed import run_ranks
@@ -256,3 +256,76 @@ def test_moments_of_recomputed_operations() -> None:
     again = recomputed(ops, inputs=4, arriving=3)
     backward = [moment.total for moment in moments(again, waiting=2, sums=lambda _: 0, widening=1, cast=False)][2:]
     assert backward == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]
+
+
+def test_sizes_worked_out_by_hand() -> None:
+    """Catches a temporary that is forgotten, counted twice or of the wrong dtype where another moment decides today.
+
+    Six tokens of four bf16 numbers: a hidden tensor H is 48 bytes, queries, keys and values are 144, the MLP's inside
+    240, the logits 120. Kept, forward, backward and gradient, each beside the sum that makes it.
+    """
+    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
+    one_pass = Pass(model, 1, 2, 3, 2)
+    blocks = {"blocks.0": Recompute.none}
+    ops = stage_ops(one_pass, ["embedding", "blocks.0", "final_norm", "head"], blocks, first=True, last=True)
+    assert [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in ops] == [
+        # four int64 a token; what is looked up and its copy; the gradient in bf16 and its fp32 sum a token
+        ("embedding", 6 * 4 * 8, 2 * 48, 48 + 6 * 4 * 4, 10 * 4 * 2, 0),
+        ("embedding norm", 48 + 6 * 2 * 2, 48, 2 * 48, 0, 0),
+        ("input norm", 72, 48, 3 * 48, 0, 0),
+        ("qkv", 48, 144, 48 + 48 + 144, 12 * 4 * 2, 48 + 144),
+        # an fp32 logsumexp of two heads; the gradients of the output, of the three inputs and of the residual
+        ("attention", 144 + 48 + 6 * 2 * 4, 0, 48 + 48 + 144, 0, 0),
+        ("attention output", 0, 2 * 48, 48 + 48, 4 * 4 * 2, 48 + 48),
+        ("attention residual", 0, 2 * 48, 48, 0, 0),
+        ("post-attention norm", 72, 48 + 48, 3 * 48, 0, 0),
+        ("mlp up", 48, 48 + 240, 48 + 48 + 240, 20 * 4 * 2, 48 + 240),
+        ("gelu", 240, 48 + 240, 48 + 2 * 240, 0, 0),
+        ("mlp down", 240, 48 + 2 * 48, 48 + 240, 20 * 4 * 2, 240 + 48),
+        ("mlp residual", 0, 48 + 2 * 48, 48, 0, 0),
+        ("final norm", 72, 48, 2 * 48, 0, 0),
+        ("head", 48, 120, 48 + 120, 10 * 4 * 2, 48 + 120),
+        # fp32 probabilities and two int64 a token; six fp32 numbers a token on the way
+        ("loss", 6 * 10 * 4 + 6 * 2 * 8, 120 + 6 * 6 * 4, 240 + 120 + 6 * 6 * 4, 0, 0),
+    ]
+    received, *_, sent = stage_ops(one_pass, ["blocks.0"], blocks, first=False, last=False)
+    assert (received.kept, received.forward, received.backward) == (48, 0, 48)
+    # a boolean of every element and the two masks that become one
+    assert (sent.kept, sent.forward, sent.backward) == (0, 48 + 3 * 6 * 4, 0)
+    # Three tokens at a time: logits, and on a CPU the weight's gradient with its copy in fp32; on a GPU fp32
+    # probabilities and six numbers a token are more, of our own kernels twelve numbers alone.
+    chunks = replace(one_pass, loss_chunk=3)
+    for changes, working in (
+        ({}, 60 + 80 + 2 * 80),
+        ({"cuda": True}, 60 + 3 * 10 * 4 + 6 * 3 * 4),
+        ({"cuda": True, "fused": True}, 60 + 12 * 3 * 4),
+    ):
+        _, head = stage_ops(replace(chunks, **changes), ["head"], {}, first=False, last=True)
+        assert (head.kept, head.forward, head.backward, head.gradient, head.early) == (48, 48 + working, 0, 0, 80)
+    by_autograd = stage_ops(replace(chunks, step_sums=False), ["head"], {}, first=True, last=True)[0]
+    assert (by_autograd.kept, by_autograd.gradient, by_autograd.early) == (48 + 160, 80, 0)
+
+
+def test_sizes_of_other_blocks_worked_out_by_hand() -> None:
+    """Catches gates that are counted once, and parallel branches that share what each of them has; as above."""
+    model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
+    one_pass = Pass(model, 1, 2, 3, 2)
+
+    def sizes(p: Pass) -> list[tuple[str, int, int, int, int, int]]:
+        return [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in block_ops(p)]
+
+    gated = replace(one_pass, model=replace(model, mlp=MLPKind.swiglu))
+    up, inner, down = sizes(gated)[-4:-1]
+    assert up == ("mlp up", 48, 48 + 480, 48 + 48 + 480, 40 * 4 * 2, 48 + 480)
+    # gate, value and silu(gate); the gradients of the output, of both in two places each
+    assert inner == ("swiglu", 3 * 240, 48 + 240, 48 + 5 * 240, 0, 0)
+    assert down == sizes(one_pass)[-2] == ("mlp down", 240, 48 + 96, 48 + 240, 20 * 4 * 2, 240 + 48)
+    assert sizes(replace(gated, fused=True))[-3] == ("swiglu", 2 * 240, 48 + 240, 48 + 3 * 240, 0, 0)
+    assert sizes(replace(one_pass, model=replace(model, parallel_block=True))) == [
+        ("input norm", 72, 48, 3 * 48, 0, 0),
+        ("qkv and mlp up", 48 + 240, 144, 48 + 48 + 144 + 240, (12 + 20) * 4 * 2, 48 + 144 + 240),
+        ("attention", 144 + 48 + 48, 0, 48 + 48 + 144 + 240, 0, 0),
+        ("gelu", 0, 240, 48 + 2 * 240 + 48, 0, 0),
+        ("attention output and mlp down", 240, 96, 48 + 48 + 240, (4 + 20) * 4 * 2, 48 + 240 + 48),
+        ("residual", 0, 96, 48, 0, 0),
+    ]

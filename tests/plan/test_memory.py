@@ -161,3 +161,44 @@ def test_bytes_follow_nccls_defaults() -> None:
         "NCCL, pipeline": 576 * mib, "NCCL, messages with stage 0": 96 * mib, "NCCL, messages with stage 2": 96 * mib,
     }  # fmt: skip
     assert beside_tensors(ParallelConfig(tp=2), 0, tied=False)["NCCL, tensor parallel"] == 288 * mib
+
+
+def test_the_mask_is_built_beside_its_distances() -> None:
+    """Catches a boolean mask or an fp32 original that is not counted while ALiBi's mask is built: an int32 distance and
+    a boolean of every pair of the 32 tokens, half of them on each of two context ranks."""
+    for parallel, changes, transient in (
+        (ParallelConfig(), {}, 5 * 32 * 32),
+        (ParallelConfig(cp=2), {}, 5 * 32 * 32 // 2),
+        (ParallelConfig(tp=2), {"cuda": True}, 5 * 32 * 32 + 4 * (2 * 32 * 32)),  # two heads, cast to bf16
+    ):
+        [stage] = memory_plan(SMALL, parallel, replace(WORK, **changes)).stages
+        [mask] = [moment for moment in stage.phases if moment.name == memory.BIAS_PHASE]
+        assert mask.total == mask.transient == transient
+
+
+def test_a_tied_weight_has_one_gradient() -> None:
+    """Catches a tied embedding whose gradient begins a bucket of the sums that no gradient is there for yet: the rank
+    with both ends of a V has all of them no earlier than at the first block's last weight gradient."""
+    model = ModelConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=64)
+    parallel = ParallelConfig(pp=2, schedule=ScheduleName.zb_v, virtual_stages=2, bucket_elements=1000)
+    work = replace(WORK, seq_len=8, micro_batch_size=1, micro_batches=1)
+    first = memory_plan(model, parallel, work).stages[0]
+    assert first.fullest.name == "first micro-batch: qkv, weight gradient"
+    assert first.fullest.gradients == first.fp32_gradients
+
+
+def test_what_waits_between_passes() -> None:
+    """Catches a message or a micro-batch that is counted once too often, or on a rank that has none.
+
+    A hidden tensor of bf16 is 2 * 32 * 64 * 2 bytes. Tokens, labels and mask are 2 * 32 * 20 bytes a micro-batch, of
+    four micro-batches a step and of the step that is read ahead.
+    """
+    hidden, batches = 2 * 32 * 64 * 2, 4 * 2 * (2 * 32 * 20)
+    stages = memory_plan(SMALL, ParallelConfig(pp=4), replace(WORK, steps_loaded=2)).stages
+    # The first rank sends on and gets gradients back; ranks amid it talk to two; the last one sends gradients only.
+    assert [stage.pipeline_buffers for stage in stages] == [
+        2 * hidden + batches, 3 * hidden, 3 * hidden, hidden + batches
+    ]  # fmt: skip
+    # A context rank keeps the whole sample of loaded steps, and its half of the running one.
+    [half] = memory_plan(SMALL, ParallelConfig(cp=2), replace(WORK, steps_loaded=2)).stages
+    assert half.pipeline_buffers == batches + 4 * (32 * 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megads.model.config import ModelConfig
+from megads.optim.groups import Role
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName, build_schedule
@@ -12,11 +13,13 @@ from megads.plan.memory import Workload, memory_plan
 from megads.plan.memory_timeline import (
     GradientSums,
     Op,
+    ShardedWeights,
     backward_moments,
     forward_moments,
     moments,
     most_waiting,
     pipeline_phases,
+    sharded_phases,
 )
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
@@ -128,3 +131,55 @@ def test_sums_that_a_forward_pass_begins() -> None:
     stages = {0: [Op("block", forward=50)], 1: [Op("head", early=7, is_loss=True)]}
     first = pipeline_phases(schedule, 0, stages, replace(SUMS, begun=lambda made: made))[0]
     assert (first.name, first.total) == ("first micro-batch: block, forward", 50 + 7)
+
+
+ROLES = list(Role)[:2]
+
+
+def test_shards_are_padded_as_deepspeed_pads_them() -> None:
+    """Catches weights of ZeRO-3 that are whole or not there, a group of ZeRO-2 whose parts are not 4-byte aligned, and
+    gradients of fp32 kept only where the rank updates them.
+
+    Three ranks. ZeRO-3 cuts each parameter: ceil(10/3) + ceil(2/3) = 5 and ceil(7/3) = 3 elements. ZeRO-2 cuts a flat
+    group in even parts: 12 in parts of 4, 7 in parts of 4.
+    """
+    groups = {ROLES[0]: [10, 2], ROLES[1]: [7]}
+    two, three = (ShardedWeights(stage, 3, groups, 2) for stage in (2, 3))
+    assert three.partitions == [5, 3] and three.weights == 2 * 8
+    assert two.partitions == [4, 4] and two.weights == 2 * 3 * 8
+    assert three.accumulated_gradients(5) == two.accumulated_gradients(5) == 4 * 8
+    # In fp32: ranks 0 and 1 update parts of the 10 and of the 7, the last one of the 10 and of the 2.
+    wide = replace(two, weight_bytes=4)
+    assert wide.accumulated_gradients(1) == 4 * 17 and wide.accumulated_gradients(5) == 2 * 4 * 17
+
+
+def test_moments_of_a_sharded_step() -> None:
+    """Catches a bucket that is reduced too early or never, a copy that gloo or the cast to fp32 needs, weights that
+    ZeRO-3 gathers and that are not there, and sums that are there before the first reduction."""
+    groups = {ROLES[0]: [8], ROLES[1]: [8]}
+    ops = [Op("a", kept=10, forward=3, backward=4, gradient=16), Op("b", kept=20, forward=1, backward=2, gradient=16)]
+    for stage, cuda, copies, gathered in (
+        (2, False, 2 * 8 + 4 * 8, 0),
+        (3, False, 4 * 8 * 2 + 4 * 8, 2 * 2 * 16),
+        (3, True, 4 * 8 + 4 * 8, 2 * 2 * 16),
+    ):
+        sharded = ShardedWeights(stage, 2, groups, 2)
+        assert sharded.bucket == 8, "elements, so 16 bytes"
+        row = list(sharded_phases(ops, sharded, 1, cuda=cuda))
+        # Sums of this rank's 4 + 4 elements; ZeRO-2 has none before the first reduction of the only micro-batch.
+        sums = 32 if stage == 3 else 0
+        assert [(m.name, m.total - gathered) for m in row[:7]] == [
+            ("micro-batch: a, forward", sums + 10 + 3),
+            ("micro-batch: b, forward", sums + 30 + 1),
+            ("micro-batch: b, backward", sums + 16 + 30 + 2 + 16),
+            ("gradient reduction", 32 + 16 + 10 + copies),
+            ("micro-batch: a, backward", 32 + 16 + 10 + 4 + 16),
+            ("gradient reduction", 32 + 16 + copies),
+            ("gradient reduction", 32 + 16 + copies),
+        ]
+        # The fp32 copy of one group's part; gloo's copy of the largest group in bf16.
+        last = ("optimizer step", 32 + 4 * 4) if stage == 3 else ("weight all-gather", 32 + 2 * 4 * 2)
+        assert [(m.name, m.total) for m in row[7:]] == [last]
+    again = list(sharded_phases(ops, ShardedWeights(2, 2, groups, 2), 2, cuda=True))
+    assert again[0].gradients == 32, "a later micro-batch adds to the sums"
+    assert again[-1].total == 32, "NCCL needs no copy"

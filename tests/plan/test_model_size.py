@@ -11,11 +11,21 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import BlockConfig, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
+from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 from megads.parallel.recompute import recompute_module
-from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count, parameter_shapes
+from megads.parallel.sharding import ShardingTable
+from megads.plan.model_size import (
+    block_flops,
+    hardware_flops_per_token,
+    model_flops_per_token,
+    parameter_count,
+    parameter_shapes,
+    recompute_flops,
+)
+from megads.runtime.registry import BLOCKS, NoOptions
 
 VOCAB = 250_880
 
@@ -109,3 +119,44 @@ def test_a_window_is_what_a_token_sees() -> None:
     whole, seen = model_flops_per_token(config, 12), model_flops_per_token(replace(config, window=5), 12)
     assert whole - seen == 12 * 16 * (12 - 5)
     assert model_flops_per_token(replace(config, window=13), 12) == whole
+
+
+def test_recomputed_attention_stops_at_what_backward_needs() -> None:
+    """Catches probabilities of fused_softmax that are multiplied by the values again, and a dropout whose result is
+    not. One product is 2 * 16 * 12 operations a token."""
+    config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
+    for attention, dropout, products in (
+        (AttentionKind.fused_softmax, 0.0, 1),
+        (AttentionKind.fused_softmax, 0.1, 2),
+        (AttentionKind.sdpa, 0.0, 2),
+    ):
+        again = recompute_flops(replace(config, attention=attention, attention_dropout=dropout), 12)
+        assert again[Recompute.selective] == products * 2 * 16 * 12
+
+
+@pytest.mark.parametrize("cores", [(), ("core",)])
+def test_a_block_of_a_plugin(cores: tuple[str, ...]) -> None:
+    """Catches elements of a plugin's matrices that are not multiplied and added, a vector that is taken for a matrix,
+    and attention that is counted where no core is named, or not where one is."""
+
+    class Mixer(torch.nn.Module):
+        sharding = ShardingTable({}, attention_cores=cores)
+
+        def __init__(self, *_: object) -> None:
+            super().__init__()
+            self.mix, self.gain = torch.nn.Linear(16, 24, bias=False), torch.nn.Parameter(torch.ones(16))
+
+    BLOCKS.register("mixer", NoOptions)(Mixer)
+    try:
+        config = ModelConfig(num_layers=3, hidden_size=16, num_heads=2, vocab_size=50, block=BlockConfig("mixer"))
+        matrices, product = 2 * 16 * 24, 2 * 16 * 12 if cores else 0
+        found = block_flops(config, 12)
+        assert (found.forward, found.backward_weight) == (matrices + 2 * product, matrices)
+        assert found.backward_input == matrices + 4 * product
+        plain = replace(config, block=BlockConfig())
+        ends = parameter_count(plain) - 3 * sum(
+            prod(shape) for name, shape in parameter_shapes(plain).items() if name.startswith("blocks.0.")
+        )
+        assert parameter_count(config) - ends == 3 * (16 * 24 + 16)
+    finally:
+        BLOCKS._parts.pop("mixer")

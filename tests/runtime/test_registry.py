@@ -93,6 +93,9 @@ def test_a_name_belongs_to_one_part(parts: Registry) -> None:
         parts.register("other", int)
     with pytest.raises(ConfigError, match="cannot be called 'weight'"):
         register_optimizer("any", state=("weight",))
+    with pytest.raises(ConfigError, match="cannot be called 'two words'"):
+        register_optimizer("any", state=("moment", "two words"))
+    register_optimizer("any", state=("moment", "square"))
 
 
 def test_a_notebook_may_define_a_part_again() -> None:

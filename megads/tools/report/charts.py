@@ -86,7 +86,7 @@ def axis_top(values: FloatArray) -> float | None:
     Cuts only above twice the range of 99% of the values, and only where that halves the axis at least.
     """
     values = values[np.isfinite(values)]
-    if len(values) < 10:
+    if not len(values):
         return None
     low, usual = np.percentile(values, [0, 99])
     top = float(usual + (usual - low))

@@ -180,6 +180,11 @@ def test_lengths_are_counted(tmp_path: Path) -> None:
     assert counted.histogram[:13].tolist() == [1, 1, 2, 2, 1, 0, 0, 0, 0, 0, 1, 1, 0]
     assert (counted.shortest, counted.longest, counted.percentiles[50]) == (0, 1024, 4)
     assert (counted.documents, counted.tokens) == (len(lengths), sum(lengths))
+    with IndexedDatasetWriter(tmp_path / "b", "<u2") as writer:
+        for length in (5, 3):
+            writer.append([1] * length)
+    counted = length_statistics(str(tmp_path / "b"))
+    assert (counted.shortest, counted.longest) == (3, 5)
 
 
 def test_the_verb(prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

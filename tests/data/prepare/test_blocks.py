@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megads.data.prepare.blocks import block_bytes_of, blocks_of, first_texts, texts_of_places
-from megads.data.prepare.text import DocumentReader
+from megads.data.prepare.blocks import Lines, Rows, block_bytes_of, blocks_of, first_texts, texts_of_places
+from megads.data.prepare.records import NotText
+from megads.data.prepare.text import Document, DocumentReader, RejectedLine
 
 
 def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
@@ -40,3 +41,21 @@ def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("x")
     (tmp_path / "c.jsonl").write_text("")
     assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == ["x"]
+
+
+def test_a_digest_is_of_all_that_a_block_gives() -> None:
+    """Catches a block that is taken from the cache although its text has changed, if not its length, and one that is
+    made anew although nothing has."""
+    first, why = Document("one", "a.txt", 1), NotText("no text", "")
+    contents: list[list[Document | RejectedLine]] = [
+        [], [first], [first, first], [first._replace(text="two")], [first._replace(source="b.txt")],
+        [first._replace(line=2)], [first._replace(continues=True)],
+        [Document("on", "a.txt", 1), Document("e", "a.txt", 1)],
+        [RejectedLine("a.txt", 1, why)], [RejectedLine("a.txt", 1, NotText("no JSON", ""))],
+    ]  # fmt: skip
+    digests = [Rows(content, 10).digest() for content in contents]
+    assert len(set(digests)) == len(digests)
+    assert digests == [Rows(list(content), 99).digest() for content in contents], "the size on disk changes nothing"
+    lines = [Lines("a", b"{}\n", first, 3).digest() for first in (True, False)]
+    assert lines[0] != lines[1] != Lines("a", b"[]\n", False, 3).digest()
+    assert lines[0] == Lines("b", b"{}\n", True, 9).digest()

@@ -447,3 +447,28 @@ def test_a_file_that_changes_or_vanishes_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match="cannot be read: No such file"):
         require_unchanged(path, state)
+
+
+def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches progress that begins anew with every file, goes beyond the whole, or counts what is known already."""
+    told: list[list[int]] = []
+
+    class Told(preparation.ByteProgress):
+        def __init__(self, label: str, total_bytes: int) -> None:
+            super().__init__(label, total_bytes)
+            told.append([total_bytes])
+
+        def update(self, done_bytes: int, note: str = "") -> None:
+            told[-1].append(done_bytes)
+
+    monkeypatch.setattr(preparation, "ByteProgress", Told)
+    monkeypatch.setattr(preparation, "_BLOCK_BYTES", 4)
+    monkeypatch.setattr(preparation, "SETTLED_NS", 0)
+    files = [tmp_path / name for name in "ab"]
+    for file, text in zip(files, ("123456", "789"), strict=True):
+        file.write_text(text)
+    time.sleep(0.02)
+    digests = ContentDigests(tmp_path / "memory")
+    first = digests.of(files)
+    assert told == [[9, 4, 6, 9]] and first[0][1] != first[1][1]
+    assert digests.of(files) == first and told[1:] == [[0]]

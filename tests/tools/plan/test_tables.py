@@ -18,7 +18,15 @@ from megads.model.gpt import stage_specs
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, axis_lines
 from megads.parallel.sharding import shard_stage
-from megads.tools.plan.tables import axes_across_nodes, layer_names, rank_places, rank_text, replicas, spans
+from megads.tools.plan.tables import (
+    axes_across_nodes,
+    can_be_simulated,
+    layer_names,
+    rank_places,
+    rank_text,
+    replicas,
+    spans,
+)
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=7)
 
@@ -135,3 +143,12 @@ def test_words() -> None:
     assert spans(range(0, 400, 48)) == "0, 48 .. 384 (9)"
     assert layer_names(("embedding", "blocks.0", "blocks.1")) == "embedding, blocks 0-1"
     assert layer_names(("blocks.7", "final_norm", "head")) == "block 7, final norm, head"
+
+
+def test_what_is_simulated() -> None:
+    """Catches a plan of minutes for a huge step, and a pipeline of an ordinary one that is left out."""
+    for pp, micro_batches, known in ((2, 2**19, True), (2, 2**19 + 1, False), (4, 2**18, True), (1, 1, True)):
+        config = RootConfig(model=replace(MODEL, num_layers=8), parallel=ParallelConfig(pp=pp))
+        config.train.global_batch_size, config.train.micro_batch_size = micro_batches, 1
+        assert can_be_simulated(config) is known
+    assert not can_be_simulated(config, 0)

@@ -37,3 +37,10 @@ def test_what_is_no_command_to_rehearse_is_refused(
     """Catches options that are taken for the user's command, or a rehearsal of nothing."""
     assert run(["rehearse", *words]) == ConfigError.exit_code
     assert said in capsys.readouterr().err
+
+
+def test_its_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an exit code of a failure after --help, and of success after an option that there is not."""
+    assert run(["rehearse", "--help"]) == 0
+    assert "Exit codes: 0" in capsys.readouterr().out
+    assert run(["rehearse", "--rnaks", "2", "--", "sbatch", "x"]) == ConfigError.exit_code

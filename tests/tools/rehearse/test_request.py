@@ -89,3 +89,19 @@ def test_the_scaled_job_keeps_the_script_and_leaves_the_site_out(tmp_path: Path)
     before, after = SCRIPT.splitlines(), (tmp_path / "copy").read_text().splitlines()
     changed = [new for old, new in zip(before, after, strict=True) if old != new]
     assert all(line.startswith("##SBATCH") for line in changed) and len(changed) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        (("--ntasks=8", "--ntasks-per-node=4"), 2),
+        (("--ntasks=9", "--ntasks-per-node=4"), 3),
+        (("--ntasks=1", "--ntasks-per-node=4"), 1),
+        (("--ntasks=8",), 1),
+        ((), 1),
+        (("--nodes=3", "--ntasks=8", "--ntasks-per-node=4"), 3),
+    ],
+)
+def test_nodes_follow_from_tasks(tmp_path: Path, words: tuple[str, ...], nodes: int) -> None:
+    """Catches a last node that is not full and is left out."""
+    assert request(tmp_path, *words, script="#!/bin/bash\n").nodes == nodes

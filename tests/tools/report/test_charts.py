@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from megads.config import RootConfig
+from megads.frozen_config import freeze
+from megads.runtime.run_dir import CONFIG_FILE
 from megads.tools.report.charts import (
     axis_top,
     draw_grad_norm,
+    draw_learning_rate,
     draw_loss,
+    draw_memory,
+    draw_step_time,
     draw_throughput,
     envelope,
     run_charts,
@@ -80,7 +89,8 @@ def test_only_outliers_are_cut() -> None:
     spiked[200] = 900.0
     top = axis_top(spiked)
     assert top is not None and loss.max() < top < 20
-    assert axis_top(np.array([1.0, 1000.0])) is None
+    for few in (2, 10, 50):
+        assert axis_top(np.array([1.0] * (few - 1) + [1000.0])) is None, "one of so few is no outlier"
     assert axis_top(np.full(100, np.nan)) is None
 
 
@@ -173,3 +183,107 @@ def test_the_house_style_does_not_leak(tmp_path: Path) -> None:
         assert again is not None
         assert svg(again, "loss", "", "") == first, "the same run gives the same picture"
         assert png(again).startswith(b"\x89PNG")
+
+
+def axes_of(run_dir: Path, draw: Callable[..., Figure | None]) -> Axes:
+    with house_style():
+        figure = draw(read_history(run_dir))
+    assert figure is not None
+    return figure.axes[0]
+
+
+def lines_of(axes: Axes) -> dict[str, list[float]]:
+    """Heights of every line that has a label or is dashed, by label."""
+    return {
+        str(line.get_label()): [round(float(y), 6) for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
+        for line in axes.lines
+    }
+
+
+def write_records(run_dir: Path, clip: float, **columns: list[float]) -> None:
+    """Steps from 1 with these columns; norms are clipped at `clip`."""
+    config = RootConfig()
+    config.optim.clip_grad = clip
+    freeze(config, run_dir / CONFIG_FILE)
+    records = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    lines = [json.dumps({"step": step, "loss": 3.0} | record) for step, record in enumerate(records, 1)]
+    (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_the_norm_s_axis_and_clip(tmp_path: Path) -> None:
+    """Catches a curve that leaves its axis, a clip that is drawn far above it or not drawn, and small norms that one
+    spike flattens."""
+    for clip, drawn in ((2.0, True), (6.5, False), (0.0, False)):
+        write_records(tmp_path, clip, grad_norm=[1.0, 2.0, 0.0, 1.5])
+        axes = axes_of(tmp_path, draw_grad_norm)
+        assert axes.get_ylim() == (0, pytest.approx(1.08 * 2))
+        assert (f"clipped at {clip:g}" in lines_of(axes)) is drawn
+        assert lines_of(axes)["norm"] == [1, 2, 0, 1.5]
+    write_records(tmp_path, 1.0, grad_norm=[1.0, 1.0, 1.0, 31.0])
+    assert axes_of(tmp_path, draw_grad_norm).get_yscale() == "log"
+    write_records(tmp_path, 1.0, grad_norm=[1.0, 1.0, 1.0, 30.0])
+    assert axes_of(tmp_path, draw_grad_norm).get_yscale() == "linear"
+    write_records(tmp_path, 1.0, grad_norm=[0.0, 0.0])
+    assert axes_of(tmp_path, draw_grad_norm).get_ylim() == (0, 1)
+
+
+def test_the_learning_rate_is_in_powers_of_ten(tmp_path: Path) -> None:
+    """Catches a label whose power of ten is not that of the curve, and a curve that leaves its axis."""
+    write_records(tmp_path, 1.0, lr=[0.0, 1e-4, 3e-4])
+    axes = axes_of(tmp_path, draw_learning_rate)
+    assert list(lines_of(axes).values()) == [[0, 1, 3]]
+    assert axes.get_ylabel() == "learning rate, 1e-4" and axes.get_ylim() == (0, pytest.approx(1.08 * 3))
+    write_records(tmp_path, 1.0, lr=[2.0, 1.0])
+    axes = axes_of(tmp_path, draw_learning_rate)
+    assert axes.get_ylabel() == "learning rate" and list(lines_of(axes).values()) == [[2, 1]]
+    write_records(tmp_path, 1.0, lr=[0.0])
+    assert axes_of(tmp_path, draw_learning_rate).get_ylim() == (0, 1)
+
+
+def test_throughput_and_its_share_of_the_peak(tmp_path: Path) -> None:
+    """Catches a second axis whose percents are not those of the first, or that is there although a token's cost
+    changed, and a median that is not one."""
+    write_records(tmp_path, 1.0, tokens_per_s=[1000.0, 3000.0, 2500.0], mfu=[0.1, 0.3, 0.25])
+    axes = axes_of(tmp_path, draw_throughput)
+    assert axes.get_ylim() == (0, pytest.approx(1.08 * 3000))
+    assert lines_of(axes)["median"] == [2500, 2500]
+    [right] = axes.child_axes
+    figure = axes.get_figure(root=True)
+    assert figure is not None and png(figure), "the second axis follows when the chart is drawn"
+    assert right.get_ylabel() == "MFU, % of peak" and right.get_ylim() == (0, pytest.approx(1.08 * 30))
+    write_records(tmp_path, 1.0, tokens_per_s=[1000.0, 3000.0], mfu=[0.1, 0.31])
+    assert not axes_of(tmp_path, draw_throughput).child_axes
+
+
+def test_a_step_s_time_is_stacked(tmp_path: Path) -> None:
+    """Catches waiting that is counted beside the step instead of within it, its share, and the wrong unit."""
+    write_records(tmp_path, 1.0, step_time_s=[0.5, 0.3], data_time_s=[0.1, 0.1])
+    axes = axes_of(tmp_path, draw_step_time)
+    rest, waiting = (area.get_paths()[0].vertices[:, 1] for area in axes.collections)
+    assert (rest.min(), rest.max(), waiting.min(), waiting.max()) == (100, 500, 0, 100)
+    assert [area.get_label() for area in axes.collections] == ["compute and communication", "waiting for data (25%)"]
+    assert axes.get_ylabel() == "ms" and axes.get_ylim()[0] == 0
+    write_records(tmp_path, 1.0, step_time_s=[1.5], data_time_s=[0.5])
+    axes = axes_of(tmp_path, draw_step_time)
+    assert [(bar.get_y(), bar.get_height()) for bar in axes.patches] == [(0.5, 1.0), (0, 0.5)]
+    assert axes.get_ylabel() == "s" and axes.get_xlim() == (0, 2)
+
+
+@pytest.mark.parametrize(("largest", "unit", "height"), [(2**30, "GiB", 1), (2**30 - 2**20, "MiB", 1023)])
+def test_memory_in_the_unit_that_fits(tmp_path: Path, largest: int, unit: str, height: float) -> None:
+    """Catches a curve in another unit than its label, and one that touches the top of its axis."""
+    write_records(tmp_path, 1.0, peak_memory_bytes=[2.0**29, float(largest)])
+    axes = axes_of(tmp_path, draw_memory)
+    assert axes.get_ylabel() == unit and axes.get_ylim() == (0, pytest.approx(1.12 * height))
+    [curve] = lines_of(axes).values()
+    assert curve[-1] == height
+
+
+def test_outliers_are_counted_above_the_axis(tmp_path: Path) -> None:
+    """Catches a cut axis that starts at the outlier, or that does not say how many steps it hides and how high."""
+    loss = [3.0 + step / 100 for step in range(99)] + [700.0]
+    write_records(tmp_path, 1.0, loss=loss)
+    axes = axes_of(tmp_path, draw_loss)
+    low, top = axes.get_ylim()
+    assert 3.98 < top < 20 and low == pytest.approx(3.0 - 0.05 * (top - 3.0))
+    assert "above (1, up to 700)" in lines_of(axes)

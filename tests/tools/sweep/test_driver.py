@@ -77,6 +77,15 @@ def test_a_space_that_cannot_be_searched(config: SweepConfig, space: Space, expe
         ({"point_limit_s": 0.0}, "sweep.point_limit_s = 0.0"),
         ({"name": "a/b"}, "sweep.name = 'a/b'"),
         ({"pruning": PruningConfig(factor=1)}, "sweep.pruning.factor = 1"),
+        ({"pruning": PruningConfig(from_step=-1)}, "sweep.pruning.from_step = -1"),
+        ({"pruning": PruningConfig(startup_points=0)}, "sweep.pruning.startup_points = 0"),
+        ({"search": SearchName.random, "trials": 0}, "sweep.trials = 0"),
+        ({"startup_trials": 0}, "sweep.startup_trials = 0"),
+        ({"repeat_best": -1}, "sweep.repeat_best = -1"),
+        ({"repeats": 0}, "sweep.repeats = 0"),
+        ({"poll_s": 0.0}, "sweep.poll_s = 0.0: must be positive"),
+        ({"poll_s": 1e12}, "sweep.poll_s = 1000000000000.0: must be at most"),
+        ({"name": ".a"}, "sweep.name = '.a'"),
     ],
 )
 def test_settings_that_cannot_be_run(change: dict[str, object], expected: str) -> None:
@@ -124,6 +133,15 @@ def test_bayes_ends_with_a_small_space() -> None:
         points.append(Point(len(points), dict(assignment), state=PointState.finished, objective=1.0))
         study.end(points[-1])
     assert len({point.label for point in points}) == len(points) == 4
+
+
+def test_settings_at_their_borders_can_be_run() -> None:
+    """Catches a check that refuses the least that there can be."""
+    least = PruningConfig(from_step=0, startup_points=1, factor=2)
+    SweepConfig(
+        search=SearchName.bayes, trials=1, parallel=1, startup_trials=1, repeat_best=0, repeats=1, point_limit_s=1e-9,
+        poll_s=1e-9, name="a.B_c-0", pruning=least,
+    ).check()  # fmt: skip
 
 
 class EndsAtOnce:
@@ -179,3 +197,43 @@ def test_killed_points_go_on(tmp_path: Path, code: int, state: PointState, of_sw
         assert [point.state for point in book.points] == [state, state]
         assert launcher.started == ([0, 1] if start == 0 or not goes_on else [0, 1, 0, 1])
         book.close()
+
+
+@pytest.mark.parametrize(("trials", "points"), [(9, 4), (3, 3)])
+def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path, trials: int, points: int) -> None:
+    """Catches a driver that asks for ever for the fifth of four points, starts one twice, or more than it may."""
+
+    def plan(number: int, _: object, __: int) -> PlannedPoint:
+        return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
+
+    config = SweepConfig(search=SearchName.bayes, trials=trials, startup_trials=2)
+    launcher, book = EndsAtOnce(1), PointBook(tmp_path)
+    driver = Driver(config, SMALL, book, plan, launcher, make_study(config, SMALL, 1), lambda _: None)
+    assert driver.run() == 1
+    assert launcher.started == list(range(points)) and len({point.label for point in book.points}) == points
+    book.close()
+
+
+class EndsLater(EndsAtOnce):
+    """Its points run for three looks."""
+
+    looks = 0
+
+    def ended(self) -> list[PointEnd]:
+        self.looks += 1
+        return super().ended() if self.looks % 3 == 0 else []
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+def test_points_below_their_limit_are_left_alone(tmp_path: Path, limit: float | None) -> None:
+    """Catches a limit that stops whatever runs, and one that is needed."""
+
+    def plan(number: int, _: object, __: int) -> PlannedPoint:
+        (tmp_path / f"run-{number}").mkdir()
+        return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
+
+    config, launcher, book = SweepConfig(point_limit_s=limit), EndsLater(8), PointBook(tmp_path)
+    driver = Driver(config, {"optim.lr": Choice(("1", "2"))}, book, plan, launcher, None, lambda _: None)
+    assert driver.run() == 8
+    assert [point.state for point in book.points] == [PointState.failed] * 2 and launcher.looks >= 3
+    book.close()

@@ -158,3 +158,12 @@ def test_every_small_copy_divides_over_its_layout(tp: int, cp: int, pp: int, dp:
             assert scenario.seq_len % (2 * parallel.cp * parallel.tp) == 0
             assert scenario.seq_len <= scenario.model.max_seq_len
             assert scenario.global_batch_size % (scenario.micro_batch_size * parallel.dp) == 0
+
+
+@pytest.mark.parametrize(("tp", "cp", "exact", "bf16"), [(1, 1, 16, 64), (2, 1, 16, 64), (3, 2, 24, 72)])
+def test_samples_are_no_longer_than_they_must_be(tp: int, cp: int, exact: int, bf16: int) -> None:
+    """Catches a small copy whose samples grow beyond the next length that 2 tp cp divides."""
+    found = scaled(parallel=ParallelConfig(tp=tp, cp=cp))
+    assert (found.parallel.tp, found.parallel.cp) == (tp, cp) and found.bf16 is not None
+    assert (found.exact.seq_len, found.bf16.seq_len) == (exact, bf16)
+    assert (found.exact.model.max_seq_len, found.bf16.model.max_seq_len) == (exact, bf16)

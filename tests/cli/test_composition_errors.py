@@ -1,0 +1,98 @@
+"""What is said of a command line or a config file that does not compose; tests/cli/test_entry.py has the command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import MISSING, OmegaConf
+from yaml import YAMLError
+
+from megads.cli.composition_errors import explain, schema_keys
+
+
+class Colour(StrEnum):
+    red = "red"
+    blue = "blue"
+
+
+@dataclass
+class ItemConfig:
+    path: str = MISSING
+
+
+@dataclass
+class PartConfig:
+    size: int = 3
+    colour: Colour = Colour.red
+    share: float | None = None
+    on: bool = False
+
+
+@dataclass
+class ExampleConfig:
+    part: PartConfig = field(default_factory=PartConfig)
+    items: list[ItemConfig] = field(default_factory=list)
+    name: str = "x"
+
+
+def said_of(given: Any) -> str:
+    """What is said of a config file with these contents."""
+    with pytest.raises(Exception) as caught:
+        merged = OmegaConf.merge(OmegaConf.structured(ExampleConfig), OmegaConf.create(given))
+        OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    return explain(caught.value, ExampleConfig)
+
+
+def test_the_keys_of_a_schema() -> None:
+    """Catches a section that is missing beside its keys, and keys of a list's items that no dotted key reaches."""
+    assert schema_keys(ExampleConfig) == [
+        "part", "part.size", "part.colour", "part.share", "part.on", "items", "name"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"part": {"sise": 3}}, "unknown key part.sise: did you mean part.size?"),
+        ({"size": 3}, "unknown key size: did you mean part.size?"),
+        ({"part": {"qqq": 3}}, "unknown key part.qqq; part has size, colour, share, on"),
+        ({"prt": {"qqq": 3}}, "unknown key prt: did you mean part?"),
+        ({"qqq": 3}, "unknown key qqq; --help lists the main keys, --cfg job all of them"),
+        ({"items": [{"pth": "x"}]}, "unknown key pth: did you mean path?"),
+        (
+            {"part": {"size": "many"}},
+            "part.size: Value 'many' of type 'str' could not be converted to Integer (an integer",
+        ),
+        ({"part": {"share": "half"}}, "(a number or null is wanted)"),
+        ({"part": {"on": "perhaps"}}, "(true or false is wanted)"),
+        ({"part": {"colour": "green"}}, "expected one of [red, blue]"),
+        ({"items": [{}]}, "items[0].path has no value: it must be set, for example items[0].path=<value>"),
+    ],
+)
+def test_keys_and_values(given: dict[str, Any], expected: str) -> None:
+    """Catches a suggestion that points nowhere, and a value without what is wanted instead."""
+    assert expected in said_of(given)
+
+
+@pytest.mark.parametrize("kind", [HydraException, YAMLError, ValueError])
+def test_messages_that_are_meant_for_users(kind: type[Exception]) -> None:
+    """Catches Hydra's own message that is hidden behind the words for a crash."""
+    assert explain(kind(" You must specify one of [a, b] \n"), ExampleConfig) == "You must specify one of [a, b]"
+
+
+def test_what_hydra_fails_on() -> None:
+    """Catches a crash of Hydra's that is shown without its kind."""
+    assert explain(TypeError("unhashable"), ExampleConfig) == "the overrides do not compose (TypeError: unhashable)"
+
+
+def test_choices_that_are_not_there() -> None:
+    """Catches an option of a group that is called a file, and one without the others of the group."""
+    missing = MissingConfigException("no", missing_cfg_file="model/smal", options=["small", "large"])
+    said = "model=smal: there is no such option: did you mean small?; model has large, small"
+    assert explain(missing, ExampleConfig) == said
+    missing = MissingConfigException(" In 'x': no such file ", missing_cfg_file="x")
+    assert explain(missing, ExampleConfig) == "In 'x': no such file"

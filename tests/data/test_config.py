@@ -1,0 +1,226 @@
+"""What the settings of the data take and refuse, at the borders."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megads.data.config import (
+    DataConfig,
+    DatasetAction,
+    DatasetActionConfig,
+    DatasetConfig,
+    MixConfig,
+    Order,
+    PackingMode,
+    PhaseConfig,
+    SkipConfig,
+    Weighting,
+)
+from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_learning
+from megads.errors import ConfigError
+
+
+def blend(*weights: float | None, **more: Any) -> dict[str, Any]:
+    """One dataset for each weight, named a, b, and so on."""
+    return {
+        "train": [DatasetConfig(f"data/{name}", weight) for name, weight in zip("abc", weights, strict=False)]
+    } | more
+
+
+def phases(*weights: list[float], begin: int = 1) -> list[PhaseConfig]:
+    return [PhaseConfig(begin + place, each) for place, each in enumerate(weights)]
+
+
+BEST_FIT = {"packing": PackingMode.best_fit, "document_mask": True, "reset_positions": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        blend(None),
+        {"raw": "my.txt"},
+        {"raw": ["a.txt", "b"]},
+        blend(None, split=[1.0, 0.0]),
+        blend(None, split=[0.5, 3]),
+        blend(None, prefetch_steps=1),
+        blend(1e-9, 5.0),
+        blend(None, None, weights=Weighting.tokens),
+        blend(None, temperature=1e-9, megatron_theta=1.0),
+        {"train": [DatasetConfig("a", max_epochs=0.5)]},
+        blend(1, 1, phases=phases([0, 1], [1, 0])),
+        blend(None, valid="held-out"),
+        blend(None, valid={"a.b-c_1": "held-out"}),
+        blend(None, skip=[SkipConfig(steps=[1, 1]), SkipConfig(samples=[0, 1])]),
+        blend(None, **BEST_FIT),
+        {"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1)], "split": [1, 0]},
+        {"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1, name="b")]},
+        {"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1)], "valid": "held-out"},
+    ],
+)
+def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
+    """Catches a check that refuses what stands at its border."""
+    DataConfig(**settings).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "data.train has 0 datasets"),
+        ({"raw": []}, r"data.raw = \[\]"),
+        ({"raw": ["a", ""]}, "want a file, folder or glob"),
+        ({"raw": 3}, "data.raw = 3"),
+        (blend(None, raw="a.txt"), "are both set"),
+        (blend(None, split=[1.0]), "want two shares"),
+        (blend(None, split=[1.0, 0, 0]), "want two shares"),
+        (blend(None, split=[1.0, -0.1]), "train above 0"),
+        (blend(None, split=[0.0, 1.0]), "train above 0"),
+        (blend(None, prefetch_steps=0), "data.prefetch_steps = 0"),
+        (blend(1.0, 0.0), r"data.train\[1\] \(data/b\): weight = 0.0: every dataset"),
+        (blend(1.0, None), "weight = None: every dataset"),
+        (blend(1.0, math.inf), "weight = inf"),
+        (blend(None, 1.0, weights=Weighting.tokens), r"data.train\[1\].*data.weights = tokens computes the weights"),
+        (blend(None, temperature=0.0), "data.temperature = 0.0"),
+        (blend(None, temperature=math.inf), "data.temperature = inf"),
+        (blend(None, megatron_theta=0.0), "data.megatron_theta = 0.0"),
+        (blend(None, megatron_theta=1.01), "data.megatron_theta = 1.01"),
+        ({"train": [DatasetConfig("a", max_epochs=0.0)]}, "max_epochs = 0.0"),
+        ({"train": [DatasetConfig("a", max_epochs=math.inf)]}, "max_epochs = inf"),
+        ({"train": [DatasetConfig("a", max_epochs=-1.0)]}, "max_epochs = -1.0"),
+        (blend(1, 1, phases=phases([1, 1], begin=0)), r"data.phases\[0\].from_sample = 0: must be above 0"),
+        (
+            blend(1, 1, phases=[PhaseConfig(5, [1, 1]), PhaseConfig(5, [1, 0])]),
+            r"data.phases\[1\].from_sample = 5: must be above 5",
+        ),
+        (blend(1, 1, phases=phases([1])), r"weights = \[1\]: want 2"),
+        (blend(1, 1, phases=phases([2, -1])), "none negative"),
+        (blend(1, 1, phases=phases([0, 0])), "one above 0"),
+        (blend(1, 1, phases=phases([1, math.inf])), "one above 0"),
+        (blend(1, 1, phases=phases([1, 1]), order=Order.megatron), "Megatron's order has one mix"),
+        (blend(None, valid=""), "want a prefix"),
+        (blend(None, valid={}), "want a prefix"),
+        (blend(None, valid=["held-out"]), "want a prefix"),
+        (blend(None, valid={"a": 3}), "want a prefix"),
+        (blend(None, valid={"a/b": "held-out"}), "the name 'a/b' may hold"),
+        (blend(None, valid={"a": "held-out", "": "held-out"}), "the name '' may hold"),
+        ({"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1)]}, "are not distinct"),
+        (blend(None, **BEST_FIT | {"document_mask": False}), "set both to true"),
+        (blend(None, **BEST_FIT | {"reset_positions": False}), "set both to true"),
+        (blend(None, **BEST_FIT, order=Order.megatron), "Megatron's order cuts documents"),
+        (blend(None, skip=[SkipConfig()]), "want one range of one kind"),
+        (blend(None, skip=[SkipConfig(steps=[1, 2], samples=[1, 2])]), "want one range of one kind"),
+        (blend(None, skip=[SkipConfig(steps=[1, 2, 3])]), "want one range of one kind"),
+        (blend(None, skip=[SkipConfig(steps=[0, 1])]), "1 <= first"),
+        (blend(None, skip=[SkipConfig(steps=[3, 2])]), "1 <= first"),
+        (blend(None, skip=[SkipConfig(samples=[-1, 2])]), "0 <= from < to"),
+        (blend(None, skip=[SkipConfig(samples=[2, 2])]), "0 <= from < to"),
+    ],
+)
+def test_what_cannot_be_trained_on(settings: dict[str, Any], said: str) -> None:
+    """Catches a setting that would only fail, or train something else, long after the start."""
+    with pytest.raises(ConfigError, match=said):
+        DataConfig(**settings).check()
+
+
+def test_datasets_of_former_mixes_are_kept() -> None:
+    """Catches a dataset that the stream still has samples of and nobody opens, one that is opened twice, and passes
+    over a former one that are limited."""
+    config = DataConfig(**blend(1, 1), history=[MixConfig(0, {"data/old": 1, "data/b": 1})], valid="data/a")
+    assert [item.path for item in config.blended] == ["data/old", "data/b", "data/a"]
+    assert config.blended[0].max_epochs == 1e9 and config.blended[1].max_epochs is None
+    assert config.paths == ["data/old", "data/b", "data/a"]
+    assert DataConfig(**blend(1, 1), valid={"x": "held/x"}).paths == ["data/a", "data/b", "held/x"]
+    assert config.valid_paths == {"held_out": "data/a"} and DataConfig(**blend(1)).valid_paths == {}
+    assert DataConfig(raw="a").raw_patterns == ["a"] and DataConfig(raw=["a", "b"]).raw_patterns == ["a", "b"]
+    assert DataConfig().raw_patterns == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"action": DatasetAction.stats, "input": "a"}, None),
+        ({"action": DatasetAction.stats, "input": "a", "output": "a.png"}, None),
+        ({"action": DatasetAction.stats, "input": "a", "output": "a.pdf"}, r"a .png file"),
+        ({"action": DatasetAction.merge, "input": ["a", "b"], "output": "c.pdf"}, None),
+        ({"action": DatasetAction.merge, "input": ["a", "b"]}, "merge needs output"),
+        ({"action": DatasetAction.split, "input": "a"}, "split needs output"),
+        ({"action": DatasetAction.split, "input": ["a", "b"], "output": "c"}, "split takes one dataset, input names 2"),
+        ({"action": DatasetAction.inspect, "input": ["a", "b"]}, "inspect takes one dataset"),
+        ({"action": DatasetAction.inspect, "input": ["a"], "first": 0, "count": 1, "max_characters": 1}, None),
+        ({"action": DatasetAction.inspect, "input": "a", "first": -1}, "first = -1"),
+        ({"action": DatasetAction.inspect, "input": "a", "count": 0}, "count = 0"),
+        ({"action": DatasetAction.inspect, "input": "a", "max_characters": 0}, "max_characters = 0"),
+        ({"action": DatasetAction.check, "input": ""}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.check, "input": []}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.check, "input": ["a", 3]}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.check, "input": 3}, "want the prefix of a dataset"),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 9, "y": 0.1}}, None),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {}}, "want names with shares"),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": {"x": 0}}, "want names with shares"),
+        ({"action": DatasetAction.split, "input": "a", "output": "c", "parts": ["x"]}, "want names with shares"),
+    ],
+)
+def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None:
+    """Catches an action that begins without what it needs, and a check that refuses what stands at its border."""
+    config = DatasetActionConfig(**settings)
+    if said is None:
+        config.check()
+        return
+    with pytest.raises(ConfigError, match=said):
+        config.check()
+
+
+def test_parts_of_a_split() -> None:
+    """Catches shares that are not those of the documentation."""
+    assert DatasetActionConfig(input="a").shares == {"train": 0.98, "valid": 0.02}
+    assert DatasetActionConfig(input=["a", "b"]).prefixes == ["a", "b"]
+
+
+def test_vocabularies_that_can_be_learnt() -> None:
+    """Catches a vocabulary without room for the bytes, or too large for memory, that is found after the reading."""
+    for size, pairs in ((257, 1), (1 << 24, 2), (None, 1)):
+        check_learning("tokenizer.", size, pairs)
+    for size, pairs, said in (
+        (256, 1, "tokenizer.vocab_size = 256: must be at least 257"),
+        ((1 << 24) + 1, 1, "tokenizer.vocab_size = 16777217: must be at most 16777216"),
+        (None, 0, "tokenizer.min_frequency = 0: must be at least 1"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_learning("tokenizer.", size, pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, None),
+        ({"path": "t.json"}, None),
+        ({"vocab_size": 300, "end_of_document": None}, None),
+        ({"path": "t.json", "vocab_size": 300}, "leave one of them out"),
+        ({"vocab_size": 3}, "tokenizer.vocab_size = 3"),
+        ({"end_of_document": ""}, "tokenizer.end_of_document is empty"),
+    ],
+)
+def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None:
+    """Catches a tokenizer that is both given and to be learnt."""
+    if said is None:
+        TextTokenizerConfig(**settings).check()
+        return
+    with pytest.raises(ConfigError, match=said):
+        TextTokenizerConfig(**settings).check()
+
+
+def test_fields_of_a_record() -> None:
+    """Catches half a pair, no workers, and files beside the standard input."""
+    pair = PreprocessConfig(prompt_field="q", response_field="a", workers=1, input=["-"])
+    pair.check()
+    assert pair.fields == ("q", "a") and PreprocessConfig(text_field="t").fields == ("t",)
+    for settings, said in (
+        ({"prompt_field": "q"}, "a pair needs both"),
+        ({"response_field": "a"}, "a pair needs both"),
+        ({"workers": 0}, "workers = 0: must be at least 1"),
+        ({"input": ["-", "a.txt"]}, "must stand alone"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            PreprocessConfig(**settings).check()  # type: ignore[arg-type]

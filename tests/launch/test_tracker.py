@@ -1,0 +1,191 @@
+"""The trackers' process, in this process with a tracker of its own; tests/monitor/test_trackers.py starts the real
+ones beside runs."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.config import RootConfig
+from megads.errors import ConfigError
+from megads.frozen_config import freeze
+from megads.launch import tracker
+from megads.monitor.trackers import RunDescription
+from megads.runtime.config import LoggingConfig, WandbMode
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
+from megads.runtime.registry import TRACKERS
+
+
+@dataclass
+class Options:
+    """Nothing to set."""
+
+
+class ToFile:
+    """Writes what it is told into a file beside the run; fails as often as a file of the run says."""
+
+    rewinds = True
+    first_step: int | None = None
+
+    def __init__(self, options: Options, run: RunDescription, step: int) -> None:
+        self._path = run.run_dir / "told"
+        left = run.run_dir / "failures"
+        if left.exists() and int(left.read_text()):
+            left.write_text(str(int(left.read_text()) - 1))
+            raise ConnectionError("no route to the server\nand more")
+        self._say("open", step)
+
+    def _say(self, *words: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(words) + "\n")
+
+    def rewind(self, step: int) -> None:
+        self._say("rewind", step)
+
+    def add_metrics(self, record: Mapping[str, Any]) -> None:
+        self._say("metrics", record["step"])
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        self._say("event", event["event"])
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
+        self._say("finish", dict(table), len(events))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run that is over: two steps of a start, and its end."""
+    TRACKERS.register("to_file", Options)(ToFile)
+    (tmp_path / "logs").mkdir()
+    metrics, events = MetricsWriter(tmp_path, True), EventWriter(tmp_path)
+    events.write("launch", time=100.0)
+    events.write("start", time=101.0, step=0)
+    for step in (1, 2):
+        metrics.write({"step": step, "samples": 8 * step, "loss": 3.0 - step})
+    events.write("exit", time=112.5, exit_code=0)
+    yield tmp_path
+    TRACKERS._parts.pop("to_file")
+    assert not multiprocessing.active_children()
+
+
+def in_a_process(function: Callable[..., int], *arguments: Any) -> int:
+    """What a function returns in a process of its own, which holds the lock to its end."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(function(*arguments)))
+    process.start()
+    process.join()
+    return int(process.exitcode or 0)
+
+
+def track(run_dir: Path) -> int:
+    config = LoggingConfig(trackers={"to_file": {}})
+    run = RunDescription("mine", run_dir, {})
+    return in_a_process(tracker._track, run, config, {"to_file": WandbMode.offline})
+
+
+def told(run_dir: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in (run_dir / "told").read_text().splitlines()]
+
+
+def events_of(run_dir: Path) -> list[tuple[str, str]]:
+    found = read_json_lines(run_dir / "events.jsonl")
+    return [(event["event"], event["message"]) for event in found if "tracker" in event["event"]]
+
+
+def test_by_hand_everything_is_told_once(run_dir: Path) -> None:
+    """Catches a record that is lost or told twice, and a table without what is known."""
+    assert track(run_dir) == 0
+    table = {"steps": 2, "samples": 16, "loss": 1.0, "skipped_steps": 0, "checkpoints": 0, "starts": 1}
+    assert told(run_dir) == [
+        ["open", 0],
+        ["metrics", 1],
+        ["metrics", 2],
+        ["event", "launch"],
+        ["event", "start"],
+        ["event", "exit"],
+        ["finish", table | {"wall_s": 12.5, "exit_code": 0}, 3],
+    ]
+    assert track(run_dir) == 0
+    assert told(run_dir)[7:] == [["open", 2], ["finish", table | {"wall_s": 12.5, "exit_code": 0}, 3]]
+    assert events_of(run_dir) == []
+
+
+def test_by_hand_a_failure_is_told(run_dir: Path) -> None:
+    """Catches a failure that ends with exit code 0, or of whose cause nothing is said, in one line."""
+    (run_dir / "failures").write_text("1")
+    assert track(run_dir) == 1
+    [(event, message)] = events_of(run_dir)
+    assert event == "tracker_failed"
+    assert message.startswith("to_file: ConnectionError: no route to the server; python -m megads.launch.tracker ")
+    assert message.endswith(f"{run_dir} sends what is missing")
+    assert track(run_dir) == 0 and told(run_dir)[0] == ["open", 0]
+
+
+def test_only_one_process_tracks_a_run(run_dir: Path) -> None:
+    """Catches two processes that tell everything twice."""
+
+    def locks_twice() -> int:
+        tracker._lock(run_dir, None, 0.0)
+        with pytest.raises(ConfigError, match="another tracker process is at work"):
+            tracker._lock(run_dir, None, 0.0)
+        return 0
+
+    assert in_a_process(locks_twice) == 0
+
+
+def test_the_final_table() -> None:
+    """Catches a count of the wrong event, an exit code or a clock of an earlier start, and rows of which nothing is
+    known."""
+    names = [
+        "launch",
+        "start",
+        "checkpoint_saved",
+        "exit",
+        "launch",
+        "start",
+        "step_skipped",
+        "exit",
+        "checkpoint_saved",
+    ]
+    events: list[dict[str, Any]] = [{"event": name, "time": 10.0 * at} for at, name in enumerate(names)]
+    events[3]["exit_code"], events[7]["exit_code"] = 10, 5
+    step = {"step": 7, "tokens": 70, "samples": 14, "loss": 2.5, "mfu": 0.25, "tokens_per_s": 9.0, "lr": 1.0}
+    found = tracker._final_table(step, {"step": 5, "valid/a/loss": 3.5, "valid/a/ppl": 33.1}, events)
+    assert found == {
+        "steps": 7, "samples": 14, "tokens": 70, "loss": 2.5, "valid/a/loss": 3.5, "valid/a/ppl": 33.1,
+        "tokens_per_s": 9.0, "mfu": 0.25, "skipped_steps": 1, "checkpoints": 2, "starts": 2, "wall_s": 40.0,
+        "exit_code": 5,
+    }  # fmt: skip
+    assert tracker._final_table({}, {}, []) == {"skipped_steps": 0, "checkpoints": 0, "starts": 0}
+
+
+@pytest.mark.parametrize(
+    ("trackers", "code", "said"),
+    [({}, 0, "neither wandb nor TensorBoard is switched on"), ({"other": {}}, 2, "the tracker other is of a plugin")],
+)
+def test_what_there_is_to_track(
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trackers: dict[str, dict[str, Any]],
+    code: int,
+    said: str,
+) -> None:
+    """Catches a traceback where nothing is to be told, or where the plugin that can tell it is not named."""
+    config = RootConfig()
+    config.run.id, config.run.dir, config.logging.trackers = "mine", str(run_dir), trackers
+    config.logging.wandb.mode = WandbMode.disabled
+    freeze(config, run_dir / "config.yaml")
+    monkeypatch.setattr("sys.argv", ["tracker", str(run_dir)])
+    assert tracker.main() == code
+    out, err = capsys.readouterr()
+    assert said in out + err
