@@ -17,7 +17,7 @@ from megads.data.indexed.recorded import DataRecord
 from megads.data.sampling.sampler import require_same_past, skips_of
 from megads.errors import ConfigError, DataError
 
-InForce = Callable[[RootConfig, int], Any]
+EffectiveValue = Callable[[RootConfig, int], Any]
 """Returns the value of a key of a config, for a run that is trained up to a sample; None where it does not count."""
 
 DATA, TOKENIZER = "data", "tokenizer"
@@ -31,7 +31,7 @@ _WHERE = "where and how data is read, not which"
 _COMPUTED = "how samples are computed, not which"
 
 
-def _in_megatrons_order(value: Callable[[RootConfig], Any]) -> InForce:
+def _in_megatrons_order(value: Callable[[RootConfig], Any]) -> EffectiveValue:
     """What counts there only; the default order depends on nothing of the kind."""
     return lambda config, _: value(config) if config.data.order is Order.megatron else None
 
@@ -40,7 +40,7 @@ def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
     return skips_of(config.data.skip, batch_size_schedule(config)).left_out_before(samples)
 
 
-KEYS: Mapping[str, InForce | str] = {
+KEYS: Mapping[str, EffectiveValue | str] = {
     "train.seed": lambda config, _: config.train.seed,
     "train.seq_len": lambda config, _: config.train.seq_len,
     "train.steps": _in_megatrons_order(lambda config: batch_size_schedule(config).samples_after(planned_steps(config))),

@@ -57,7 +57,7 @@ def test_the_keys_of_a_schema() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"part": {"sise": 3}}, "unknown key part.sise: did you mean part.size?"),
+        ({"part": {"sizze": 3}}, "unknown key part.sizze: did you mean part.size?"),
         ({"size": 3}, "unknown key size: did you mean part.size?"),
         ({"part": {"qqq": 3}}, "unknown key part.qqq; part has size, colour, share, on"),
         ({"prt": {"qqq": 3}}, "unknown key prt: did you mean part?"),
@@ -91,8 +91,8 @@ def test_what_hydra_fails_on() -> None:
 
 def test_choices_that_are_not_there() -> None:
     """Catches an option of a group that is called a file, and one without the others of the group."""
-    missing = MissingConfigException("no", missing_cfg_file="model/smal", options=["small", "large"])
-    said = "model=smal: there is no such option: did you mean small?; model has large, small"
+    missing = MissingConfigException("no", missing_cfg_file="model/smalll", options=["small", "large"])
+    said = "model=smalll: there is no such option: did you mean small?; model has large, small"
     assert explain(missing, ExampleConfig) == said
     missing = MissingConfigException(" In 'x': no such file ", missing_cfg_file="x")
     assert explain(missing, ExampleConfig) == "In 'x': no such file"

@@ -14,7 +14,7 @@ from megads.data.prepare.decoding import ZstdReader, encoding_of, marked_encodin
 from megads.errors import ConfigError
 
 RUSSIAN = "Все счастливые семьи похожи друг на друга.\r\n" * 9  # noqa: RUF001
-GERMAN = "Übermut tut selten gut — sagte sie.\n" * 9
+GERMAN = "Übermut tut selten gut — sagte er.\n" * 9
 
 
 @pytest.mark.parametrize(
