@@ -3,7 +3,7 @@ PYTHON_BIN := $(VENV)/bin
 export VENV
 
 # Tests that start processes wait for half of their time. A file stays with one worker: its tests share what they start.
-TWO_AT_A_TIME := --numprocesses=2 --dist=loadfile
+SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-attack mutation check bench docs clean
@@ -21,13 +21,13 @@ demo: setup ## train a small model on text found on this machine, from raw text 
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
 
 test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
-	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm and not attack" $(TWO_AT_A_TIME)
+	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
 
 test-fast: setup ## tests in one process only, within two minutes
 	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm and not attack"
 
 test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: the first third of them)
-	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(TWO_AT_A_TIME) || [ $$? -eq 5 ]
+	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]
 
 test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
 	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py

@@ -99,7 +99,7 @@ def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", ["single", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["single", pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
 def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
     """Catches another micro-batch's samples at recomputation, a mask drawn anew, a collective left out or repeated."""
     plain, again = runs(layout)[precision, "none"], runs(layout)[precision, kind]

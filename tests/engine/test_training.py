@@ -286,6 +286,7 @@ def test_state_goes_out_of_one_layout_and_into_others() -> None:
     check_round_trips("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2"))
 
 
+@pytest.mark.slow
 @distributed
 def test_state_goes_from_one_schedule_to_others() -> None:
     """Catches virtual stages whose weights or moments are not found where another schedule put them."""

@@ -360,6 +360,7 @@ def assembled(checkpoint: Path) -> dict[str, torch.Tensor]:
     return full
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_model_trained_in_another_layout(megads: StartCommand) -> None:
     """Catches weights put together wrongly from four ranks, and a command line that ends a prompt at a comma."""

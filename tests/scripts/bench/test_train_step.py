@@ -20,6 +20,7 @@ from tests.parity import hot_value
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_hugging_face_gets_our_model() -> None:
     """Catches weights under wrong names or in a wrong order, other ALiBi slopes, another GELU, labels shifted twice."""
     pytest.importorskip("transformers")

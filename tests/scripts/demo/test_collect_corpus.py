@@ -34,6 +34,7 @@ def test_corpus(tmp_path: Path) -> None:
     assert f"{len(records)} documents" in result.stdout
 
 
+@pytest.mark.slow
 def test_too_little_text(tmp_path: Path) -> None:
     """Catches a demo that trains on next to nothing on a bare machine."""
     result = run(tmp_path / "a.jsonl", "1000000", "2000000")
