@@ -23,7 +23,7 @@ demo: setup ## train a small model on text found on this machine, from raw text 
 test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
 	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
 
-test-fast: setup ## tests in one process only, within two minutes
+test-fast: setup ## tests in one process only: some seven minutes
 	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm and not attack"
 
 test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: the first third of them)
