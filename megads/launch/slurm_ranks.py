@@ -55,7 +55,11 @@ _GIVE_UP_AFTER_S = 30.0
 _END_WITHIN_S = 5.0
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _IGNORED = (signal.SIGINT, signal.SIGHUP)
-_ASK_SLURM_EVERY_S = 2.0
+_ASK_SLURM_EVERY_S = 1.0
+# A slurmd that is only restarted answers again.
+_SILENT_TIMES = 2
+# All nodes of a large job asking SLURM at once would be the next failure.
+_NODES_THAT_ASK = 4
 _ORPHAN_GIVES_UP_S = 900.0
 # SLURM marks a node that does not answer with a star, before it takes it to be down.
 _GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
@@ -336,27 +340,31 @@ class SlurmRanks:
 
 
 def _send_back_when_orphaned() -> str:
-    """Puts the job back into the queue once SLURM finds the batch script's node gone; returns what happened.
+    """Puts the job back into the queue when the batch script's node is gone; returns what happened.
 
     Called on another node of the job when the launcher is not there any more. Does nothing where the job ends by
-    itself: then the launcher ended, and not its node. SLURM may end this process before, with its step.
+    itself: then the launcher ended, and not its node. It does not wait until SLURM takes the node to be down: then
+    SLURM kills the step, this process with it, and with --no-kill the job would idle until its time limit.
     """
     job = environment.slurm_variables().get("SLURM_JOB_ID")
     if job is None:
         return ""
     deadline = time.monotonic() + _ORPHAN_GIVES_UP_S
-    first: str | None = None
+    first: dict[str, str] = {}
+    silent = 0
     while time.monotonic() < deadline:
         try:
             found = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job))
-            first = found.get("Restarts", "0") if first is None else first
-            if found.get("JobState") != "RUNNING" or found.get("Restarts", "0") != first:
+            first = first or found
+            if found.get("JobState") != "RUNNING" or found.get("Restarts") != first.get("Restarts"):
                 return f"job {job} is {found.get('JobState')}: it ends without help"
-            host = found.get("BatchHost", "")
+            # As first told: SLURM takes a lost node off the job.
+            host = first.get("BatchHost", "")
             state = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "node", host)).get("State", "")
-            if any(sign in state for sign in _GONE):
+            silent = 0 if slurm.slurmd_answers(host) else silent + 1
+            if silent >= _SILENT_TIMES or any(sign in state for sign in _GONE):
                 slurm.ask("scontrol", "requeue", job)
-                return f"job {job} is requeued: its batch script was on {host}, which is {state}"
+                return f"job {job} is requeued: its batch script was on {host}, which does not answer ({state})"
         except ConfigError as error:
             sys.stdout.write(f"{error}\n")  # the agent's log
         time.sleep(_ASK_SLURM_EVERY_S)
@@ -388,7 +396,8 @@ def _run_agent(part: NodePart, host: str, port: int) -> NoReturn:
     except RuntimeError:
         # The launcher is gone: with its node?
         traceback.print_exc()
-        sys.stdout.write(f"{_send_back_when_orphaned()}\n")
+        if part.node < _NODES_THAT_ASK:
+            sys.stdout.write(f"{_send_back_when_orphaned()}\n")
     except BaseException:
         traceback.print_exc()
     finally:

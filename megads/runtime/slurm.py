@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from megads.runtime import environment
 from megads.runtime.config import clock_seconds
 
 _TIMEOUT_S = 20.0
+_CONNECT_TIMEOUT_S = 3.0
+_SLURMD_PORT = "6818"
 _NO_LIMIT = ("UNLIMITED", "NOT_SET", "INVALID", "")
 
 
@@ -152,6 +155,26 @@ def steps(job_id: str, name: str) -> list[str]:
     """
     lines = ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %j").splitlines()
     return [step for step, found in (line.split(maxsplit=1) for line in lines) if found.strip() == name]
+
+
+def slurmd_answers(node: str) -> bool:
+    """Whether something listens where a node's slurmd should, without SLURM's own patience (SlurmdTimeout, minutes).
+
+    Raises:
+        ConfigError: SLURM does not answer, or does not know the node.
+    """
+    of = fields(ask("scontrol", "--oneliner", "show", "node", node))
+    if "Port" in of:
+        port = of["Port"]
+    else:
+        (port,) = re.findall(r"^SlurmdPort\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE) or [
+            _SLURMD_PORT
+        ]
+    try:
+        socket.create_connection((of.get("NodeAddr", node), int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def fields(line: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,14 +95,18 @@ def test_a_node_that_fails_the_health_check_is_not_used(
 
 def test_the_batch_node_is_lost(reference: list[dict], training: Callable[..., Training]) -> None:
     """Catches a job that goes on without a launcher, with nodes that do nothing until the time limit: with --no-kill
-    SLURM itself does not end it."""
+    SLURM itself does not end it. And an agent that waits for SLURM's word: once SLURM takes the node to be down, it
+    kills the step, and the agent in it."""
     run = training()
     job = run.submit(options=("--no-kill",))
     run.wait_for_step(job, 12)
     cluster, lost = run.jobs.cluster, run.jobs.field(job, "BatchHost")
     cluster.lose_node(lost)
     try:
-        run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job, timeout_s=60)
+        # For the agent to notice; SLURM by itself takes longer.
+        time.sleep(6.0)
+        cluster.command("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
+        run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)
         assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
         assert lost not in events_of(run.run_dir, "launch")[1]["nodes"]
         assert steps_of(run.run_dir) == reference
