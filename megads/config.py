@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from megads.data.indexed.recorded import DataRecord
     from megads.data.sampling.runs import TrainSource, ValidationSource
 
-LENGTHS = ("steps", "samples", "tokens")
+LENGTHS = ("steps", "samples", "tokens", "epochs")
+AUTO = "auto"
 
 
 class Precision(StrEnum):
@@ -59,7 +61,7 @@ class BatchRampConfig:
 
 @dataclass
 class TrainConfig:
-    """How long and on what batches a run trains. Exactly one of steps, samples and tokens is set."""
+    """How long and on what batches a run trains. Exactly one of steps, samples, tokens and epochs is set."""
 
     global_batch_size: int = 8
     """Samples a step, over all ranks."""
@@ -67,12 +69,15 @@ class TrainConfig:
     """Samples in one forward pass of one data-parallel rank."""
     seq_len: int = 128
     """Tokens a sample."""
-    steps: int | None = None
-    """Length of training in steps."""
+    steps: int | str | None = field(default=None, metadata={"choices": (AUTO,)})
+    """Length of training in steps. auto goes by the amount of text: four passes, at most 20 tokens for each parameter
+    of the blocks, at least 200 steps."""
     samples: int | None = None
     """Length of training in samples."""
     tokens: int | None = None
     """Length of training in tokens, padding included."""
+    epochs: float | None = None
+    """Length of training in passes over the training data, 0.5 for half of it."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Growth of the global batch size."""
     precision: Precision = Precision.bf16
@@ -91,12 +96,22 @@ class TrainConfig:
         if len(given) != 1:
             found = ", ".join(f"train.{name} = {value}" for name, value in given.items()) or "none of them is set"
             raise ConfigError(
-                f"train needs exactly one of steps, samples and tokens, but {found}: "
-                "set one (for example train.steps=100) and the others to null"
+                f"train needs exactly one of steps, samples, tokens and epochs, but {found}: "
+                "set one (for example train.steps=100, or train.steps=auto) and the others to null"
             )
-        self.check_sizes("max_nonfinite_steps", *given)
+        if isinstance(self.steps, str) and self.steps != AUTO:
+            raise ConfigError(f"train.steps = {self.steps}: must be an integer or auto")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ConfigError(f"train.epochs = {self.epochs}: must be above 0")
+        counts = [name for name in given if name != "epochs" and given[name] != AUTO]
+        self.check_sizes("max_nonfinite_steps", *counts)
         if self.seed < 0:
             raise ConfigError(f"train.seed = {self.seed}: must not be negative")
+
+    @property
+    def length_is_known(self) -> bool:
+        """Whether the length is a number of steps, samples or tokens, and does not wait for the data."""
+        return self.steps != AUTO and self.epochs is None
 
     def check_sizes(self, *others: str) -> None:
         """Raises ConfigError on batch and sequence sizes, and other fields, below one."""
@@ -190,7 +205,6 @@ def check_config(config: RootConfig) -> None:
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
-    _check_lengths(config)
     _check_vocabulary(config)
 
 
@@ -373,16 +387,6 @@ def _check_positions(config: RootConfig) -> None:
         )
 
 
-def _check_lengths(config: RootConfig) -> None:
-    """The warmup must fit the training."""
-    planned = batch_size_schedule(config).samples_after(planned_steps(config))
-    warmup = config.schedule.warmup_samples
-    if warmup and warmup >= planned:
-        raise ConfigError(
-            f"schedule.warmup_samples = {warmup} does not end within {planned} samples: lower it, or train longer"
-        )
-
-
 def _check_vocabulary(config: RootConfig) -> None:
     """A tokenizer is learnt from raw text only, and its tokens must fit the model."""
     size, rows = config.tokenizer.vocab_size, config.model.vocab_size
@@ -420,10 +424,16 @@ def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:
 
 
 def planned_steps(config: RootConfig) -> int:
-    """Returns the length of training in whole steps, whichever way it was given."""
+    """Returns the length of training in whole steps, whichever way it was given.
+
+    Raises:
+        ValueError: it is not known before the data is, see `megads.launch.run_length`.
+    """
     train = config.train
+    if not train.length_is_known:
+        raise ValueError(f"train.steps = {train.steps}, train.epochs = {train.epochs} are not settled yet")
     if train.steps is not None:
-        return train.steps
+        return int(train.steps)
     samples = train.samples if train.samples is not None else (train.tokens or 0) // train.seq_len
     return batch_size_schedule(config).steps_for(samples)
 
@@ -435,5 +445,6 @@ def open_run_data(
     from megads.data.sampling.datasets import open_datasets
 
     train, schedule = config.train, batch_size_schedule(config)
-    samples = schedule.samples_after(planned_steps(config))
+    # No dataset is too small for a length that is not known yet.
+    samples = schedule.samples_after(planned_steps(config)) if train.length_is_known else 0
     return open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)

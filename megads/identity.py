@@ -46,6 +46,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.steps": _in_megatrons_order(lambda config: batch_size_schedule(config).samples_after(planned_steps(config))),
     "train.samples": _LENGTH,
     "train.tokens": _LENGTH,
+    "train.epochs": _LENGTH,
     "train.global_batch_size": _BATCH,
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,

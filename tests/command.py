@@ -39,6 +39,10 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
         "train.global_batch_size": 12,
         "train.micro_batch_size": 2,
         "train.precision": "fp32",
+        "optim.lr": 3e-4,
+        "optim.min_lr": 0,
+        "schedule.warmup_samples": 0,
+        "model.max_seq_len": 2048,
         "data.train": f"[{{path: {corpus}}}]",
         "data.split": "[0.9, 0.1]",
         # Measuring the CPU takes seconds, and no test looks at MFU.

@@ -17,6 +17,7 @@ from megads.cli.train import TrainCommandConfig
 from megads.cli.verb import summary
 from megads.config import RootConfig, check_config
 from megads.evaluate.config import GenerateConfig
+from megads.launch.dry_run_warnings import plan_warnings
 from megads.plan.model_size import parameter_count
 from megads.tools.report.config import ReportConfig
 
@@ -130,6 +131,23 @@ def test_every_model_composes_and_checks(model: str) -> None:
     check_config(config)
     if model in PUBLISHED:
         assert parameter_count(config.model) == pytest.approx(PUBLISHED[model], rel=0.03)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
+    """Catches a preset of a shape alone, which trains with the schema's sequences, batch and rate."""
+    config = compose_train(f"model={model}", "train.samples=100000000", "data.train=[{path: x}]")
+    assert plan_warnings(config) == []
+    for tp, dp in ((1, 2), (2, 4)):
+        check_config(compose_train(f"model={model}", "train.steps=1", "data.raw=x", f"parallel={{tp: {tp}, dp: {dp}}}"))
+
+
+def test_a_model_that_is_only_a_shape_composes(tmp_path: Path) -> None:
+    """Catches presets of one's own, without `@package _global_`, that no longer land in model."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 5\n")
+    config = compose_train("model=mine", f"hydra.searchpath=[{tmp_path}]")
+    assert (config.model.num_layers, config.train.seq_len) == (5, RootConfig().train.seq_len)
 
 
 def test_bloom_176b_is_exact() -> None:

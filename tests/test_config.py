@@ -93,7 +93,6 @@ def test_good_config_passes() -> None:
             "parallel.recompute = full",
         ),
         ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
-        ([change("schedule.warmup_samples", 80)], "schedule.warmup_samples = 80"),
         ([change("run.id", "../elsewhere")], "run.id"),
         ([change("logging.every_steps", 0)], "logging.every_steps = 0"),
         ([change("checkpoint.keep", -1)], "checkpoint.keep = -1"),

@@ -28,12 +28,12 @@ _OF_A_SEQUENCE = ("seq_len", "max_seq_len")
 
 
 def integer_keys(schema: type) -> frozenset[str]:
-    """Returns the dotted keys of a config dataclass that hold one integer."""
+    """Returns the dotted keys of a config dataclass that hold one integer, or auto or null in place of it."""
     return frozenset(key.name for key in keys(schema) if _is_count(key))
 
 
 def _is_count(key: Key) -> bool:
-    return key.kind in ("integer", "integer or null")
+    return key.kind.startswith("integer")
 
 
 def expand_count(key: str, text: str) -> str:

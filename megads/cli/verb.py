@@ -176,7 +176,10 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
         default = "" if is_section else _default(item)
         # Names that plugins add to are no enum.
         choices = tuple(item.metadata.get("choices", ())) or _choices(hint)
-        yield Key(name, _kind(hint), default, choices, docs.get(item.name, ""), is_section)
+        kind = _kind(hint)
+        if choices and kind.startswith("integer or text"):
+            kind = kind.replace("text", ", ".join(choices))
+        yield Key(name, kind, default, choices, docs.get(item.name, ""), is_section)
         if is_section:
             yield from _walk(hint, f"{name}.")
         elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]):

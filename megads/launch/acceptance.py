@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.config import RootConfig, planned_steps
+from megads.config import AUTO, LENGTHS, RootConfig, planned_steps
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.frozen_config import config_dict, load_frozen, record_config
 from megads.launch.preflight import ResolvedRun
@@ -104,10 +104,12 @@ class AcceptedStart:
             return ""
         step, planned = past.manifest.run.state["step"], planned_steps(config)
         if step > planned:
-            return f"finished at step {step}, beyond the {planned} of {length_key(config)}: raise it to go on"
+            return (
+                f"finished at step {step}, beyond the {planned} of {length_key(self.resolved.asked)}: raise it to go on"
+            )
         if step < planned or not is_finished(config) or not self._usable(past):
             return ""
-        return finished_text(config)
+        return finished_text(self.resolved)
 
     def _usable(self, past: Past) -> bool:
         """Whether the last checkpoint is intact; on SLURM the first node would read for too long to know."""
@@ -153,14 +155,14 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
 
 def length_key(config: RootConfig) -> str:
     """Returns the key that says how long the run trains, with its value."""
-    train = config.train
-    given = {"steps": train.steps, "samples": train.samples, "tokens": train.tokens}
-    return next(f"train.{name} = {value}" for name, value in given.items() if value is not None)
+    return next(f"train.{key} = {value}" for key in LENGTHS if (value := getattr(config.train, key)) is not None)
 
 
-def finished_text(config: RootConfig) -> str:
+def finished_text(resolved: ResolvedRun) -> str:
     """Says that a run came to its planned end, and what to raise."""
-    return f"finished at step {planned_steps(config)}: raise {length_key(config).split()[0]} to go on"
+    step, asked = planned_steps(resolved.config), resolved.asked
+    longer = f"raise {length_key(asked).split()[0]}" if asked.train.steps != AUTO else f"set train.steps above {step}"
+    return f"finished at step {step}: {longer} to go on"
 
 
 def is_finished(config: RootConfig) -> bool:

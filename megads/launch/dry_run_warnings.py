@@ -17,7 +17,7 @@ from megads.runtime.run_dir import CONFIG_FILE
 
 _FAR_BELOW = 4
 _SHORT_STEPS = 100
-"""Runs of fewer steps only try things out: they need no warmup."""
+"""Runs of fewer steps only try things out, with no warmup or the preset's."""
 _VOCABULARY_SHARE, _VOCABULARY_ROWS = 1.1, 256
 """Rows beyond the tokenizer's tokens that pass for padding or reserved ids."""
 
@@ -49,9 +49,11 @@ def plan_warnings(config: RootConfig, tokenizer_tokens: int | None = None, last:
         tokenizer_tokens: of the tokenizer of its data; None where nobody knows.
         last: the start that this one continues; None for a new run.
     """
+    if not config.train.length_is_known:
+        return [*_of_model(config, tokenizer_tokens)]
     return [
         *_of_model(config, tokenizer_tokens),
-        *_of_warmup(config),
+        *of_warmup(config),
         *_of_zero_rate(config),
         *(_of_continuation(config, last) if last is not None else ()),
     ]
@@ -74,13 +76,24 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
         )
 
 
-def _of_warmup(config: RootConfig) -> Iterator[str]:
-    steps = planned_steps(config)
-    if config.schedule.warmup_samples == 0 and steps >= _SHORT_STEPS:
-        some = batch_size_schedule(config).samples_after(max(1, steps // 100))
+def of_warmup(config: RootConfig) -> Iterator[str]:
+    """Yields what looks wrong in the warmup of a run, at most one line."""
+    steps, warmup = planned_steps(config), config.schedule.warmup_samples
+    batches = batch_size_schedule(config)
+    planned, some = batches.samples_after(steps), batches.samples_after(max(1, steps // 100))
+    share = f"schedule.warmup_samples={some} is a hundredth of the run"
+    if steps < _SHORT_STEPS:
+        return
+    if warmup == 0:
         yield (
             f"schedule.warmup_samples = 0: the first step has the full optim.lr = {config.optim.lr:g}, before AdamW "
-            f"knows the size of the gradients; schedule.warmup_samples={some} is a hundredth of the run"
+            f"knows the size of the gradients; {share}"
+        )
+    if warmup > planned:
+        yield (
+            f"schedule.warmup_samples = {warmup:,} does not end within the run's {planned:,} samples: the learning "
+            f"rate rises to {_rate(config, steps):.3g} and never gets to optim.lr = {config.optim.lr:g}; train longer, "
+            f"or {share}"
         )
 
 

@@ -16,6 +16,7 @@ from megads.data.prepare.config import Engine
 from megads.errors import ConfigError, DataError, StopRequested
 from megads.frozen_config import derive_run_id
 from megads.launch.node_ranks import require_devices
+from megads.launch.run_length import settle_length
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
@@ -59,7 +60,7 @@ class ResolvedRun:
     Attributes:
         asked: the config as composed.
         config: the same with run.id, run.dir, the dataset and an explicit layout; what ranks read is this, frozen, once
-            `prepare_data` has filled in the vocabulary, and `accept_start` the mixes of earlier starts.
+            `prepare_data` has filled in the vocabulary and the length, and `accept_start` the mixes of earlier starts.
         data: what the config's dataset is, or will be made of.
         machine: where the ranks run.
         placement: their nodes in a SLURM job; None for this machine.
@@ -111,6 +112,10 @@ def resolve_run(
     known, reasons = settle_auto(data.planned(config), machine)
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
+    if data.made and known.model.vocab_size is not None:
+        settled, told = settle_length(data.planned(config))
+        config = dataclasses.replace(config, train=settled.train)
+        reasons = [*reasons, *([told] if told else [])]
     return ResolvedRun(asked, config, data, machine, placement, tuple(reasons))
 
 
@@ -270,7 +275,7 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
     """Makes what is not there yet and checks that it is enough for the run; the run directory is not touched.
 
     Returns:
-        The run with model.vocab_size and `made` known.
+        The run with model.vocab_size, its length and `made` known.
 
     Raises:
         ConfigError: the cache cannot be written to.
@@ -291,7 +296,9 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
         "seconds": round(time.monotonic() - start_s, 3),
     }
     console.say(f"data: {made['message']}")
-    config = _with_vocabulary(run.config, prepared.sidecar.vocab_size)
+    config, told = settle_length(_with_vocabulary(run.config, prepared.sidecar.vocab_size))
+    if told:
+        console.say(told)
     if config.model.vocabulary > 2 * prepared.sidecar.vocab_size:
         console.say(
             f"model.vocab_size = {config.model.vocabulary:,} is far above the tokenizer's "

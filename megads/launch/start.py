@@ -25,6 +25,7 @@ from megads.errors import (
 )
 from megads.frozen_config import config_digest
 from megads.launch.acceptance import accept_start, finished_text
+from megads.launch.dry_run_warnings import of_warmup
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
@@ -151,6 +152,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             return _Ended(EXIT_OK)
         for text in accepted.changed_settings:
             console.say(f"changed since the last start: {text}", "warning")
+        for text in of_warmup(resolved.config):
+            console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
             ended = _Attempts(resolved, lease, server).run(console)
@@ -170,7 +173,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) ->
     """Says whether the run is finished, or how it goes on; on SLURM the job says it."""
     config = resolved.config
     if ended.exit_code == EXIT_OK:
-        console.say(finished_text(config))
+        console.say(finished_text(resolved))
     elif ended.exit_code in _INTERRUPTED and resolved.placement is None:
         step = saved_step(resolved.run_dir)
         where = f"continues it from step {step}" if step else "starts it again: it has no checkpoint yet"
@@ -184,7 +187,8 @@ def _open_console(resolved: ResolvedRun) -> Console:
     from megads.monitor.live_console import open_console
 
     config = resolved.config
-    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned_steps(config))
+    planned = planned_steps(config) if config.train.length_is_known else None
+    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned)
 
 
 def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:

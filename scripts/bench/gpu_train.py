@@ -85,7 +85,9 @@ class Size:
     @property
     def model(self) -> ModelConfig:
         """Its shape."""
-        preset = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{self.preset}.yaml"))
+        preset = OmegaConf.merge(
+            OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{self.preset}.yaml").model
+        )
         changes: dict[str, Any] = {
             "vocab_size": self.vocabulary, "num_layers": self.layers, "hidden_size": self.hidden, "ffn_size": self.ffn,
         }  # fmt: skip

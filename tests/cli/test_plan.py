@@ -71,8 +71,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert run(["plan", *overrides, "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["ranks"], plan["micro_batches"], plan["tokens_per_step"]) == (8, 4, 2048)
-    assert plan["flops_per_step"] == plan["flops_per_token"] * 2048
+    assert (plan["ranks"], plan["micro_batches"], plan["tokens_per_step"]) == (8, 8, 4096)
+    assert plan["flops_per_step"] == plan["flops_per_token"] * 4096
     for stage in plan["stages"]:
         parts = ("weights", "masters", "adam_moments", "attention_bias", "pipeline_buffers")
         always = sum(stage[part] for part in parts)
@@ -160,7 +160,7 @@ def test_dry_run_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
             "train.seq_len = 90 is not divisible by parallel.tp = 4",
         ),
         (["model.layers=3"], "model.layers"),
-        (["model.position=learned", "train.seq_len=4096"], "model.max_seq_len = 2048"),
+        (["model.position=learned", "train.seq_len=4096"], "model.max_seq_len = 256"),
     ],
 )
 def test_errors(overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

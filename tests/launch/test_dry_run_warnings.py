@@ -42,6 +42,9 @@ def plan(**changes: Any) -> RootConfig:
         ({"model__vocab_size": 50257}, 1024, "the tokenizer has 1,024 tokens: the other 49,233 rows are never trained"),
         ({"schedule__warmup_samples": 0, "train__steps": 99}, None, ""),
         ({"schedule__warmup_samples": 0}, None, "schedule.warmup_samples=16 is a hundredth of the run"),
+        ({"schedule__warmup_samples": 1600}, None, ""),
+        ({"schedule__warmup_samples": 3200}, None, "rises to 0.0005 and never gets to optim.lr = 0.001; train longer"),
+        ({"train__steps": "auto", "schedule__warmup_samples": 10**9}, None, ""),
         ({"optim__min_lr": 0.0, "schedule__name": "constant"}, None, ""),
         ({"optim__min_lr": 0.0}, None, "the learning rate is 0 in step 200, the last, which changes no weight"),
         ({"optim__min_lr": 0.0}, None, "optim.min_lr=0.0001"),
@@ -84,7 +87,17 @@ def test_runs_that_go_on(before: dict[str, Any], now: dict[str, Any], step: int,
 def test_a_dry_run_says_them(tmp_path: Path, fork_server: ForkServer) -> None:
     """Catches warnings that nobody prints, and a dry run that does not look at the run's own last start."""
     (tmp_path / "a.txt").write_text("A line of text, and one more.\n" * 200)
-    command = ("train", "data.raw=a.txt", "model.vocab_size=9999", "train.steps=40", "run.id=mine", "run.dry_run=true")
+    command = (
+        "train",
+        "data.raw=a.txt",
+        "model.vocab_size=9999",
+        "train.steps=40",
+        "run.id=mine",
+        "run.dry_run=true",
+        "train.seq_len=64",
+        "optim.min_lr=0",
+        "schedule.warmup_samples=8",
+    )
     first = fork_server(tmp_path, command)
     assert first.code == 0, first.err
     warnings = [line for line in first.out.splitlines() if line.startswith("warning: ")]

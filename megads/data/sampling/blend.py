@@ -247,6 +247,8 @@ class BlendedSamples:
     def __init__(self, parts: Sequence[BlendPart], order: Interleaving, skips: Skips | None = None) -> None:
         self.parts = list(parts)
         self.seq_len = parts[0].seq_len
+        self.samples_per_epoch = sum(part.samples_per_epoch for part in parts)
+        """Samples in one pass over all datasets, whatever the mix takes of each."""
         self._order = order
         self.skips = skips or Skips()
 

@@ -68,6 +68,8 @@ class SampleSource(Protocol):
 class TrainSource(SampleSource, Protocol):
     """Samples without an end."""
 
+    samples_per_epoch: int
+
     def dataset_samples(self, samples: IntArray) -> IntArray:
         """Returns int64 [n, k], what determines the content of each of n samples; `batch_hash` is of it."""
 

@@ -242,9 +242,6 @@ def describe_run(resolved: ResolvedRun) -> str:
     """Returns what a run would do, for run.dry_run."""
     config, machine = resolved.planned, resolved.machine
     train, parallel, model = config.train, config.parallel, config.model
-    steps = planned_steps(config)
-    batches = batch_size_schedule(config)
-    samples = batches.samples_after(steps)
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
@@ -263,7 +260,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         "memory": memory,
         **_pipeline_rows(config),
         **({"chosen": "; ".join(resolved.choices)} if resolved.choices else {}),
-        "length": f"{steps:,} steps, {samples:,} samples, {samples * train.seq_len:,} tokens",
+        "length": _length(config),
         "precision": str(train.precision),
         "kernels": chosen_kernels(config, machine).text,
         "data": resolved.data.text,
@@ -276,6 +273,14 @@ def describe_run(resolved: ResolvedRun) -> str:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
+
+
+def _length(config: RootConfig) -> str:
+    if not config.train.length_is_known:
+        return "not known before the data is there"
+    steps = planned_steps(config)
+    samples = batch_size_schedule(config).samples_after(steps)
+    return f"{steps:,} steps, {samples:,} samples, {samples * config.train.seq_len:,} tokens"
 
 
 def _heads(model: ModelConfig) -> str:

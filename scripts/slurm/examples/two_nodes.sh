@@ -4,5 +4,5 @@
 set -euo pipefail
 exec "$(dirname "${BASH_SOURCE[0]}")/../submit.sh" \
     --nodes=2 --gpus-per-node=4 --cpus-per-task=16 --time=04:00:00 \
-    model=bloom_560m train.seq_len=2048 train.global_batch_size=256 train.steps=2000 \
+    model=bloom_560m train.steps=2000 \
     parallel.tp=4 parallel.pp=2 "$@"

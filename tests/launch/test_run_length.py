@@ -1,0 +1,110 @@
+"""Lengths that the data decides: train.steps=auto and train.epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.config import RootConfig, batch_size_schedule
+from megads.data.config import DatasetConfig
+from megads.data.sampling.datasets import open_datasets
+from megads.launch.run_length import settle_length, wanted_tokens
+from tests.command import Ended, StartCommand, events_of, small_model
+from tests.corpus import VOCAB_SIZE
+
+SEQ_LEN, BATCH = 16, 8
+
+
+def config_of(*prefixes: Path, hidden_size: int = 48, **train: Any) -> RootConfig:
+    """A small model on a corpus, or on several; `train` are keys of that section."""
+    config = RootConfig()
+    config.model.hidden_size, config.model.num_heads, config.model.num_layers = hidden_size, 6, 1
+    config.model.vocab_size = VOCAB_SIZE
+    weight = 1.0 if len(prefixes) > 1 else None
+    config.data.train = [
+        DatasetConfig(str(prefix), weight, name=f"set{number}", max_epochs=9.0)
+        for number, prefix in enumerate(prefixes)
+    ]
+    config.data.split = [0.9, 0.1]
+    for key, value in ({"seq_len": SEQ_LEN, "global_batch_size": BATCH} | train).items():
+        setattr(config.train, key, value)
+    return config
+
+
+def epoch_of(config: RootConfig) -> int:
+    """Samples in one pass, as the data itself counts them."""
+    source, _ = open_datasets(config.data, SEQ_LEN, 1, VOCAB_SIZE)
+    return int(source.samples_per_epoch)
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters", "tokens", "why"),
+    [
+        (1000, 1000, 4000, "4 passes over 1,000 tokens of text"),
+        (1000, 200, 4000, "4 passes"),
+        (1000, 199, 3980, "20 tokens for each of the 199 parameters of the blocks"),
+        (1000, 49, 980, "the text has 1,000 tokens, enough for a larger model"),
+    ],
+)
+def test_the_rule(text: int, parameters: int, tokens: int, why: str) -> None:
+    """Catches a model trained on more than it has room for, and a text repeated until it is learnt by heart."""
+    found = wanted_tokens(text, parameters)
+    assert found[0] == tokens
+    assert why in found[1]
+
+
+@pytest.mark.parametrize("order", ["default", "megatron"])
+def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
+    """Catches passes that count the held-out documents too, or go a batch beyond them."""
+    config = config_of(corpus, epochs=2.5)
+    config.data.order = type(config.data.order)(order)
+    settled, told = settle_length(config)
+    samples = 2.5 * epoch_of(config)
+    assert settled.train.steps * BATCH <= samples < (settled.train.steps + 1) * BATCH
+    assert settled.train.epochs is None
+    assert told.startswith(f"train.epochs = 2.5: {settled.train.steps} steps over")
+
+
+def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
+    """Catches passes over the first dataset alone, and steps counted as if the batch were always the last one."""
+    alone, blend = (settle_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
+    assert abs(blend.train.steps - 2 * alone.train.steps) <= 1
+    growing = config_of(corpus, epochs=1.0)
+    growing.train.batch_ramp.start, growing.train.batch_ramp.samples = 1, 400
+    settled, _ = settle_length(growing)
+    batches, steps = batch_size_schedule(settled), settled.train.steps
+    assert batches.samples_after(steps) <= epoch_of(growing) < batches.samples_after(steps + 1)
+
+
+def test_auto_goes_by_text_and_model(corpus: Path) -> None:
+    """Catches a length that depends on the text or on the model alone, and one too short for a learning rate."""
+    passes, _ = settle_length(config_of(corpus, steps="auto", global_batch_size=1))
+    epoch = epoch_of(config_of(corpus))
+    assert passes.train.steps == 4 * epoch
+    narrow, told = settle_length(config_of(corpus, steps="auto", global_batch_size=1, hidden_size=6))
+    assert 200 < narrow.train.steps < passes.train.steps and "20 tokens for each" in told
+    least, told = settle_length(config_of(corpus, steps="auto", global_batch_size=64))
+    assert least.train.steps == 200 and f"{200 * 64 / epoch:.1f} passes" in told
+    known = config_of(corpus, steps=7)
+    assert settle_length(known) == (known, "")
+
+
+@pytest.mark.distributed
+def test_the_run_says_it_and_keeps_it(corpus: Path, megads: StartCommand) -> None:
+    """Catches a frozen config or a second start that knows no length, and a dry run that leaves it open."""
+
+    def train(*arguments: str) -> Ended:
+        ended = megads("train", *small_model(corpus, train__seq_len=128), "run.id=one", *arguments).end()
+        assert ended.code == 0, ended.err
+        return ended
+
+    told = "train.epochs = 0.5: "
+    dry, first = train("train.epochs=0.5", "run.dry_run=true"), train("train.epochs=0.5")
+    assert told in dry.out and told in first.out
+    steps = events_of(megads.folder / "runs" / "one", "start")[0]["total_steps"]
+    assert f"{steps:,} steps" in dry.out and f"finished at step {steps}: raise train.epochs to go on" in first.out
+    longer = train("train.epochs=1")
+    assert events_of(megads.folder / "runs" / "one", "end")[-1]["step"] in (2 * steps, 2 * steps - 1)
+    assert f"finished at step {2 * steps}" in longer.out or f"finished at step {2 * steps - 1}" in longer.out
