@@ -26,7 +26,8 @@ from megads.checkpoint.manifest import (
     software,
     software_differences,
 )
-from megads.checkpoint.store import DTYPE_NAMES, agreed, checksum, on_first, recover
+from megads.checkpoint.store import agreed, on_first, recover
+from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
@@ -335,7 +336,7 @@ def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.
     Raises:
         CheckpointError: this version cannot build its model, or a weight is missing.
     """
-    model = GPT.empty(_model_config(handle), device, dtype)
+    model = GPT.empty(model_config_of(handle), device, dtype)
     with torch.no_grad():
         shards = [
             Shard(f"weight/{name}", tuple(parameter.shape), (0,) * parameter.dim(), parameter)
@@ -345,7 +346,7 @@ def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.
     return model.eval().requires_grad_(False)
 
 
-def _model_config(handle: CheckpointHandle) -> ModelConfig:
+def model_config_of(handle: CheckpointHandle) -> ModelConfig:
     """The shape that the checkpoint records of its model."""
     try:
         if "${" in str(handle.manifest.run.model):

@@ -6,29 +6,20 @@ checkpoints/.step_00000100.replaced/  gives way to a new checkpoint of the same 
 checkpoints/.step_00000100.removed/   being deleted
 checkpoints/latest                    names the last committed one, for people and scripts
 
-Files are written piece by piece in the format of safetensors, with a checksum a tensor: 8 bytes of header length
-(little endian), a JSON header, the data. safetensors' own writer copies every tensor into memory first, refuses views
-of one buffer, which is what ZeRO shards are, and knows no checksums.
-
 Ranks act together: what fails on one fails on all, so that none waits for another forever.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
-
-import torch
-import xxhash
-from torch import Tensor
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import (
@@ -40,6 +31,7 @@ from megads.checkpoint.manifest import (
     read_manifest,
     software,
 )
+from megads.checkpoint.tensor_file import DTYPE_NAMES, TensorLayout, write_tensor_file
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane
@@ -50,15 +42,6 @@ from megads.runtime.metrics import LedgerRecord
 T = TypeVar("T")
 
 _NAMED_FAILURES = 3
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-}
-"""Names of dtypes in the safetensors format."""
 
 
 class SaveError(CheckpointError):
@@ -123,6 +106,34 @@ def save_checkpoint(
     return final
 
 
+def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) -> Path:
+    """Writes a checkpoint in one process, a file for each part; a part is asked for when the one before is on disk.
+
+    Args:
+        run_dir: the run's folder, which nobody else writes to.
+        parts: together they cover every key exactly once.
+        run: what to record of the run; run.state["step"] names the checkpoint.
+
+    Returns:
+        The committed folder.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left.
+    """
+    final = step_folder(run_dir, run.state["step"])
+    partial = _hidden(final, "partial")
+    try:
+        _prepare(partial)
+        stored = [(_write_shards(partial, number, part), list[str]()) for number, part in enumerate(parts)]
+        _commit(partial, final, run, stored)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{final} cannot be written: {error.strerror}") from error
+        raise
+    return final
+
+
 def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
     """Raises Fenced on every rank where rank 0 finds that another start holds the run directory."""
     lost = control.broadcast(fence.reason() if fence is not None and control.rank == 0 else "", str)
@@ -169,7 +180,8 @@ def _write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[Sto
     if not kept:
         return []
     file = f"rank_{rank:05d}.safetensors"
-    checksums = write_tensor_file(partial / file, [shard.tensor for shard in kept])
+    layouts = [TensorLayout(str(i), shard.tensor.dtype, tuple(shard.tensor.shape)) for i, shard in enumerate(kept)]
+    checksums = write_tensor_file(partial / file, layouts, (shard.tensor for shard in kept))
     return [
         StoredTensor(
             key=shard.key,
@@ -330,50 +342,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
-
-
-def checksum(tensor: Tensor) -> str:
-    """xxh3_128 of a tensor's bytes in row-major order, as hex."""
-    return xxhash.xxh3_128_hexdigest(_row_major_bytes(tensor))
-
-
-def write_tensor_file(path: Path, tensors: Sequence[Tensor]) -> list[str]:
-    """Writes tensors under the names "0", "1", ... and waits until they are on disk.
-
-    Args:
-        path: a file that does not exist yet.
-        tensors: on any device; copied to the CPU one at a time.
-
-    Returns:
-        Each tensor's checksum.
-
-    Raises:
-        CheckpointError: the file cannot be written; part of it may exist.
-    """
-    header: dict[str, dict[str, object]] = {}
-    end = 0
-    for index, tensor in enumerate(tensors):
-        start, end = end, end + tensor.nbytes
-        shape = list(tensor.shape)
-        header[str(index)] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    # Data that starts at a multiple of 8 can be mapped as any dtype.
-    encoded += b" " * (-len(encoded) % 8)
-    checksums = []
-    try:
-        with path.open("xb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for tensor in tensors:
-                data = _row_major_bytes(tensor)
-                checksums.append(xxhash.xxh3_128_hexdigest(data))
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-    return checksums
-
-
-def _row_major_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data

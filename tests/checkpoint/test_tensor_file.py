@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megads.checkpoint.manifest import Rectangle, coverage_fault
-from megads.checkpoint.store import checksum, write_tensor_file
+from megads.checkpoint.tensor_file import TensorLayout, checksum, write_tensor_file
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import random_cuts
 
@@ -83,7 +83,8 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
         torch.tensor(5),
         torch.randn(4, 4, dtype=torch.float64)[:, 1:3],
     ]
-    checksums = write_tensor_file(tmp_path / "file", tensors)
+    layouts = [TensorLayout(str(i), tensor.dtype, tuple(tensor.shape)) for i, tensor in enumerate(tensors)]
+    checksums = write_tensor_file(tmp_path / "file", layouts, tensors)
     loaded = load_file(tmp_path / "file")
     assert [loaded[str(index)].dtype for index in range(6)] == [tensor.dtype for tensor in tensors]
     assert all(torch.equal(loaded[str(index)], tensor) for index, tensor in enumerate(tensors))
@@ -102,6 +103,7 @@ def test_checksum_sees_every_bit() -> None:
 
 def test_never_overwrites(tmp_path: Path) -> None:
     """Catches two writers in one folder that silently mix their tensors."""
-    write_tensor_file(tmp_path / "file", [torch.zeros(1)])
+    layout = TensorLayout("0", torch.float32, (1,))
+    write_tensor_file(tmp_path / "file", [layout], [torch.zeros(1)])
     with pytest.raises(CheckpointError, match=r"file: File exists"):
-        write_tensor_file(tmp_path / "file", [torch.zeros(1)])
+        write_tensor_file(tmp_path / "file", [layout], [torch.zeros(1)])

@@ -1,0 +1,101 @@
+"""Writes files of tensors piece by piece, in the format of safetensors, with a checksum a tensor.
+
+8 bytes of header length (little endian), a JSON header, the data. safetensors' own writer copies every tensor into
+memory first, refuses views of one buffer, which is what ZeRO shards are, and knows no checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megads.errors import CheckpointError
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
+"""Names of dtypes in the safetensors format."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor that will be in a file.
+
+    Attributes:
+        name: in the file.
+        dtype: of its elements.
+        shape: its extents.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(
+    path: Path, layouts: Sequence[TensorLayout], tensors: Iterable[Tensor], metadata: Mapping[str, str] = {}
+) -> list[str]:
+    """Writes tensors in the format of safetensors and waits until they are on disk.
+
+    Args:
+        path: a file that does not exist yet.
+        layouts: what the file holds.
+        tensors: the tensors in that order, on any device; each is asked for when the one before is written.
+        metadata: of the file.
+
+    Returns:
+        Each tensor's checksum.
+
+    Raises:
+        CheckpointError: the file cannot be written; part of it may exist.
+    """
+    header: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for layout in layouts:
+        start, end = end, end + layout.nbytes
+        dtype, shape = DTYPE_NAMES[layout.dtype], list(layout.shape)
+        header[layout.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # Data that starts at a multiple of 8 can be mapped as any dtype.
+    encoded += b" " * (-len(encoded) % 8)
+    checksums = []
+    try:
+        with path.open("xb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for layout, tensor in zip(layouts, tensors, strict=True):
+                assert (tensor.dtype, tuple(tensor.shape)) == (layout.dtype, layout.shape), layout.name
+                data = _row_major_bytes(tensor)
+                checksums.append(xxhash.xxh3_128_hexdigest(data))
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    return checksums
+
+
+def checksum(tensor: Tensor) -> str:
+    """xxh3_128 of a tensor's bytes in row-major order, as hex."""
+    return xxhash.xxh3_128_hexdigest(_row_major_bytes(tensor))
+
+
+def _row_major_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,364 @@
+"""Published architectures: which models each can express, what it calls their tensors, and its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megads.errors import ConfigError
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.tools.hugging_face.weights import Names
+
+Content = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in a config.json.
+
+    Attributes:
+        ours: field of ModelConfig.
+        theirs: its name, and names that older files have for it.
+        kind: int or float.
+        default: what transformers takes where it is absent; an ellipsis where it must not be.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    kind: type = int
+    default: Any = ...
+
+    def read(self, content: Content) -> Any:
+        """Its value.
+
+        Raises:
+            ConfigError: it is missing, or no number.
+        """
+        name = next((name for name in self.theirs if content.get(name) is not None), None)
+        value = self.default if name is None else content[name]
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float) if self.kind is float else int):
+            told = "is missing" if value is ... else f"= {value!r}"
+            kind = "a number" if self.kind is float else "an integer"
+            raise ConfigError(f"config.json: {name or self.theirs[0]} {told}: want {kind}")
+        return self.kind(value)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of transformers' decoder models.
+
+    Attributes:
+        model_type: in its config.json.
+        class_name: of transformers.
+        names: of its modules.
+        wants: fields of ModelConfig with the only value that it can express, or a function of the model for it.
+        keys: numbers in its config.json.
+        fixed: what its config.json says besides, and must say for the model to be what megads computes.
+        tied: whether the head is the embedding where config.json says nothing.
+        optional_bias: config.json tells whether there are biases; else there are.
+        needs: of `fixed`, what must not be absent: there transformers takes another value.
+    """
+
+    model_type: str
+    class_name: str
+    names: Names
+    wants: Mapping[str, Any]
+    keys: tuple[Number, ...]
+    fixed: Mapping[str, Any]
+    tied: bool
+    optional_bias: bool = False
+    needs: tuple[str, ...] = ()
+
+    def refusals(self, model: ModelConfig) -> list[str]:
+        """What of a model it cannot express; nothing where it can."""
+        wanted = {field: value(model) if callable(value) else value for field, value in self.wants.items()}
+        found = [
+            f"model.{field} = {_effective(model, field)} where {self.model_type} has {value}"
+            for field, value in wanted.items()
+            if _effective(model, field) != value
+        ]
+        return [*found, *([f"model.block.name = {model.block.name}"] if model.block.is_custom else [])]
+
+    def content(self, model: ModelConfig) -> dict[str, Any]:
+        """The config.json of a model, without what the tokenizer says."""
+        content = {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
+        content |= {key.theirs[0]: _effective(model, key.ours) for key in self.keys}
+        if model.position is Position.rope:
+            content["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
+        if self.optional_bias:
+            content |= {"attention_bias": model.bias, "mlp_bias": model.bias}
+        return {**content, "initializer_range": model.weight_std, "tie_word_embeddings": model.tie_embeddings}
+
+    def model_of(self, content: Content) -> ModelConfig:
+        """The model that a config.json describes.
+
+        Raises:
+            ConfigError: it describes something that megads does not compute; names the key.
+        """
+        content = _of_version_4(content)
+        for key, wanted in self.fixed.items():
+            given = content.get(key, None if key in self.needs else wanted)
+            if given != wanted and not {given, wanted} <= _TANH_GELUS:
+                raise ConfigError(f"config.json: {key} = {given!r}: megads computes {wanted!r} only")
+        values = {key.ours: key.read(content) for key in self.keys}
+        values |= {field: value for field, value in self.wants.items() if not callable(value)}
+        values["bias"] = self._bias(content) if self.optional_bias else self.wants.get("bias", True)
+        values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
+        if content.get("initializer_range"):
+            values["init_std"] = float(content["initializer_range"])
+        head_dim = values.pop("head_dim", None)
+        model = ModelConfig(**values)
+        model.check()
+        if head_dim not in (None, model.head_dim):
+            raise ConfigError(
+                f"config.json: head_dim = {head_dim}, but hidden_size / num_attention_heads = {model.head_dim}: megads "
+                "has no other"
+            )
+        refused = self.refusals(model)
+        if refused:
+            raise ConfigError(f"config.json: {'; '.join(refused)}")
+        return model
+
+    @staticmethod
+    def _bias(content: Content) -> bool:
+        attention, mlp = (bool(content.get(key, False)) for key in ("attention_bias", "mlp_bias"))
+        if attention != mlp:
+            raise ConfigError(
+                f"config.json: attention_bias = {attention}, mlp_bias = {mlp}: megads has biases in both or in neither"
+            )
+        return attention
+
+
+_TANH_GELUS = {"gelu_new", "gelu_pytorch_tanh", "gelu_fast"}
+"""Hugging Face's names of the approximation that megads computes."""
+
+
+def _effective(model: ModelConfig, field: str) -> Any:
+    """A field of a model, with what null stands for filled in."""
+    filled = {"num_kv_heads": model.kv_heads, "ffn_size": model.ffn_width}
+    return filled.get(field, getattr(model, field))
+
+
+def _of_version_4(content: Content) -> Content:
+    """A config.json of transformers 5, which has rope's settings in a dict, with the keys of transformers 4.
+
+    Raises:
+        ConfigError: the angles are scaled.
+    """
+    parameters = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = (
+        parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else parameters
+    )
+    if kind != "default":
+        raise ConfigError(
+            f"config.json: rope's angles are scaled, rope_type = {kind!r}: megads computes them as they are ('default')"
+        )
+    names = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
+    return {**content, **{names[name]: value for name, value in parameters.items() if name in names}}
+
+
+def _all_heads(model: ModelConfig) -> int:
+    return model.num_heads
+
+
+def _four_times_hidden(model: ModelConfig) -> int:
+    return 4 * model.hidden_size
+
+
+_BLOCK = {
+    "input_norm": ("input_layernorm",),
+    "attention.qkv": ("attention.query_key_value",),
+    "attention.dense": ("attention.dense",),
+    "post_attention_norm": ("post_attention_layernorm",),
+    "mlp.up": ("mlp.dense_h_to_4h",),
+    "mlp.down": ("mlp.dense_4h_to_h",),
+}
+"""GPT-NeoX' names; BLOOM has one other."""
+_GPT_WANTS = {
+    "norm": NormKind.layernorm, "mlp": MLPKind.gelu, "parallel_block": False, "window": None,
+    "num_kv_heads": _all_heads,
+}  # fmt: skip
+_LLAMA_WANTS = {
+    "position": Position.rope, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": False,
+    "embedding_norm": False,
+}  # fmt: skip
+_LLAMA_NAMES = Names(
+    outer={"embedding.word": "model.embed_tokens", "final_norm": "model.norm"},
+    block={
+        "input_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.dense": ("self_attn.o_proj",),
+        "post_attention_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    },
+    prefix="model.layers.{}",
+)
+_LLAMA_KEYS = (
+    Number("vocab_size", ("vocab_size",)),
+    Number("hidden_size", ("hidden_size",)),
+    Number("ffn_size", ("intermediate_size",)),
+    Number("num_layers", ("num_hidden_layers",)),
+    Number("num_heads", ("num_attention_heads",)),
+    Number("num_kv_heads", ("num_key_value_heads",), default=None),
+    Number("head_dim", ("head_dim",), default=None),
+    Number("max_seq_len", ("max_position_embeddings",), default=2048),
+    Number("norm_eps", ("rms_norm_eps",), float, 1e-6),
+    Number("rope_theta", ("rope_theta",), float, 10000.0),
+    Number("attention_dropout", ("attention_dropout",), float, 0.0),
+)
+BLOOM = Architecture(
+    model_type="bloom",
+    class_name="BloomForCausalLM",
+    names=Names(
+        outer={
+            "embedding.word": "transformer.word_embeddings",
+            "embedding.norm": "transformer.word_embeddings_layernorm",
+            "final_norm": "transformer.ln_f",
+        },
+        block={name: (theirs[0].replace("attention.", "self_attention."),) for name, theirs in _BLOCK.items()}
+        | {"post_attention_norm": ("post_attention_layernorm",)},
+        prefix="transformer.h.{}",
+    ),
+    wants={**_GPT_WANTS, "position": Position.alibi, "embedding_norm": True, "ffn_size": _four_times_hidden},
+    keys=(
+        Number("vocab_size", ("vocab_size",)),
+        Number("hidden_size", ("hidden_size", "n_embed")),
+        Number("num_layers", ("n_layer", "num_hidden_layers")),
+        Number("num_heads", ("n_head", "num_attention_heads")),
+        Number("max_seq_len", ("seq_length",), default=2048),
+        Number("norm_eps", ("layer_norm_epsilon",), float, 1e-5),
+        Number("hidden_dropout", ("hidden_dropout",), float, 0.0),
+        Number("attention_dropout", ("attention_dropout",), float, 0.0),
+    ),
+    fixed={"apply_residual_connection_post_layernorm": False},
+    tied=True,
+)
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    class_name="GPTNeoXForCausalLM",
+    names=Names(
+        outer={"embedding.word": "gpt_neox.embed_in", "final_norm": "gpt_neox.final_layer_norm"},
+        block=_BLOCK,
+        prefix="gpt_neox.layers.{}",
+        head="embed_out",
+    ),
+    wants={**_GPT_WANTS, "position": Position.rope, "embedding_norm": False},
+    keys=(
+        Number("vocab_size", ("vocab_size",)),
+        Number("hidden_size", ("hidden_size",)),
+        Number("ffn_size", ("intermediate_size",)),
+        Number("num_layers", ("num_hidden_layers",)),
+        Number("num_heads", ("num_attention_heads",)),
+        Number("max_seq_len", ("max_position_embeddings",), default=2048),
+        Number("norm_eps", ("layer_norm_eps",), float, 1e-5),
+        Number("rope_theta", ("rotary_emb_base", "rope_theta"), float, 10000.0),
+        Number("hidden_dropout", ("hidden_dropout",), float, 0.0),
+        Number("attention_dropout", ("attention_dropout",), float, 0.0),
+    ),
+    fixed={
+        "use_parallel_residual": False,
+        "rotary_pct": 1.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": True,
+    },
+    tied=False,
+    needs=("use_parallel_residual", "rotary_pct", "hidden_act"),
+)
+GPT2 = Architecture(
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    names=Names(
+        outer={
+            "embedding.word": "transformer.wte",
+            "embedding.position": "transformer.wpe",
+            "final_norm": "transformer.ln_f",
+        },
+        block={
+            "input_norm": ("ln_1",),
+            "attention.qkv": ("attn.c_attn",),
+            "attention.dense": ("attn.c_proj",),
+            "post_attention_norm": ("ln_2",),
+            "mlp.up": ("mlp.c_fc",),
+            "mlp.down": ("mlp.c_proj",),
+        },
+        prefix="transformer.h.{}",
+        inputs_first=True,
+    ),
+    wants={**_GPT_WANTS, "position": Position.learned, "embedding_norm": False},
+    keys=(
+        Number("vocab_size", ("vocab_size",)),
+        Number("hidden_size", ("n_embd",)),
+        Number("ffn_size", ("n_inner",), default=None),
+        Number("num_layers", ("n_layer",)),
+        Number("num_heads", ("n_head",)),
+        Number("max_seq_len", ("n_positions",), default=1024),
+        Number("norm_eps", ("layer_norm_epsilon",), float, 1e-5),
+        Number("hidden_dropout", ("embd_pdrop",), float, 0.1),
+        Number("hidden_dropout", ("resid_pdrop",), float, 0.1),
+        Number("attention_dropout", ("attn_pdrop",), float, 0.1),
+    ),
+    fixed={"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+    tied=True,
+)
+LLAMA = Architecture(
+    model_type="llama",
+    class_name="LlamaForCausalLM",
+    names=_LLAMA_NAMES,
+    wants={**_LLAMA_WANTS, "window": None},
+    keys=_LLAMA_KEYS,
+    fixed={"hidden_act": "silu"},
+    tied=False,
+    optional_bias=True,
+)
+MISTRAL = Architecture(
+    model_type="mistral",
+    class_name="MistralForCausalLM",
+    names=_LLAMA_NAMES,
+    wants={**_LLAMA_WANTS, "bias": False},
+    keys=(*_LLAMA_KEYS, Number("window", ("sliding_window",), default=None)),
+    fixed={"hidden_act": "silu"},
+    tied=False,
+)
+ARCHITECTURES = {some.model_type: some for some in (BLOOM, LLAMA, MISTRAL, GPT_NEOX, GPT2)}
+"""In the order of preference."""
+
+
+def choose_architecture(model: ModelConfig, wanted: str) -> Architecture:
+    """The architecture that an export is of.
+
+    Args:
+        model: to express.
+        wanted: name of one, or auto.
+
+    Raises:
+        ConfigError: it cannot express the model; for auto none can, and what keeps the nearest from it is said.
+    """
+    candidates = list(ARCHITECTURES.values()) if wanted == "auto" else [ARCHITECTURES[wanted]]
+    refusals = [(some.refusals(model), some) for some in candidates]
+    refused, nearest = min(refusals, key=lambda found: len(found[0]))
+    if not refused:
+        return nearest
+    others = [some.model_type for some in ARCHITECTURES.values() if not some.refusals(model)]
+    if wanted != "auto":
+        remedy = f"; format={others[0]} can" if others else "; no published architecture that megads knows can"
+        raise ConfigError(f"format = {wanted} cannot express the model: {'; '.join(refused)}{remedy}")
+    raise ConfigError(
+        f"no published architecture that megads knows can express the model; the nearest is {nearest.model_type}: "
+        f"{'; '.join(refused)}"
+    )
+
+
+def architecture_of(content: Content) -> Architecture:
+    """The architecture of a config.json.
+
+    Raises:
+        ConfigError: megads does not know it.
+    """
+    kind = content.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"config.json: model_type = {kind!r}: megads knows {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[kind]

@@ -1,0 +1,71 @@
+"""What `megads export` and `megads import` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megads.errors import ConfigError
+
+
+class ExportFormat(StrEnum):
+    """The published architecture that an exported model becomes; auto takes the one that can express it."""
+
+    auto = "auto"
+    bloom = "bloom"
+    llama = "llama"
+    mistral = "mistral"
+    gpt_neox = "gpt_neox"
+    gpt2 = "gpt2"
+
+
+class ExportPrecision(StrEnum):
+    """Dtype of exported weights; auto is what the run computed in."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass
+class ExportConfig:
+    """Everything `megads export` can be told."""
+
+    run: str = "???"
+    """A run (its newest usable checkpoint), its name in runs/, or a checkpoint's folder."""
+    output: str = "???"
+    """Folder to make."""
+    format: ExportFormat = ExportFormat.auto
+    """bloom, llama, mistral, gpt_neox, gpt2, or auto: the one that can express the model."""
+    precision: ExportPrecision = ExportPrecision.auto
+    """bf16, fp32, or auto: what the run computed in. Checkpoints hold fp32."""
+    tokenizer: str | None = None
+    """Tokenizer file; null is the run's own."""
+    shard_mib: int = 1024
+    """Size of a weights file, which is exceeded by a single block that is larger."""
+    overwrite: bool = False
+    """Replace an earlier export in that folder."""
+
+    def check(self) -> None:
+        """Raises ConfigError on sizes below one."""
+        if self.shard_mib < 1:
+            raise ConfigError(f"shard_mib = {self.shard_mib}: must be at least 1")
+
+
+@dataclass
+class ImportConfig:
+    """Everything `megads import` can be told."""
+
+    input: str = "???"
+    """Folder with config.json and the weights, safetensors or pytorch_model.bin."""
+    output: str = "???"
+    """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
+    name: str = "imported"
+    """Name of the preset that is written, for model=<name> with --config-dir=<output>."""
+    overwrite: bool = False
+    """Replace an earlier import in that folder."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a name that is no file's."""
+        if not self.name.isidentifier():
+            raise ConfigError(f"name = {self.name}: want letters, digits and underscores, as in my_llama")

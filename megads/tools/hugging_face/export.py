@@ -1,0 +1,305 @@
+"""Writes a checkpoint as a folder that `transformers` and whatever reads its format load.
+
+The weights are read, converted and written stage by stage: at most one block of them is in memory, whatever layout
+wrote the checkpoint. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megads
+from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint, read_into
+from megads.checkpoint.tensor_file import TensorLayout, write_tensor_file
+from megads.config import Precision
+from megads.data.indexed.sidecar import FoundTokenizer
+from megads.engine.interface import Shard
+from megads.errors import CheckpointError, ConfigError
+from megads.frozen_config import config_of_start
+from megads.model.config import ModelConfig
+from megads.plan.model_size import parameter_count, parameter_shapes
+from megads.runtime.files import sync_directory
+from megads.tools.generate import checkpoint_tokenizer, run_path
+from megads.tools.hugging_face.architectures import Architecture, choose_architecture
+from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
+from megads.tools.hugging_face.weights import Link, links, missing_biases, tensor_shapes
+
+CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_DTYPES = {ExportPrecision.bf16: torch.bfloat16, ExportPrecision.fp32: torch.float32}
+_DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What of a stage goes into one file.
+
+    Attributes:
+        links: the parameters with their tensors.
+        zeros: shapes of biases that the model does not have, by their names.
+        layouts: what the file holds of it.
+    """
+
+    links: tuple[Link, ...]
+    zeros: Mapping[str, tuple[int, ...]]
+    layouts: tuple[TensorLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layout.nbytes for layout in self.layouts)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        class_name: of transformers.
+        dtype: of the weights.
+        files: names of the weights' files.
+        nbytes: of all weights.
+    """
+
+    folder: Path
+    class_name: str
+    dtype: str
+    files: tuple[str, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        size = f"{self.nbytes / 1e9:,.2f} GB" if self.nbytes >= 1e9 else f"{self.nbytes / 1e6:,.1f} MB"
+        return f"{self.folder}: {self.class_name}, {self.dtype}, {size} in {len(self.files)} files"
+
+
+def export_checkpoint(config: ExportConfig) -> Exported:
+    """Exports a checkpoint.
+
+    Raises:
+        ConfigError: no published architecture expresses the model, or the folder is taken.
+        CheckpointError: the checkpoint is not usable, or the folder cannot be written.
+        DataError: the tokenizer is missing or another one.
+    """
+    config.check()
+    output = Path(config.output)
+    require_free(output, config.overwrite, CONFIG_FILE)
+    handle = open_checkpoint(run_path(config.run))
+    model = model_config_of(handle)
+    architecture = choose_architecture(model, config.format)
+    tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
+    if tokenizer.vocab_size > model.vocabulary:
+        raise ConfigError(
+            f"{tokenizer.path} has {tokenizer.vocab_size:,} tokens, the model {model.vocabulary:,}: give the tokenizer "
+            "that the run was trained with as tokenizer=<file>"
+        )
+    dtype = _DTYPES[_precision(config.precision, handle)]
+    files = plan_files(model, architecture, dtype, config.shard_mib << 20)
+    nbytes = sum(piece.nbytes for pieces in files.values() for piece in pieces)
+    _require_room(output, nbytes)
+    with new_folder(output) as partial:
+        for name, pieces in files.items():
+            layouts = [layout for piece in pieces for layout in piece.layouts]
+            write_tensor_file(partial / name, layouts, _tensors(handle, model, pieces, dtype), {"format": "pt"})
+            if len(files) > 1:
+                print(f"{name}: {sum(piece.nbytes for piece in pieces) / 1e6:,.0f} MB", flush=True)
+        _write_json(partial / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
+        _write_json(partial / "generation_config.json", {**_ids(tokenizer), "do_sample": True})
+        _write_tokenizer(partial, tokenizer, model)
+        if len(files) > 1:
+            names = {layout.name: name for name, pieces in files.items() for p in pieces for layout in p.layouts}
+            _write_json(partial / INDEX_FILE, {"metadata": {"total_size": nbytes}, "weight_map": names})
+        (partial / "README.md").write_text(_card(handle, model, architecture, _DTYPE_NAMES[dtype]), encoding="utf-8")
+    return Exported(output, architecture.class_name, _DTYPE_NAMES[dtype], tuple(files), nbytes)
+
+
+def plan_files(
+    model: ModelConfig, architecture: Architecture, dtype: torch.dtype, most_bytes: int
+) -> dict[str, list[Piece]]:
+    """What goes into which file, by the files' names: whole stages, as many as fit.
+
+    Args:
+        model: to export.
+        architecture: that expresses it.
+        dtype: of the tensors.
+        most_bytes: of a file; a larger stage has a file of its own.
+    """
+    groups: list[list[Piece]] = [[]]
+    for piece in _pieces(model, architecture, dtype):
+        if groups[-1] and sum(some.nbytes for some in groups[-1]) + piece.nbytes > most_bytes:
+            groups.append([])
+        groups[-1].append(piece)
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
+    """One a stage; the biases that the model does not have go with the last."""
+    by_stage: dict[str, list[Link]] = {}
+    for link in links(model, architecture.names):
+        by_stage.setdefault(link.stage, []).append(link)
+    zeros = (
+        {} if architecture.optional_bias or not _has_biases(architecture) else missing_biases(model, architecture.names)
+    )
+    for number, stage in enumerate(by_stage.values(), 1):
+        own = zeros if number == len(by_stage) else {}
+        shapes = {name: shape for link in stage for name, shape in tensor_shapes(model, link).items()} | own
+        yield Piece(tuple(stage), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
+
+
+def _has_biases(architecture: Architecture) -> bool:
+    return bool(architecture.wants.get("bias", True))
+
+
+def _tensors(
+    handle: CheckpointHandle, model: ModelConfig, pieces: Sequence[Piece], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The tensors of a file in the order of its layouts; those of one stage are in memory."""
+    shapes = parameter_shapes(model)
+    for piece in pieces:
+        names = [name for link in piece.links for name in link.ours]
+        weights = {name: torch.empty(shapes[name]) for name in names}
+        shards = [Shard(f"weight/{name}", shapes[name], (0,) * len(shapes[name]), weights[name]) for name in names]
+        read_into(handle, shards)
+        del shards
+        for link in piece.links:
+            for tensor in link.to_theirs([weights.pop(name) for name in link.ours]):
+                yield tensor.to(dtype)
+        for shape in piece.zeros.values():
+            yield torch.zeros(shape, dtype=dtype)
+
+
+def _precision(wanted: ExportPrecision, handle: CheckpointHandle) -> ExportPrecision:
+    if wanted is not ExportPrecision.auto:
+        return wanted
+    found = config_of_start(handle.folder.parent.parent, handle.manifest.run.config_digest)
+    bf16 = found is not None and found.train.precision is Precision.bf16
+    return ExportPrecision.bf16 if bf16 else ExportPrecision.fp32
+
+
+def _ids(tokenizer: FoundTokenizer) -> dict[str, int | None]:
+    """The special tokens of a config.json; transformers' own defaults would be other tokens."""
+    return {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document_id, "pad_token_id": None}
+
+
+def _content(
+    architecture: Architecture, model: ModelConfig, tokenizer: FoundTokenizer, dtype: torch.dtype
+) -> dict[str, Any]:
+    # transformers 4 reads torch_dtype, transformers 5 dtype.
+    dtypes = dict.fromkeys(("dtype", "torch_dtype"), _DTYPE_NAMES[dtype])
+    return {**architecture.content(model), **_ids(tokenizer), **dtypes, "use_cache": True}
+
+
+def _write_tokenizer(folder: Path, tokenizer: FoundTokenizer, model: ModelConfig) -> None:
+    shutil.copyfile(tokenizer.path, folder / "tokenizer.json")
+    end = tokenizer.end_of_document_id
+    content = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_seq_len,
+        "clean_up_tokenization_spaces": False,
+        **({} if end is None else {"eos_token": tokenizer.tokenizer.id_to_token(end)}),
+    }
+    _write_json(folder / "tokenizer_config.json", content)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, dtype: str) -> str:
+    """The model card: what the run knows of itself."""
+    run = handle.manifest.run
+    found = config_of_start(handle.folder.parent.parent, run.config_digest)
+    rows = {
+        "architecture": f"{architecture.class_name}, {model.num_layers} layers, width {model.hidden_size}, "
+        f"{model.num_heads} heads, vocabulary {model.vocabulary:,}",
+        "parameters": f"{parameter_count(model):,}",
+        "weights": dtype,
+        "run": handle.folder.parent.parent.resolve().name,
+        "trained for": f"{run.state['step']:,} steps, {run.state['samples']:,} samples, {run.state['tokens']:,} tokens",
+        "layout": ", ".join(f"{axis} {size}" for axis, size in run.layout.items()),
+        "config": f"sha256 {run.config_digest}",
+    }
+    if found is not None:
+        batch = f"{found.train.global_batch_size:,} samples of {found.train.seq_len:,} tokens"
+        rows |= {
+            "precision": str(found.train.precision),
+            "batch": batch,
+            "optimizer": f"{found.optim.name}, learning rate {found.optim.lr:g}, {found.schedule.name}",
+            "data": ", ".join(item.path for item in found.data.train),
+            "seed": str(found.train.seed),
+        }
+    software = ", ".join(f"{name} {version}" for name, version in handle.manifest.software.items())
+    rows |= {"trained with": software, "exported with": f"megads {megads.__version__}"}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items() if value)
+    loads = (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+    )
+    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- megads\n---\n\n"
+    return f"{front}# {rows['run']}\n\n| | |\n|---|---|\n{table}\n\n{loads}"
+
+
+def require_free(output: Path, overwrite: bool, marker: str) -> None:
+    """Refuses a folder that is there, but for an earlier one of the same kind that may be replaced.
+
+    Args:
+        output: the folder.
+        overwrite: it may be replaced.
+        marker: a file that an earlier one has.
+
+    Raises:
+        ConfigError: it is taken.
+    """
+    if not output.exists():
+        return
+    if not overwrite:
+        raise ConfigError(f"output = {output}: exists; choose another folder or give overwrite=true")
+    if not (output / marker).is_file():
+        raise ConfigError(f"output = {output}: has no {marker}, and overwrite=true replaces an earlier one only")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Gives a folder to write to, which then appears whole in the place of what was there, or not at all.
+
+    Args:
+        output: where it goes.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    partial, replaced = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "replaced"))
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(replaced, ignore_errors=True)
+        if output.exists():
+            output.rename(replaced)
+        try:
+            partial.rename(output)
+        except OSError:
+            replaced.rename(output)
+            raise
+        sync_directory(output.parent)
+    except OSError as error:
+        raise CheckpointError(f"output = {output}: cannot be written: {error.strerror}") from error
+    finally:
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _require_room(output: Path, nbytes: int) -> None:
+    parent = next(folder for folder in (output.absolute().parent, *output.absolute().parents) if folder.is_dir())
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        raise CheckpointError(f"output = {output}: the weights have {nbytes:,} bytes, {parent} has {free:,} free")

@@ -1,0 +1,171 @@
+"""Which of Hugging Face's tensors hold which of a model's parameters, in both directions.
+
+A `Link` is the smallest set of tensors that can be converted without any other. Links come in the order of the model's
+stages, so that a model is read and written stage by stage.
+
+Shape letters: k = key/value heads, g = query heads that share one, d = head dim, h = hidden size, f = MLP width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megads.model.config import MLPKind, ModelConfig
+from megads.plan.model_size import parameter_shapes
+
+Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Parameters of a model and the tensors of Hugging Face's that hold the same numbers.
+
+    Attributes:
+        stage: of the model, "embedding", "blocks.3", "final_norm" or "head".
+        ours: names of the parameters.
+        theirs: names of the tensors.
+        to_theirs: converts the parameters, in order.
+        to_ours: converts the tensors, in order; the inverse.
+    """
+
+    stage: str
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    to_theirs: Convert
+    to_ours: Convert
+
+
+def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Nothing differs."""
+    return tensors
+
+
+def transposed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """A matrix of [inputs, outputs] where the other side has [outputs, inputs]; a vector as it is."""
+    return [tensor.t().contiguous() for tensor in tensors]
+
+
+class SeparateHeads:
+    """Queries, keys and values, each a projection of its own, where ours has [k, (g queries, key, value), d] rows."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._groups, self._queries, self._dim = model.kv_heads, model.queries_per_kv, model.head_dim
+
+    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (fused,) = tensors
+        rest = fused.shape[1:]
+        grouped = fused.reshape(self._groups, self._queries + 2, self._dim, *rest)
+        queries, keys, values = grouped.split((self._queries, 1, 1), dim=1)
+        return [part.reshape(-1, *rest) for part in (queries, keys, values)]
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        rest = tensors[0].shape[1:]
+        parts = [part.reshape(self._groups, -1, self._dim, *rest) for part in tensors]
+        return [torch.cat(parts, dim=1).reshape(-1, *rest)]
+
+
+class StackedHeads:
+    """GPT-2's: all queries, then all keys, then all values, as [inputs, outputs]."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._separate = SeparateHeads(model)
+
+    def to_theirs(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return transposed([torch.cat(list(self._separate.to_theirs(tensors)))])
+
+    def to_ours(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (stacked,) = transposed(tensors)
+        return self._separate.to_ours(stacked.chunk(3))
+
+
+def gates_apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Gates and ups, each a projection of its own, where ours has gate i in row 2 i and up i in row 2 i + 1."""
+    (fused,) = tensors
+    return [fused[0::2].contiguous(), fused[1::2].contiguous()]
+
+
+def gates_interleaved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The inverse of `gates_apart`."""
+    gates, ups = tensors
+    return [torch.stack((gates, ups), dim=1).reshape(-1, *gates.shape[1:])]
+
+
+@dataclass(frozen=True)
+class Names:
+    """What an architecture calls its modules.
+
+    Attributes:
+        outer: of modules outside of the blocks, by our name.
+        block: of modules of a block, by our name; several where theirs are apart.
+        prefix: of a block, with {} for its number.
+        head: of the output projection.
+        inputs_first: its matrices are [inputs, outputs].
+    """
+
+    outer: Mapping[str, str]
+    block: Mapping[str, tuple[str, ...]]
+    prefix: str
+    head: str = "lm_head"
+    inputs_first: bool = False
+
+
+def links(model: ModelConfig, names: Names) -> list[Link]:
+    """Every parameter of a model with its tensors; a tied head has none of its own.
+
+    Args:
+        model: whose architecture the names are of.
+        names: of the architecture's modules.
+    """
+    found = []
+    for parameter in parameter_shapes(model):
+        module, _, kind = parameter.rpartition(".")
+        if not module.startswith("blocks."):
+            theirs = names.head if module == "head" else names.outer[module]
+            found.append(Link(module.partition(".")[0], (parameter,), (f"{theirs}.{kind}",), same, same))
+            continue
+        _, number, inner = module.split(".", 2)
+        tensors = tuple(f"{names.prefix.format(number)}.{name}.{kind}" for name in names.block[inner])
+        found.append(Link(f"blocks.{number}", (parameter,), tensors, *_conversion(model, names, inner, kind)))
+    return found
+
+
+def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tuple[Convert, Convert]:
+    apart = len(names.block[module]) > 1
+    if module == "attention.qkv" and apart:
+        heads = SeparateHeads(model)
+        return heads.to_theirs, heads.to_ours
+    if module == "attention.qkv" and names.inputs_first:
+        stacked = StackedHeads(model)
+        return stacked.to_theirs, stacked.to_ours
+    if module == "mlp.gate_up" and model.mlp is MLPKind.swiglu:
+        return gates_apart, gates_interleaved
+    if names.inputs_first and kind == "weight" and "norm" not in module:
+        return transposed, transposed
+    return same, same
+
+
+def missing_biases(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
+    """Shapes of the biases that an architecture with biases has and a model without them has not: they are 0."""
+    if model.bias:
+        return {}
+    widths = {"attention.qkv": model.qkv_width, "mlp.up": model.ffn_width}
+    outer: dict[str, tuple[int, ...]] = {
+        f"{theirs}.bias": (model.hidden_size,) for ours, theirs in names.outer.items() if "norm" in ours
+    }
+    inner = {
+        f"{names.prefix.format(number)}.{theirs}.bias": (widths.get(ours, model.hidden_size),)
+        for number in range(model.num_layers)
+        for ours, (theirs,) in names.block.items()
+    }
+    return outer | inner
+
+
+def tensor_shapes(model: ModelConfig, link: Link) -> dict[str, tuple[int, ...]]:
+    """Shapes of a link's tensors, by their names; nothing is allocated."""
+    shapes = parameter_shapes(model)
+    parameters = [torch.empty(shapes[name], device="meta") for name in link.ours]
+    return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_theirs(parameters), strict=True)}
