@@ -50,15 +50,20 @@ class TensorLayout:
 
 
 def write_tensor_file(
-    path: Path, layouts: Sequence[TensorLayout], tensors: Iterable[Tensor], metadata: Mapping[str, str] = {}
+    path: Path,
+    layouts: Sequence[TensorLayout],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] = {},
+    wait: bool = True,
 ) -> list[str]:
-    """Writes tensors in the format of safetensors and waits until they are on disk.
+    """Writes tensors in the format of safetensors.
 
     Args:
         path: a file that does not exist yet.
         layouts: what the file holds.
         tensors: the tensors in that order, on any device; each is asked for when the one before is written.
         metadata: of the file.
+        wait: until all is on disk.
 
     Returns:
         Each tensor's checksum.
@@ -85,7 +90,8 @@ def write_tensor_file(
                 checksums.append(xxhash.xxh3_128_hexdigest(data))
                 file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if wait:
+                os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     return checksums

@@ -7,6 +7,7 @@ wrote the checkpoint. The folder appears whole or not at all.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,9 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     with new_folder(output) as partial:
         for name, pieces in files.items():
             layouts = [layout for piece in pieces for layout in piece.layouts]
-            write_tensor_file(partial / name, layouts, _tensors(handle, model, pieces, dtype), {"format": "pt"})
+            write_tensor_file(
+                partial / name, layouts, _tensors(handle, model, pieces, dtype), {"format": "pt"}, wait=False
+            )
             if len(files) > 1:
                 print(f"{name}: {sum(piece.nbytes for piece in pieces) / 1e6:,.0f} MB", flush=True)
         _write_json(partial / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
@@ -282,6 +285,9 @@ def new_folder(output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                _bring_to_disk(path)
         shutil.rmtree(replaced, ignore_errors=True)
         if output.exists():
             output.rename(replaced)
@@ -296,6 +302,12 @@ def new_folder(output: Path) -> Iterator[Path]:
     finally:
         for left in (partial, replaced):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _bring_to_disk(path: Path) -> None:
+    """Waits for what was written before; after all files are written, for the disk is busy while they are made."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _require_room(output: Path, nbytes: int) -> None:
