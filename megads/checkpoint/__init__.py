@@ -1,6 +1,7 @@
 """Checkpoints: a manifest, an atomic store, and reads that reshard.
 
-`hook` saves during a run, `store` writes, `read` finds and loads; `manifest` is what a checkpoint says of itself.
+`hook` saves during a run, `store` writes, `read` finds and loads, `initial` finds weights for a new run to start from;
+`manifest` is what a checkpoint says of itself.
 """
 
-__all__ = ["config", "hook", "manifest", "read", "store"]
+__all__ = ["config", "hook", "initial", "manifest", "read", "store"]

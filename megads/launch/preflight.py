@@ -15,6 +15,7 @@ from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import ConfigError, DataError, StopRequested
 from megads.frozen_config import derive_run_id
+from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.monitor.console import Console
@@ -25,6 +26,7 @@ from megads.runtime import environment
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
+    from megads.checkpoint.initial import WeightSource
     from megads.data.prepare.preparation import Preparation, Prepared
     from megads.launch.preflight_memory import Machine
 
@@ -51,6 +53,11 @@ class PlannedData:
         """Returns a config whose memory and FLOPs can be planned: with a vocabulary, where one is known."""
         return config if self.vocab_size is None else _with_vocabulary(config, self.vocab_size)
 
+    def exactly_known(self, config: RootConfig) -> RootConfig:
+        """Returns a config with a vocabulary where it is certain before the data is made."""
+        learns = self.preparation is not None and self.preparation.tokenizer_content is None and not self.made
+        return config if learns else self.planned(config)
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -63,8 +70,9 @@ class ResolvedRun:
         data: what the config's dataset is, or will be made of.
         machine: where the ranks run.
         placement: their nodes in a SLURM job; None for this machine.
-        choices: what the launcher chose of the layout and why, for people.
+        choices: what the launcher chose of the layout and of where to start from, and why, for people.
         made: what events.jsonl gets to know of the data that was prepared; None where the user made it.
+        weights: of another run, to start from; None for initial ones, and for a run that goes on.
     """
 
     asked: RootConfig
@@ -74,6 +82,7 @@ class ResolvedRun:
     placement: SlurmPlacement | None = None
     choices: tuple[str, ...] = ()
     made: Mapping[str, Any] | None = None
+    weights: WeightSource | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -96,7 +105,7 @@ def resolve_run(
         placement: nodes of the SLURM job; None for this machine.
 
     Raises:
-        MegadsError: the data is missing or does not fit.
+        MegadsError: the data or the weights to start from are missing or do not fit.
     """
     # It pulls in torch, for which the tab key must not wait.
     from megads.identity import check_allowed
@@ -106,12 +115,13 @@ def resolve_run(
     _refuse_history(asked)
     config, data = locate_data(asked)
     config = place(config, choices)
+    weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)
     known, reasons = settle_auto(data.planned(config), machine)
     # Named before, by what the user asked for: what fits may differ when the same command is given again.
     config = dataclasses.replace(config, parallel=known.parallel)
-    return ResolvedRun(asked, config, data, machine, placement, tuple(reasons))
+    return ResolvedRun(asked, config, data, machine, placement, (*beginning, *reasons), weights=weights)
 
 
 def _refuse_history(config: RootConfig) -> None:
@@ -218,11 +228,13 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
 
     Raises:
         ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
+        CheckpointError: the weights to start from, whose tokenizer it is to be, are not there.
         DataError: no such text or dataset.
     """
     from megads.data.indexed.dataset import idx_path
     from megads.data.prepare.preparation import plan_preparation
 
+    config = with_tokenizer_of_weights(config)
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
         made = all(idx_path(path).exists() for path in config.data.paths)

@@ -208,7 +208,7 @@ def scaled_run(
         precision=config.train.precision,
         seed=config.train.seed,
     )
-    # A path names a checkpoint of the full model; what a restart loads is the run's own.
+    # Paths name checkpoints of the full model; what a restart loads is the run's own.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
     # Both nodes compute where there are ranks for both; a job of one rank keeps its spare.
     spare_nodes = max(0, nodes - parallel.world_size)
@@ -232,7 +232,7 @@ def scaled_run(
         schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options),
         data=DataConfig(train=[DatasetConfig(data)]),
         tokenizer=TextTokenizerConfig(),
-        checkpoint=dataclasses.replace(config.checkpoint, load=load),
+        checkpoint=dataclasses.replace(config.checkpoint, load=load, init_from=None),
         evaluation=EvaluationConfig(at_end=False),
         run=dataclasses.replace(config.run, dir=str(run_dir), check_memory=False),
         logging=LoggingConfig(level=config.logging.level, wandb=WandbConfig(mode=WandbMode.disabled)),
