@@ -12,6 +12,7 @@ from megads.data.config import DataConfig, DatasetConfig
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
+from megads.launch.initial_weights import find_initial_weights
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.slurm_ranks import place_ranks
@@ -44,6 +45,8 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
     config = place(config, choices)
     run_dir = Path(str(config.run.dir))
     found.append(_run_folder(run_dir))
+    if config.checkpoint.init_from is not None:
+        found.append(_judge("weights", lambda: "; ".join(find_initial_weights(config, config.model)[1])))
     if orders.elsewhere:
         found = of_this_machine(found)
     start = RehearsedStart(tuple(found), str(run_dir))
