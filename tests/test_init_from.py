@@ -18,6 +18,8 @@ from megads.checkpoint.manifest import RunRecord, read_manifest
 from megads.checkpoint.read import open_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.config import RootConfig
+from megads.data.indexed.run_tokenizer import TokenizerSource, tokenizer_of_data
+from megads.data.indexed.sidecar import carried_path
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import derive_run_id
 from megads.identity import changed_keys, with_first_weights
@@ -29,6 +31,7 @@ from tests.command import StartCommand, checkpoint_of, events_of, steps_of
 from tests.distributed import run_ranks
 from tests.engine.test_training import everything
 from tests.parity import LAYOUTS, Scenario, build_engine, scenario_with, step_batches
+from tests.small_run import write_dataset
 from tests.test_conf import compose_train
 from tests.test_identity import QUICK, WORDS, contents, train, write_text
 
@@ -148,6 +151,26 @@ def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
         assert change.key == "checkpoint.init_from"
 
 
+def test_a_tokenizer_is_known_by_its_ids(tmp_path: Path) -> None:
+    """Catches a refusal of a tokenizer that was only written anew, and one of the same size that is taken for it."""
+
+    def source(name: str, content: str) -> TokenizerSource:
+        (tmp_path / name).write_text(content)
+        found = tokenizer_of_data([], str(tmp_path / name))
+        assert found is not None
+        return found
+
+    prefix = write_dataset(tmp_path / "data")
+    text = carried_path(prefix).read_text()
+    one, again = source("one", text), source("again", json.dumps(json.loads(text), indent=3))
+    assert one.record.sha256 != again.record.sha256 and one.gives_the_ids_of(again)
+    words = json.loads(text)
+    vocabulary = words["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    assert not one.gives_the_ids_of(source("other", json.dumps(words)))
+    assert not one.gives_the_ids_of(dataclasses.replace(again, content=None))
+
+
 @pytest.fixture(scope="module")
 def home(module_megads: StartCommand) -> Path:
     """Two texts and runs/pre, two steps on `notes`, a checkpoint of each; read only."""
@@ -187,6 +210,7 @@ def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> N
     for arguments, code, message in (
         (("checkpoint.init_from=runs/twin",), 2, "runs/twin, but the run was trained with "),
         (("checkpoint.init_from=runs/twin", "run.allow_changes=[checkpoint.init_from]"), 0, "goes on from its own"),
+        (("checkpoint.init_from=null", "tokenizer.path=runs/next/tokenizer.json"), 0, "nothing was started"),
     ):
         ended = train(megads, *command, *arguments, "train.steps=2", "run.dry_run=true", raw="other")
         assert ended.code == code and message in ended.out + ended.err, ended
@@ -229,9 +253,16 @@ def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.Monke
 
 @distributed
 def test_what_the_start_refuses(source: Path, megads: StartCommand) -> None:
-    """Catches ids that mean other text than the weights know, and another checkpoint in place of the one named."""
-    ended = train(megads, *FROM, "tokenizer.vocab_size=262", "train.steps=1", raw="other")
-    assert ended.code == 3 and "tokenizer.path=runs/pre/tokenizer.json" in ended.err, ended
+    """Catches ids that mean other text than the weights know, ranks that start for rows that the weights lack, and
+    another checkpoint in place of the one named."""
+    allowed = "run.allow_changes=[tokenizer]"
+    for arguments, code, message in (
+        (("tokenizer.vocab_size=262",), 3, "tokenizer.path=runs/pre/tokenizer.json"),
+        (("tokenizer.vocab_size=266", allowed), 2, "model.vocab_size: 262 there, 266 here"),
+    ):
+        ended = train(megads, *FROM, *arguments, "train.steps=1", raw="other")
+        assert ended.code == code and message in ended.err and "Traceback" not in ended.err, ended
+    assert sorted(path.name for path in source.parent.iterdir()) == ["data-cache", "pre"]
     path = next(checkpoint_of(source, 2).glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
     given = f"checkpoint.init_from={checkpoint_of(Path('runs/pre'), 2)}"

@@ -143,8 +143,8 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     data = record_data(config.data, resolved.asked.data.raw_patterns, source.record if source else None)
     allowed: tuple[Change, ...] = ()
     if past is None and resolved.weights is not None:
-        resolved.weights.check_model(config.model)
         allowed = changed_tokenizer(resolved.weights, source, config.run.allow_changes)
+        resolved.weights.check_model(config.model)
     if past is not None:
         config = with_first_weights(config, past.config)
         allowed = tuple(changes_of_run(past, config, data))
