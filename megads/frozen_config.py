@@ -34,7 +34,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
     """Names a run after what it computes, so that the same command again continues the run.
 
     How long it trains, where and how it writes, what watches it and which kernels compute it are left out: a longer
-    training continues the shorter one.
+    training continues the shorter one. Of its checkpoints only the place of its first weights counts.
 
     Args:
         config: the run's config.
@@ -50,6 +50,8 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         del content["train"][length]
     del content["model"]["attention"]
     del content["optim"]["impl"]
+    if config.checkpoint.init_from is not None:
+        content["init_from"] = os.path.normpath(config.checkpoint.init_from)
     # The path of what was prepared says what was read of which files.
     for key in ("history", "extensions", "encoding", "cut_documents"):
         del content["data"][key]

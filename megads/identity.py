@@ -1,4 +1,4 @@
-"""What makes a run the same run: the keys that say what its samples are, its data, its tokenizer.
+"""What makes a run the same run: the keys that say what its samples are, its first weights, its data, its tokenizer.
 
 A start that goes on from a checkpoint may change anything else. What is here it may change only where run.allow_changes
 names it.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megads.config import RootConfig, batch_size_schedule, planned_steps
@@ -22,7 +23,7 @@ EffectiveValue = Callable[[RootConfig, int], Any]
 
 DATA, TOKENIZER = "data", "tokenizer"
 """Names in run.allow_changes of what no key tells."""
-_SKIP = "data.skip"
+_SKIP, INIT_FROM = "data.skip", "checkpoint.init_from"
 _TEXT = "makes another dataset of data.raw, which is known by its content"
 _MIX = "changes the mix, which counts from the sample where it changes"
 _LENGTH = "how long, not what; in Megatron's order see train.steps"
@@ -38,6 +39,11 @@ def _in_megatrons_order(value: Callable[[RootConfig], Any]) -> EffectiveValue:
 
 def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
     return skips_of(config.data.skip, batch_size_schedule(config)).left_out_before(samples)
+
+
+def _first_weights(config: RootConfig, _: int) -> str:
+    given = config.checkpoint.init_from
+    return "null" if given is None else str(Path(given).resolve())
 
 
 KEYS: Mapping[str, EffectiveValue | str] = {
@@ -84,9 +90,10 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "tokenizer.end_of_document": _TEXT,
     "tokenizer.text_special_tokens": _TEXT,
     "tokenizer.engine": _COMPUTED,
+    INIT_FROM: _first_weights,
 }
 """Every key of train, data and tokenizer: its value in force where it says what the samples are or which come next;
-else the reason why it does not."""
+else the reason why it does not. And where the first weights came from."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +148,26 @@ def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Col
     if refused:
         names = ",".join(change.key for change in refused)
         found = "; ".join(f"{c.key} = {c.after}, but the run was trained with {c.before}" for c in refused)
+        why, back = "the samples to come would not continue those that were trained", "Go back to that"
+        if names == INIT_FROM:
+            why, back = "weights are taken once, and this run would keep its own", "Leave it out to go on with those"
         raise ConfigError(
-            f"{found} up to sample {samples}: the samples to come would not continue those that were trained. Go back "
-            f"to that, start a new run with another run.id, or allow it with run.allow_changes=[{names}]"
+            f"{found} up to sample {samples}: {why}. {back}, start a new run with another run.id, or allow it with "
+            f"run.allow_changes=[{names}]"
         )
     return changes
+
+
+def with_first_weights(config: RootConfig, before: RootConfig | None) -> RootConfig:
+    """Returns the config of a start that goes on, which need not say again where the run's first weights came from.
+
+    Args:
+        config: of this start.
+        before: of the start whose checkpoint it goes on from; None where that was not kept.
+    """
+    if before is None or config.checkpoint.init_from is not None:
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, init_from=before.checkpoint.init_from))
 
 
 def changed_data(before: DataRecord, now: DataRecord) -> list[Change]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megads.checkpoint.config import list_checkpoints, step_folder
+from megads.checkpoint.initial import open_source, read_weights
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
 from megads.checkpoint.store import on_first
@@ -35,11 +36,11 @@ def resume(
     """Continues from the checkpoint that the config names, else from the newest usable one of this run, else afresh.
 
     A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
-    came after. The ledger goes on from the same step.
+    came after. The ledger goes on from the same step. A fresh start takes the weights that checkpoint.init_from names.
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used.
-        ConfigError: its samples are not those that this config goes on with.
+        ConfigError: its samples are not those that this config goes on with, or weights are of another model.
         DataError: its data or its tokenizer is another one.
     """
     load, control, note = config.checkpoint.load, engine.grid.control, ""
@@ -47,6 +48,7 @@ def resume(
     handle = find_checkpoint(run_dir, load if to_path or load == "none" else "auto", control)
     if handle is None:
         continue_ledger(metrics, events, 0, keep_copy=load == "none")
+        take_weights(config, engine, events)
         return
     check_model(handle, asdict(config.model))
     now = read_record(run_dir)
@@ -71,6 +73,26 @@ def resume(
     )
     own = handle.folder.parent.parent == run_dir.absolute()
     continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=to_path)
+
+
+def take_weights(config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
+    """Puts the weights that checkpoint.init_from names in place of the initial ones; optimizer and counters stay."""
+    if config.checkpoint.init_from is None:
+        return
+    source = open_source(config.checkpoint.init_from, engine.grid.control)
+    # The launcher has looked at the newest one; this one may be older, or newer.
+    adapted = source.check_model(config.model)
+    engine.load_shards(lambda shards: read_weights(source, shards), optimizer_steps=0)
+    events.write(
+        "init_from",
+        step=0,
+        source=source.path,
+        checkpoint=str(source.handle.folder),
+        source_step=source.step,
+        manifest_digest=source.handle.manifest.digest(),
+        adapted=adapted,
+        passed_by=list(source.handle.passed_by),
+    )
 
 
 @dataclass(frozen=True)

@@ -217,8 +217,9 @@ def test_every_key_of_train_data_and_tokenizer_is_classified() -> None:
     """Catches a new key of which nobody asked whether it says what the samples are."""
     rooms = {"train": TrainConfig, "data": DataConfig, "tokenizer": TextTokenizerConfig}
     there = {f"{room}.{field.name}" for room, schema in rooms.items() for field in dataclasses.fields(schema)}
-    assert set(KEYS) == there
-    assert {key for key, entry in KEYS.items() if callable(entry)} == {*SAMPLES, "data.skip"}
-    check_allowed([*SAMPLES, "data.skip", "data", "tokenizer"])
+    others = {"data.skip", "checkpoint.init_from"}
+    assert set(KEYS) == there | {"checkpoint.init_from"}
+    assert {key for key, entry in KEYS.items() if callable(entry)} == {*SAMPLES, *others}
+    check_allowed([*SAMPLES, *others, "data", "tokenizer"])
     with pytest.raises(ConfigError, match=r"run.allow_changes has train.sed: .*did you mean train.seed\?"):
         check_allowed(["train.sed"])

@@ -24,13 +24,30 @@ class CheckpointConfig:
     """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
     load: str = "auto"
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
-    the first start with it loads that, and the same command again continues from what was saved since."""
+    the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
+    command again continues from what was saved since."""
+    init_from: str | None = None
+    """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's: a new run starts from its weights,
+    and everything else is fresh (docs/finetune.md). Counts as long as the run has no checkpoint of its own."""
 
     def check(self) -> None:
-        """Raises ConfigError on negative numbers."""
+        """Raises ConfigError on negative numbers, and on two checkpoints to start from."""
         for name in ("every_steps", "keep", "max_failed_saves"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
+        if self.init_from == "":
+            raise ConfigError("checkpoint.init_from is empty: give a run's or a checkpoint's folder, or null for none")
+        if self.init_from is not None and self.load_path is not None:
+            raise ConfigError(
+                f"checkpoint.load = {self.load} and checkpoint.init_from = {self.init_from} are both set: load "
+                "continues that run, with its step, optimizer state and place in schedule and data; init_from takes "
+                "its weights alone. Leave one of them out"
+            )
+
+    @property
+    def load_path(self) -> str | None:
+        """The path in checkpoint.load; None where it is auto or none."""
+        return None if self.load in ("auto", "none") else self.load
 
 
 def checkpoints_folder(run_dir: Path) -> Path:

@@ -104,33 +104,42 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
     return handle
 
 
-def open_checkpoint(path: Path) -> CheckpointHandle:
-    """The checkpoint that a path means to a reader: itself, or the newest usable one of a run; for a process alone.
+def open_checkpoint(path: Path, control: ControlPlane = ALONE) -> CheckpointHandle:
+    """The checkpoint that a path means to a reader: itself, or the newest usable one of a run; collective.
 
     Changes nothing in the folder, so that a run in mid-training can be read.
 
     Args:
-        path: a checkpoint's folder, a run's folder, or the folder of a run's checkpoints.
+        path: see `readable_folders`.
+        control: of all ranks, which get the same answer.
 
     Raises:
         CheckpointError: there is no usable one.
     """
-
-    def folders() -> list[Path]:
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: there is no such folder")
-        if (path / MANIFEST_FILE).is_file():
-            return [path.absolute()]
-        run_dir = path.parent if checkpoints_folder(path.parent) == path else path
-        found = _newest_first(run_dir)
-        if not found:
-            raise CheckpointError(f"{path} holds no checkpoint: neither a manifest.json nor checkpoints/step_*")
-        return found
-
-    handle, passed_by = _first_usable(on_first(ALONE, folders, list[Path]), ALONE)
+    handle, passed_by = _first_usable(on_first(control, lambda: readable_folders(path), list[Path]), control)
     if handle is None:
         raise CheckpointError(f"no checkpoint in {path} is usable: " + "; ".join(passed_by))
     return handle
+
+
+def readable_folders(path: Path) -> list[Path]:
+    """The checkpoints that a path means to a reader, which takes the first usable one; nobody has looked into them.
+
+    Args:
+        path: a checkpoint's folder, which means this one alone, a run's folder, or the folder of a run's checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: there is no such folder")
+    if (path / MANIFEST_FILE).is_file():
+        return [path.absolute()]
+    run_dir = path.parent if checkpoints_folder(path.parent) == path else path
+    found = _newest_first(run_dir)
+    if not found:
+        raise CheckpointError(f"{path} holds no checkpoint: neither a manifest.json nor checkpoints/step_*")
+    return found
 
 
 def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | None, list[str]]:
@@ -194,7 +203,7 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
     Raises:
         CheckpointError: lists the keys that differ.
     """
-    theirs, ours = _comparable(handle.manifest.run.model), _comparable(model_config)
+    theirs, ours = meaning_of_weights(handle.manifest.run.model), meaning_of_weights(model_config)
     differing = [
         f"model.{key}: {theirs.get(key)} there, {ours.get(key)} here"
         for key in sorted(theirs.keys() | ours.keys())
@@ -207,8 +216,8 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
         )
 
 
-def _comparable(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say what the weights mean, defaults filled in: an older run knew fewer keys."""
+def meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model's config that say what its weights mean, defaults filled in: an older run knew fewer keys."""
     config = {**asdict(ModelConfig()), **model_config}
     config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
     if config["ffn_size"] is None:

@@ -1,6 +1,7 @@
 """Starts a run and keeps it alive.
 
-`preflight` decides what can be decided before a rank starts, as one `ResolvedRun`. `acceptance` accepts or refuses it
+`preflight` decides what can be decided before a rank starts, as one `ResolvedRun`; `initial_weights` what other run it
+starts from. `acceptance` accepts or refuses it
 as a start of its run, and writes the records of an accepted one. `start` has `launcher` start and watch the ranks, on
 this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `scheduler`), again after a fault. `rank`,
 `rank_server`, `slurm_ranks`, `tracker` and `node_checker` are also processes of their own, run with `python -m`.
@@ -8,6 +9,7 @@ this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `schedule
 
 __all__ = [
     "dry_run_warnings",
+    "initial_weights",
     "launcher",
     "node_check",
     "preflight",

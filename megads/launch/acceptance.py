@@ -76,13 +76,13 @@ class AcceptedStart:
             if self.settings:
                 message = "; ".join(self.changed_settings)
                 events.write("config_changed", level="warning", message=message, changes=list(self.settings))
-            if self.allowed and self.past is not None:
+            if self.allowed:
+                samples = self.past.samples if self.past is not None else 0
                 events.write(
                     "run_changed",
                     level="warning",
-                    message=f"{'; '.join(map(str, self.allowed))} from sample {self.past.samples} on, as "
-                    "run.allow_changes says",
-                    samples=self.past.samples,
+                    message=f"{'; '.join(map(str, self.allowed))} from sample {samples} on, as run.allow_changes says",
+                    samples=samples,
                     changes=[dataclasses.asdict(change) for change in self.allowed],
                 )
 
@@ -127,12 +127,14 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     """Decides whether a run whose data is made may start; writes nothing.
 
     Raises:
-        ConfigError: a key that says what the run's samples are changed.
-        DataError: its data or its tokenizer changed, or is missing.
+        ConfigError: a key that says what the run's samples are changed, or its first weights are of another model.
+        DataError: its data or its tokenizer changed, or is missing, or is not the tokenizer of its first weights.
         CheckpointError: checkpoint.load names none, or the checkpoint is of another model.
     """
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
+    from megads.identity import with_first_weights
+    from megads.launch.initial_weights import changed_tokenizer
     from megads.resume import changes_of_run, continue_data, find_past
 
     config, run_dir = resolved.config, resolved.run_dir
@@ -142,7 +144,11 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         source = source_of_run(past.run_dir, past.tokenizer)
     data = record_data(config.data, resolved.asked.data.raw_patterns, source.record if source else None)
     allowed: tuple[Change, ...] = ()
+    if past is None and resolved.weights is not None:
+        allowed = changed_tokenizer(resolved.weights, source, config.run.allow_changes)
+        resolved.weights.check_model(config.model)
     if past is not None:
+        config = with_first_weights(config, past.config)
         allowed = tuple(changes_of_run(past, config, data))
         past.check_model(config)
         if past.run_dir == run_dir and past.tokenizer is not None:

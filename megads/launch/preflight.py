@@ -15,6 +15,7 @@ from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import ConfigError, DataError, StopRequested
 from megads.frozen_config import derive_run_id
+from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
 from megads.launch.run_length import settle_length
 from megads.launch.slurm_ranks import SlurmPlacement
@@ -26,6 +27,7 @@ from megads.runtime import environment
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
+    from megads.checkpoint.initial import WeightSource
     from megads.data.prepare.preparation import Preparation, Prepared
     from megads.launch.preflight_memory import Machine
 
@@ -52,6 +54,11 @@ class PlannedData:
         """Returns a config whose memory and FLOPs can be planned: with a vocabulary, where one is known."""
         return config if self.vocab_size is None else _with_vocabulary(config, self.vocab_size)
 
+    def exactly_known(self, config: RootConfig) -> RootConfig:
+        """Returns a config with a vocabulary where it is certain before the data is made."""
+        learns = self.preparation is not None and self.preparation.tokenizer_content is None and not self.made
+        return config if learns else self.planned(config)
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -64,8 +71,9 @@ class ResolvedRun:
         data: what the config's dataset is, or will be made of.
         machine: where the ranks run.
         placement: their nodes in a SLURM job; None for this machine.
-        choices: what the launcher chose of the layout and why, for people.
+        choices: what the launcher chose of the layout and of where to start from, and why, for people.
         made: what events.jsonl gets to know of the data that was prepared; None where the user made it.
+        weights: of another run, to start from; None for initial ones, and for a run that goes on.
     """
 
     asked: RootConfig
@@ -75,6 +83,7 @@ class ResolvedRun:
     placement: SlurmPlacement | None = None
     choices: tuple[str, ...] = ()
     made: Mapping[str, Any] | None = None
+    weights: WeightSource | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -97,7 +106,7 @@ def resolve_run(
         placement: nodes of the SLURM job; None for this machine.
 
     Raises:
-        MegadsError: the data is missing or does not fit.
+        MegadsError: the data or the weights to start from are missing or do not fit.
     """
     # It pulls in torch, for which the tab key must not wait.
     from megads.identity import check_allowed
@@ -107,6 +116,7 @@ def resolve_run(
     _refuse_history(asked)
     config, data = locate_data(asked)
     config = place(config, choices)
+    weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)
     known, reasons = settle_auto(data.planned(config), machine)
@@ -116,7 +126,7 @@ def resolve_run(
         settled, told = settle_length(data.planned(config))
         config = dataclasses.replace(config, train=settled.train)
         reasons = [*reasons, *([told] if told else [])]
-    return ResolvedRun(asked, config, data, machine, placement, tuple(reasons))
+    return ResolvedRun(asked, config, data, machine, placement, (*beginning, *reasons), weights=weights)
 
 
 def _refuse_history(config: RootConfig) -> None:
@@ -223,11 +233,13 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
 
     Raises:
         ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
+        CheckpointError: the weights to start from, whose tokenizer it is to be, are not there.
         DataError: no such text or dataset.
     """
     from megads.data.indexed.dataset import idx_path
     from megads.data.prepare.preparation import plan_preparation
 
+    config = with_tokenizer_of_weights(config)
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
         made = all(idx_path(path).exists() for path in config.data.paths)

@@ -132,7 +132,7 @@ def _descriptor(out: TextIO) -> int | None:
 
 
 _LEVELS = ("debug", "info", "warning", "error")
-_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "start")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start")
 # The launcher says these itself.
 _SAID_ELSEWHERE = ("failure", "config_changed", "data")
 _STEP_TIME_MEMORY = 0.9

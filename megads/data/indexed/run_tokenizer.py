@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from pydantic import ConfigDict
+from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.sidecar import (
@@ -61,6 +62,15 @@ class TokenizerSource:
 
     record: TokenizerRecord
     content: bytes | None
+
+    def gives_the_ids_of(self, other: TokenizerSource) -> bool:
+        """Whether every token of both has the same id in both; False where a file is nowhere."""
+        if self.record.sha256 == other.record.sha256:
+            return True
+        if self.content is None or other.content is None:
+            return False
+        vocabularies = (Tokenizer.from_str(content.decode()).get_vocab() for content in (self.content, other.content))
+        return next(vocabularies) == next(vocabularies)
 
 
 def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSource | None:

@@ -14,7 +14,7 @@ from megads.tools.rehearse.private_slurm import PrivateSlurm
 from megads.tools.rehearse.request import Request, UnknownOptionError
 
 # What depends on the files of a machine.
-_OF_A_MACHINE = ("data", "output folder", "run folder")
+_OF_A_MACHINE = ("data", "output folder", "run folder", "weights")
 _SITE_TIMEOUT_S = 20.0
 # What sbatch says where no SLURM can be reached.
 _NO_SITE = ("configuration source", "contact slurm controller", "DNS SRV", "Unable to process configuration")

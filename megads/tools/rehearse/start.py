@@ -12,6 +12,7 @@ from megads.data.config import DataConfig, DatasetConfig
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
+from megads.launch.initial_weights import find_initial_weights
 from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.slurm_ranks import place_ranks
@@ -44,6 +45,8 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
     config = place(config, choices)
     run_dir = Path(str(config.run.dir))
     found.append(_run_folder(run_dir))
+    if config.checkpoint.init_from is not None:
+        found.append(_judge("weights", lambda: "; ".join(find_initial_weights(config, config.model)[1])))
     if orders.elsewhere:
         found = of_this_machine(found)
     start = RehearsedStart(tuple(found), str(run_dir))
@@ -208,7 +211,7 @@ def scaled_run(
         precision=config.train.precision,
         seed=config.train.seed,
     )
-    # A path names a checkpoint of the full model; what a restart loads is the run's own.
+    # Paths name checkpoints of the full model; what a restart loads is the run's own.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
     # Both nodes compute where there are ranks for both; a job of one rank keeps its spare.
     spare_nodes = max(0, nodes - parallel.world_size)
@@ -232,7 +235,7 @@ def scaled_run(
         schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options),
         data=DataConfig(train=[DatasetConfig(data)]),
         tokenizer=TextTokenizerConfig(),
-        checkpoint=dataclasses.replace(config.checkpoint, load=load),
+        checkpoint=dataclasses.replace(config.checkpoint, load=load, init_from=None),
         evaluation=EvaluationConfig(at_end=False),
         run=dataclasses.replace(config.run, dir=str(run_dir), check_memory=False),
         logging=LoggingConfig(level=config.logging.level, wandb=WandbConfig(mode=WandbMode.disabled)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+from megads.checkpoint.config import CheckpointConfig
 from megads.config import RootConfig, TrainConfig, check_config
 from megads.data.config import DataConfig, DatasetConfig
 from megads.model.config import ModelConfig, Position
@@ -33,6 +34,7 @@ def test_a_large_run_becomes_a_small_one_of_its_kind(tmp_path: Path) -> None:
         parallel=ParallelConfig(tp=4, pp=12, dp=8, recompute=Recompute.full, recompute_blocks=[1] * 12),
         train=TrainConfig(global_batch_size=2048, seq_len=2048, samples=220_000_000),
         data=DataConfig(train=[DatasetConfig("data/bloom")]),
+        checkpoint=CheckpointConfig(init_from="runs/bloom"),
     )
     check_config(config)
     small = scaled_run(config, run_dir=tmp_path / "run", data="small", last_step=7, nodes=2, max_ranks=4)
@@ -40,7 +42,7 @@ def test_a_large_run_becomes_a_small_one_of_its_kind(tmp_path: Path) -> None:
     assert small.model.hidden_size <= 64 and small.train.steps == 7 and small.train.samples is None
     assert (small.model.position, small.parallel.recompute) == (Position.rope, Recompute.full)
     assert small.run.dir == str(tmp_path / "run") and small.data.train[0].path == "small"
-    assert small.cluster.ranks_per_node == 2
+    assert small.cluster.ranks_per_node == 2 and small.checkpoint.init_from is None
 
 
 def test_a_run_of_one_rank_keeps_its_spare_node(tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Weights of another run for a new one to start from: checkpoint.init_from.
+
+The other run is only read, and may be training. Its layout and precision do not matter: a checkpoint holds the fp32
+master weights as rectangles of global tensors.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.read import CheckpointHandle, meaning_of_weights, open_checkpoint, read_into, readable_folders
+from megads.data.indexed.recorded import read_record
+from megads.data.indexed.run_tokenizer import TokenizerRecord
+from megads.engine.interface import Shard
+from megads.errors import CheckpointError, ConfigError
+from megads.model.config import ModelConfig, Position
+from megads.runtime.distributed import ControlPlane
+
+_ADAPTED = ("rope_theta", "window")
+"""Keys that no weight has the shape of, and that a run on longer texts changes."""
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A checkpoint whose weights a new run starts from.
+
+    Attributes:
+        path: checkpoint.init_from.
+        handle: the checkpoint.
+    """
+
+    path: str
+    handle: CheckpointHandle
+
+    @property
+    def step(self) -> int:
+        """Of the other run."""
+        return self.handle.state["step"]
+
+    @property
+    def run_dir(self) -> Path:
+        """Of the other run."""
+        return self.handle.folder.parent.parent
+
+    @property
+    def tokenizer(self) -> TokenizerRecord | None:
+        """Of the other run; None where nobody knows it. Raises DataError where the record of its data is damaged."""
+        run = self.handle.manifest.run
+        if run.tokenizer is not None:
+            return run.tokenizer
+        data = read_record(self.run_dir, run.data_digest)
+        return data.tokenizer if data is not None else None
+
+    def __str__(self) -> str:
+        text = f"checkpoint.init_from = {self.path}: starts from the weights of {self.handle.folder.name}"
+        return "; ".join((f"{text}, all else is fresh", *(f"passed by {reason}" for reason in self.handle.passed_by)))
+
+    def check_model(self, model: ModelConfig) -> list[str]:
+        """Refuses a model that the weights do not fit.
+
+        Args:
+            model: of the new run; a vocabulary that is not known yet is not compared.
+
+        Returns:
+            What changes although the weights fit, a line each.
+
+        Raises:
+            ConfigError: shape or parts differ; names each key with both values.
+        """
+        theirs, ours = meaning_of_weights(self.handle.manifest.run.model), meaning_of_weights(asdict(model))
+        kinds, ignored = {theirs["position"], ours["position"]}, set()
+        # What follows from another key on both sides is that one's difference.
+        for key in ("ffn_size", "num_kv_heads"):
+            if self.handle.manifest.run.model.get(key) is None and getattr(model, key) is None:
+                ignored.add(key)
+        if model.vocab_size is None:
+            ignored.add("vocab_size")
+        if kinds != {Position.learned}:
+            # The longest text that was trained, and the number of no weights.
+            ignored.add("max_seq_len")
+        if kinds != {Position.rope}:
+            ignored.add("rope_theta")
+        keys = sorted((theirs.keys() | ours.keys()) - ignored)
+        differing = {key: (theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)}
+        refused = {key: values for key, values in differing.items() if key not in _ADAPTED}
+        if refused:
+            found = "; ".join(f"model.{key}: {there} there, {here} here" for key, (there, here) in refused.items())
+            wanted = " ".join(shlex.quote(f"model.{key}={_as_override(there)}") for key, (there, _) in refused.items())
+            raise ConfigError(
+                f"checkpoint.init_from = {self.path}: {self.handle.folder.name} is of another model ({found}). Weights "
+                f"fit a model of the same shape and parts only: give {wanted}, or leave checkpoint.init_from out"
+            )
+        return [f"model.{key} {there} -> {here}" for key, (there, here) in differing.items()]
+
+
+def find_source(path: str) -> WeightSource:
+    """Finds the checkpoint that a new run will most likely start from; the ranks pass by one that is damaged.
+
+    Args:
+        path: checkpoint.init_from.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    passed_by: list[str] = []
+    try:
+        for folder in readable_folders(Path(path)):
+            try:
+                return WeightSource(path, CheckpointHandle(folder, read_manifest(folder), tuple(passed_by)))
+            except CheckpointError as error:
+                passed_by.append(f"{folder.name}: {error}")
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.init_from = {error}") from error
+    raise CheckpointError(f"checkpoint.init_from = {path}: no checkpoint in it is usable: {'; '.join(passed_by)}")
+
+
+def open_source(path: str, control: ControlPlane) -> WeightSource:
+    """The checkpoint to start from, verified; collective, and every rank gets the same answer.
+
+    Args:
+        path: checkpoint.init_from.
+        control: of all ranks.
+
+    Raises:
+        CheckpointError: there is no usable one.
+    """
+    try:
+        return WeightSource(path, open_checkpoint(Path(path), control))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.init_from = {path}: {error}") from error
+
+
+def read_weights(source: WeightSource, shards: Sequence[Shard]) -> None:
+    """Fills the shards that are weights; what else an optimizer keeps stays as it is. Not collective.
+
+    Raises:
+        CheckpointError: a weight is missing or has another shape; names it.
+    """
+    read_into(source.handle, [shard for shard in shards if shard.key.startswith("weight/")])
+
+
+def _as_override(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_as_override(item)}" for key, item in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

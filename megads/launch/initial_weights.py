@@ -1,0 +1,143 @@
+"""Where the first weights of a run come from, as far as the launcher decides it: checkpoint.init_from.
+
+A run that has a checkpoint of its own goes on from that, and the other run need not be there any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megads.checkpoint.config import list_checkpoints
+from megads.config import RootConfig
+from megads.data.prepare.config import TextTokenizerConfig
+from megads.errors import CheckpointError, ConfigError, DataError
+from megads.runtime.run_dir import TOKENIZER_FILE
+
+if TYPE_CHECKING:
+    from megads.checkpoint.initial import WeightSource
+    from megads.data.indexed.run_tokenizer import TokenizerSource
+    from megads.identity import Change
+    from megads.model.config import ModelConfig
+
+
+def with_tokenizer_of_weights(config: RootConfig) -> RootConfig:
+    """Returns the config with the tokenizer that the weights know, where data.raw is to be read by no other.
+
+    Args:
+        config: checked; run.dir and run.id as the user gave them.
+
+    Raises:
+        CheckpointError: there are no weights.
+        DataError: their tokenizer is nowhere.
+    """
+    wanted, init_from = config.tokenizer, config.checkpoint.init_from
+    if init_from is None or config.data.raw is None or _asks_for_one(wanted):
+        return config
+    from megads.checkpoint.initial import find_source
+    from megads.data.indexed.run_tokenizer import kept_tokenizer
+
+    given_dir = config.run.dir or (f"runs/{config.run.id}" if config.run.id else None)
+    if given_dir is not None and list_checkpoints(Path(given_dir)) and (Path(given_dir) / TOKENIZER_FILE).is_file():
+        path: Path | None = Path(given_dir) / TOKENIZER_FILE
+    else:
+        try:
+            source = find_source(init_from)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. A run that has started from it goes on with its run.id=<id>") from error
+        record = source.tokenizer
+        if record is None:
+            return config
+        path = kept_tokenizer(source.run_dir, record.sha256)
+        if path is None:
+            raise DataError(
+                f"checkpoint.init_from = {init_from}: the tokenizer of these weights ({record}) is not in "
+                f"{source.run_dir}: give it as tokenizer.path=<file>, or tokenizer.vocab_size=<tokens> to learn another"
+            )
+    return dataclasses.replace(config, tokenizer=dataclasses.replace(wanted, path=str(path)))
+
+
+def _asks_for_one(wanted: TextTokenizerConfig) -> bool:
+    learnt = TextTokenizerConfig()
+    return wanted.path is not None or (wanted.vocab_size, wanted.min_frequency) != (None, learnt.min_frequency)
+
+
+def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[WeightSource | None, list[str]]:
+    """Finds the weights that a run will start from, and says what it starts from at all.
+
+    Args:
+        config: with run.dir.
+        model: its model, with a vocabulary where that is known.
+
+    Returns:
+        The weights, None for initial ones and for a run that goes on; and lines for people.
+
+    Raises:
+        CheckpointError: there are none.
+        ConfigError: they are of another model, or of this very run.
+    """
+    from megads.resume import find_past, goes_to_path
+
+    load, run_dir, init_from = config.checkpoint.load, Path(str(config.run.dir)), config.checkpoint.init_from
+    if config.checkpoint.load_path is not None:
+        if not goes_to_path(load, run_dir):
+            return None, []
+        return None, [
+            f"checkpoint.load = {load}: goes on with its weights, step, optimizer state, and place in the "
+            "learning-rate schedule, the data and the random numbers; checkpoint.init_from takes the weights alone"
+        ]
+    if init_from is None:
+        return None, []
+    past = find_past(load, run_dir)
+    if past is not None:
+        step = past.manifest.run.state["step"]
+        return None, [
+            f"goes on from its own checkpoint of step {step}: checkpoint.init_from = {init_from} counts at the first "
+            "start only"
+        ]
+    from megads.checkpoint.initial import find_source
+
+    source = find_source(init_from)
+    if source.run_dir.resolve() == run_dir.resolve():
+        raise ConfigError(
+            f"checkpoint.init_from = {init_from} is this run itself: give the new run another run.id, or leave "
+            "checkpoint.init_from out to go on with this one"
+        )
+    adapted = source.check_model(model)
+    return source, [str(source), *(f"unlike the weights were trained: {text}" for text in adapted)]
+
+
+def changed_tokenizer(
+    source: WeightSource, found: TokenizerSource | None, allowed: Collection[str]
+) -> tuple[Change, ...]:
+    """Compares the tokenizer of the data with the one that the weights know.
+
+    Args:
+        source: the weights.
+        found: of the data; None where nobody knows it.
+        allowed: run.allow_changes.
+
+    Returns:
+        The change that is allowed; none where every id means the same text.
+
+    Raises:
+        DataError: it is another one, and not allowed.
+    """
+    from megads.data.indexed.run_tokenizer import source_of_run
+    from megads.identity import TOKENIZER, Change
+
+    record = source.tokenizer
+    if record is None or found is None or record.sha256 == found.record.sha256:
+        return ()
+    if found.gives_the_ids_of(source_of_run(source.run_dir, record)):
+        return ()
+    if TOKENIZER in allowed:
+        return (Change(TOKENIZER, str(record), str(found.record)),)
+    raise DataError(
+        f"the data was made with another tokenizer ({found.record}) than the weights of checkpoint.init_from = "
+        f"{source.path} were trained with ({record}): its ids mean other text to them. Make the data with "
+        f"tokenizer.path={source.run_dir / TOKENIZER_FILE}, which data.raw takes by itself where tokenizer.path and "
+        f"tokenizer.vocab_size are left out, or allow it with run.allow_changes=[{TOKENIZER}]"
+    )
