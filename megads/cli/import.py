@@ -15,7 +15,7 @@ def run(config: ImportConfig, _invocation: Invocation) -> int:
     print(found)
     print(
         f"train it:  megads train --config-dir={found.folder} model={config.name} checkpoint.init_from={found.folder} "
-        f"tokenizer.path={found.folder}/tokenizer.json data.raw=<text> train.steps=auto"
+        "data.raw=<text> train.steps=auto"
     )
     print(f"try it:    megads generate run={found.folder} prompt='...'")
     return EXIT_OK

@@ -44,6 +44,8 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.ma
 """Ends of names of what old files hold besides weights: masks and angles."""
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMED = 5
+_LONGEST_SAMPLE = 2048
+"""Of the preset; attention to more costs memory that a first try may not have."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +297,8 @@ def _write_preset(path: Path, model: ModelConfig, folder: Path) -> None:
     """The model's config as an option of the group `model`."""
     values, defaults = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
     changed = {key: value for key, value in values.items() if value != defaults[key]}
+    content = {"model": changed, "train": {"seq_len": min(model.max_seq_len, _LONGEST_SAMPLE)}}
     path.parent.mkdir()
     told = f"# Imported from {folder.resolve().name}: {model.num_layers} layers, width {model.hidden_size}.\n"
-    path.write_text(told + yaml.safe_dump(json.loads(json.dumps(changed)), sort_keys=False), encoding="utf-8")
+    text = yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False)
+    path.write_text(f"# @package _global_\n{told}{text}", encoding="utf-8")
