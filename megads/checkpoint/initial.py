@@ -21,7 +21,7 @@ from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig, Position
 from megads.runtime.distributed import ControlPlane
 
-_ADAPTED = ("rope_theta", "window")
+_ADAPTED = ("rope_theta", "rope_scaling", "window")
 """Keys that no weight has the shape of, and that a run on longer texts changes."""
 
 
@@ -84,7 +84,7 @@ class WeightSource:
             # The longest text that was trained, and the number of no weights.
             ignored.add("max_seq_len")
         if kinds != {Position.rope}:
-            ignored.add("rope_theta")
+            ignored |= {"rope_theta", "rope_scaling"}
         keys = sorted((theirs.keys() | ours.keys()) - ignored)
         differing = {key: (theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)}
         refused = {key: values for key, values in differing.items() if key not in _ADAPTED}

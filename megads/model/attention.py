@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import BatchInfo, PerBatch
-from megads.model.config import ModelConfig, Position
+from megads.model.config import ModelConfig, Position, RopeScaling, RopeScalingConfig
 from megads.model.dropout import Dropout
 from megads.ops.attention import (
     FLASH_INSTALLED,
@@ -296,7 +296,7 @@ class Attention(nn.Module):
         self.kernels = TORCH
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         rotates = config.position is Position.rope
-        self.rotary = Rotary(config.head_dim, config.rope_theta) if rotates else None
+        self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling) if rotates else None
         self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.bias)
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
@@ -331,23 +331,73 @@ class Attention(nn.Module):
         return q_bsnd, k_bsmd, v_bsmd
 
 
-def rotary_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tables:
+UNSCALED = RopeScalingConfig()
+
+
+def rotary_tables(
+    positions: Tensor,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScalingConfig = UNSCALED,
+) -> Tables:
     """Cosine and sine of every angle, each [..., s, 1, r] for integer positions [..., s].
 
     Angles are fp64 whatever the result's dtype: near position 10^6 neighbouring fp32 numbers are 0.06 radians apart.
+    With yarn both are multiplied by 0.1 ln(factor) + 1, which sharpens attention by its square (Peng et al. 2023,
+    equation 22).
     """
     pairs_r = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    angles = positions[..., None, None] * theta**-pairs_r
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = positions[..., None, None] * scaled_frequencies(theta**-pairs_r, theta, scaling)
+    size = 0.1 * math.log(scaling.factor) + 1.0 if scaling.kind is RopeScaling.yarn else 1.0
+    return (size * angles.cos()).to(dtype), (size * angles.sin()).to(dtype)
+
+
+def scaled_frequencies(frequencies_r: Tensor, theta: float, scaling: RopeScalingConfig) -> Tensor:
+    """Radians a position of each pair of features, fp64 [r], for texts longer than those of the first training.
+
+    Args:
+        frequencies_r: unscaled, theta^(-2 i / d) for pair i.
+        theta: rope's base.
+        scaling: how; see the papers named there.
+    """
+    slowed_r = frequencies_r / scaling.factor
+    turns_r = scaling.original_max_seq_len * frequencies_r / (2 * math.pi)
+    match scaling.kind:
+        case RopeScaling.none:
+            return frequencies_r
+        case RopeScaling.linear:
+            return slowed_r
+        case RopeScaling.llama3:
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept_r = ((turns_r - low) / (high - low)).clamp(0.0, 1.0)
+        case RopeScaling.yarn:
+            pairs = len(frequencies_r)
+
+            def pair_of(turns: float) -> float:
+                """The pair, a fraction, that turns so often in the first training's longest text."""
+                return pairs * math.log(scaling.original_max_seq_len / (2 * math.pi * turns)) / math.log(theta)
+
+            first = max(math.floor(pair_of(scaling.beta_fast)), 0)
+            last = min(math.ceil(pair_of(scaling.beta_slow)), 2 * pairs - 1)
+            numbers_r = torch.arange(pairs, dtype=torch.float64, device=frequencies_r.device)
+            kept_r = 1.0 - ((numbers_r - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return kept_r * frequencies_r + (1.0 - kept_r) * slowed_r
 
 
 @functools.lru_cache(maxsize=4)
 def _place_tables(
-    seq_len: int, head_dim: int, theta: float, device: torch.device, dtype: torch.dtype, places_s: Tensor | None
+    seq_len: int,
+    head_dim: int,
+    theta: float,
+    scaling: RopeScalingConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    places_s: Tensor | None,
 ) -> Tables:
     """Tables of a sample whose positions are places; cached by the identity of `places_s`."""
     places_s = torch.arange(seq_len, device=device) if places_s is None else places_s
-    return rotary_tables(places_s, head_dim, theta, dtype)
+    return rotary_tables(places_s, head_dim, theta, dtype, scaling)
 
 
 class Rotary(nn.Module):
@@ -356,13 +406,14 @@ class Rotary(nn.Module):
     Args:
         head_dim: features of a head, an even number.
         theta: the base of the angles.
+        scaling: of the angles.
     """
 
     untraced: ClassVar = ("tables",)
 
-    def __init__(self, head_dim: int, theta: float) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScalingConfig = UNSCALED) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
 
     def forward(
         self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, kernels: Kernels = TORCH
@@ -382,6 +433,8 @@ class Rotary(nn.Module):
         """Cosine and sine for so many tokens, made once for all layers."""
         positions_bs = info.position_ids_bs
         if positions_bs is None:
-            return _place_tables(count, self.head_dim, self.theta, device, dtype, info.sequence_index)
-        key = (self.head_dim, self.theta, dtype)
-        return _RESTARTED.get(info, key, lambda: rotary_tables(positions_bs, self.head_dim, self.theta, dtype))
+            return _place_tables(count, self.head_dim, self.theta, self.scaling, device, dtype, info.sequence_index)
+        key = (self.head_dim, self.theta, self.scaling, dtype)
+        return _RESTARTED.get(
+            info, key, lambda: rotary_tables(positions_bs, self.head_dim, self.theta, dtype, self.scaling)
+        )

@@ -61,6 +61,50 @@ class MLPKind(StrEnum):
     swiglu = "swiglu"
 
 
+class RopeScaling(StrEnum):
+    """How RoPE's angles change for texts longer than those of the first training."""
+
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+@dataclass(unsafe_hash=True)
+class RopeScalingConfig:
+    """Slower rotations of pairs of features, so that a longer text has angles that the model knows."""
+
+    kind: RopeScaling = RopeScaling.none
+    """none; linear, all angles divided by factor (Chen et al. 2023); llama3, those of long waves only (Llama 3.1);
+    yarn, those of long waves, and attention sharpened (Peng et al. 2023)."""
+    factor: float = 1.0
+    """How much longer texts get; at least 1."""
+    original_max_seq_len: int = 8192
+    """Longest text of the first training, for llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: waves longer than original_max_seq_len over this are slowed by the whole factor."""
+    high_freq_factor: float = 4.0
+    """llama3: waves shorter than original_max_seq_len over this stay as they are."""
+    beta_fast: float = 32.0
+    """yarn: pairs that turn more often than this in original_max_seq_len tokens stay as they are."""
+    beta_slow: float = 1.0
+    """yarn: pairs that turn less often than this are slowed by the whole factor."""
+
+    def check(self) -> None:
+        """Raises ConfigError on values that no angle follows from."""
+        if self.factor < 1.0 or self.original_max_seq_len < 1:
+            raise ConfigError(
+                f"model.rope_scaling.factor = {self.factor}, original_max_seq_len = {self.original_max_seq_len}: "
+                "must be at least 1"
+            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not 0.0 < getattr(self, low) < getattr(self, high):
+                raise ConfigError(
+                    f"model.rope_scaling.{low} = {getattr(self, low)}, {high} = {getattr(self, high)}: want "
+                    f"0 < {low} < {high}"
+                )
+
+
 @dataclass
 class BlockConfig:
     """Which block the model repeats."""
@@ -102,6 +146,8 @@ class ModelConfig:
     embedding of queries and keys, Su et al. 2021)."""
     rope_theta: float = 10000.0
     """Base of rope's angles; longer sequences want a larger one."""
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    """Scaling of rope's angles."""
     window: int | None = None
     """Tokens that a token's attention sees, itself and those just before it (Beltagy et al. 2020); null is all before
     it. Layers reach further together: each adds another window."""
@@ -202,6 +248,7 @@ class ModelConfig:
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
+        self.rope_scaling.check()
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")

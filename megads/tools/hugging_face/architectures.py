@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position, RopeScaling, RopeScalingConfig
 from megads.tools.hugging_face.weights import Names
 
 Content = Mapping[str, Any]
@@ -87,7 +87,9 @@ class Architecture:
         content = {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
         content |= {key.theirs[0]: _effective(model, key.ours) for key in self.keys}
         if model.position is Position.rope:
-            content["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rope_theta}
+            content["rope_parameters"] = {**_scaling_content(model.rope_scaling), "rope_theta": model.rope_theta}
+            # transformers 4 reads it here.
+            content["rope_scaling"] = None if model.rope_scaling == RopeScalingConfig() else content["rope_parameters"]
         if self.optional_bias:
             content |= {"attention_bias": model.bias, "mlp_bias": model.bias}
         return {**content, "initializer_range": model.weight_std, "tie_word_embeddings": model.tie_embeddings}
@@ -104,6 +106,8 @@ class Architecture:
             if given != wanted and not {given, wanted} <= _TANH_GELUS:
                 raise ConfigError(f"config.json: {key} = {given!r}: megads computes {wanted!r} only")
         values = {key.ours: key.read(content) for key in self.keys}
+        if "rope_theta" in values:
+            values["rope_scaling"] = _scaling_of(content)
         values |= {field: value for field, value in self.wants.items() if not callable(value)}
         values["bias"] = self._bias(content) if self.optional_bias else self.wants.get("bias", True)
         values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
@@ -146,18 +150,58 @@ def _of_version_4(content: Content) -> Content:
     """A config.json of transformers 5, which has rope's settings in a dict, with the keys of transformers 4.
 
     Raises:
-        ConfigError: the angles are scaled.
+        ConfigError: it is no dict.
     """
     parameters = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    kind = (
-        parameters.get("rope_type", parameters.get("type", "default")) if isinstance(parameters, dict) else parameters
-    )
-    if kind != "default":
-        raise ConfigError(
-            f"config.json: rope's angles are scaled, rope_type = {kind!r}: megads computes them as they are ('default')"
-        )
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
     return {**content, **{names[name]: value for name, value in parameters.items() if name in names}}
+
+
+_SCALING_KEYS = {
+    RopeScaling.none: {},
+    RopeScaling.linear: {"factor": "factor"},
+    RopeScaling.llama3: {
+        "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+    },
+    RopeScaling.yarn: {
+        "factor": "factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+        "original_max_seq_len": "original_max_position_embeddings",
+    },
+}  # fmt: skip
+"""What rope_parameters calls the fields of RopeScalingConfig."""
+
+
+def _scaling_content(scaling: RopeScalingConfig) -> dict[str, Any]:
+    kind = "default" if scaling.kind is RopeScaling.none else scaling.kind.value
+    return {"rope_type": kind, **{t: getattr(scaling, o) for o, t in _SCALING_KEYS[scaling.kind].items()}}
+
+
+def _scaling_of(content: Content) -> RopeScalingConfig:
+    """The scaling of rope's angles that a config.json describes.
+
+    Raises:
+        ConfigError: megads does not compute it.
+    """
+    found = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    if kind not in ("default", *RopeScaling):
+        raise ConfigError(
+            f"config.json: rope_type = {kind!r}: megads computes default, {', '.join(list(RopeScaling)[1:])}"
+        )
+    scaling = RopeScaling.none if kind == "default" else RopeScaling(kind)
+    names = _SCALING_KEYS[scaling]
+    told = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    others = {key: found[key] for key in found.keys() - set(names.values()) - told if found[key] is not None}
+    # Of another training than the first: transformers then takes another size of attention.
+    if others and scaling is not RopeScaling.none:
+        raise ConfigError(f"config.json: rope_parameters has {others}, which megads does not compute")
+    values: dict[str, Any] = {ours: found[theirs] for ours, theirs in names.items() if found.get(theirs) is not None}
+    if "original_max_seq_len" in names and "original_max_seq_len" not in values:
+        values["original_max_seq_len"] = content.get("max_position_embeddings")
+    made = RopeScalingConfig(kind=scaling, **values)
+    made.check()
+    return made
 
 
 def _all_heads(model: ModelConfig) -> int:

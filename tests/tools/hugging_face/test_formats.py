@@ -25,7 +25,15 @@ from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.sidecar import tokenizer_sha256
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
-from megads.model.config import BlockConfig, MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import (
+    BlockConfig,
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    Position,
+    RopeScaling,
+    RopeScalingConfig,
+)
 from megads.model.gpt import GPT, parameter_generator
 from megads.tools.hugging_face import export, load
 from megads.tools.hugging_face.config import ExportConfig, ExportFormat, ExportPrecision, ImportConfig
@@ -42,12 +50,22 @@ LLAMA_LIKE: dict[str, Any] = {
 }  # fmt: skip
 
 
+SCALINGS = (
+    RopeScalingConfig(RopeScaling.linear, factor=3.0),
+    RopeScalingConfig(RopeScaling.llama3, factor=8.0, original_max_seq_len=16, high_freq_factor=3.0),
+    RopeScalingConfig(RopeScaling.yarn, factor=4.0, original_max_seq_len=16, beta_fast=3.0, beta_slow=0.5),
+)
+
+
 def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for heads, tied, bias in itertools.product((1, 3, 4, 6, 12), (True, False), (True, False)):
         yield "bloom", {"num_heads": heads, "tie_embeddings": tied, "bias": bias}
     for kv, tied, bias in itertools.product((1, 2, 3, 6), (True, False), (True, False)):
         yield "llama", {**LLAMA_LIKE, "num_kv_heads": kv, "tie_embeddings": tied, "bias": bias}
     yield "llama", {**LLAMA_LIKE, "ffn_size": 35, "rope_theta": 500000.0, "bias": False, "norm_eps": 1e-3}
+    for scaling in SCALINGS:
+        yield "llama", {**LLAMA_LIKE, "rope_scaling": scaling, "num_kv_heads": 3, "rope_theta": 50.0}
+    yield "gpt_neox", {**GPT_LIKE, "position": Position.rope, "rope_scaling": SCALINGS[0]}
     for window, kv in itertools.product((1, 5, 32), (2, 6)):
         yield "mistral", {**LLAMA_LIKE, "window": window, "num_kv_heads": kv, "bias": False}
     for tied, bias, theta in itertools.product((True, False), (True, False), (10000.0, 77.0)):
@@ -356,7 +374,13 @@ def test_bad_folders(
 @pytest.mark.parametrize(
     ("name", "changes", "told"),
     [
-        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "angles are scaled, rope_type = 'llama3'"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type = 'dynamic': megads computes"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 8.0, "mscale": 2.0}},
+            "rope_parameters has {'mscale': 2.0}",
+        ),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor = 0\.5"),
         ("llama", {"head_dim": 16}, "head_dim = 16, but hidden_size / num_attention_heads = 8"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes 'silu' only"),
