@@ -45,8 +45,8 @@ from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import prepare
 from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
-from megads.runtime import environment
-from megads.runtime.config import parse_duration
+from megads.runtime import environment, progress
+from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
@@ -95,6 +95,8 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
     Raises:
         MegadsError: it cannot be started; the scheduler has been told what follows.
     """
+    progress.silence(asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error"))
+    progress.enter("planning the run")
     check_config(asked)
     placement = None if asked.run.prepare_only else find_placement(asked)
     try:
@@ -141,6 +143,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         for choice in resolved.choices:
             console.say(choice)
         _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
+        progress.enter("checking the data")
         accepted = accept_start(prepare_data(resolved, console))
         resolved = accepted.resolved
         if config.run.prepare_only:
