@@ -97,6 +97,13 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
     """
     progress.silence(asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error"))
     progress.enter("planning the run")
+    try:
+        return _start(asked, start)
+    finally:
+        progress.leave()
+
+
+def _start(asked: RootConfig, start: StartRequest) -> int:
     check_config(asked)
     placement = None if asked.run.prepare_only else find_placement(asked)
     try:
@@ -289,6 +296,7 @@ class _Attempts:
         """Checks the nodes before anything runs on them; returns the end where they are too few."""
         assert self._placement is not None
         console.say(f"checking the health of {len(self._means.nodes)} nodes")
+        progress.enter("checking the nodes")
         self._check(())
         places = [node.name for node in self._placement.nodes]
         decision = first_attempt(places, self._rejected, self._means)

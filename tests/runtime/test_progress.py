@@ -113,6 +113,30 @@ def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
     assert program.screen.clean
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_on_a_terminal(tmp_path: Path) -> None:
+    """Catches a phase that is not shown or left behind, lines that wait for the panel, and codes that are printed."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(100_000)))
+    arguments = ("-m", "megads.cli.main", "train", "data.raw=text.txt", "train.steps=2", "cluster.peak_tflops=1")
+    program = ProgramOnTerminal(arguments, 100, 40, tmp_path, PYTHONPATH=str(REPOSITORY))
+    assert program.read_to_end() == 0, program.text
+    for phase in (
+        "reading the config",
+        "planning the run",
+        "training the tokenizer",
+        "tokenizing",
+        "validating, batch ",
+    ):
+        assert phase in program.text, phase
+    begin, panel = program.text.index("data: making "), program.text.index("╭")
+    assert begin < program.text.index("training the tokenizer") < panel and "data: made 2" in program.text[:panel]
+    shown = [line for line in program.screen.everything if "│" not in line]
+    left = ("planning", "training", "tokenizing", "checking", "starting", "validating", "saving", "reading")
+    assert not [line for line in shown if line.startswith(left)], shown
+    assert "\\x1b" not in program.text and program.screen.clean
+
+
 def test_what_a_phase_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a division by zero in an empty pass, a share of an unknown size, and a rate or a rest that is wrong."""
     now = time.monotonic()
