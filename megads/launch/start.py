@@ -95,12 +95,14 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
     Raises:
         MegadsError: it cannot be started; the scheduler has been told what follows.
     """
-    progress.silence(asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error"))
+    quiet = asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error")
+    progress.configure(quiet=quiet, plain_on_stdout=not asked.run.dry_run)
     progress.enter("planning the run")
     try:
         return _start(asked, start)
     finally:
         progress.leave()
+        progress.configure(quiet=False, plain_on_stdout=False)
 
 
 def _start(asked: RootConfig, start: StartRequest) -> int:

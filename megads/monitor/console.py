@@ -197,6 +197,8 @@ class Console:
         Args:
             phase: of rank 0, as its heartbeats say; empty where nothing is known.
         """
+        if not self._shows("info"):
+            return
         if self._started and phase.startswith(SLOW_PHASES):
             label, _, note = phase.partition(", ")
             enter(label, note, said_after_s=_SLOW_PHASE_SAID_AFTER_S)

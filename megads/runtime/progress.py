@@ -1,7 +1,8 @@
 """What a command does now: one line on a terminal, erased when it is done; elsewhere a line, and sparse ones after it.
 
-It goes to standard error. Everything that is printed meanwhile passes through `room`, which erases the line first. One
-thread draws, so that a terminal that takes no text (Ctrl-S) holds up nobody.
+It goes to standard error, the plain lines of `megads train` to its standard output, which is its log. Everything that
+is printed meanwhile passes through `room`, which erases the line first. One thread draws, so that a terminal that takes
+no text (Ctrl-S) holds up nobody.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TextIO
 
 from megads.runtime import environment
 from megads.runtime.terminal_text import visible
@@ -109,6 +110,7 @@ class _Line:
         self._phases: list[Progress] = []
         self._between: Progress | None = None
         self._quiet = False
+        self._plain_on_stdout = False
         self._held = 0
         """Blocks of `room` that have not ended."""
         self._shown = False
@@ -140,9 +142,9 @@ class _Line:
             self._between = None
             self._erased()
 
-    def silence(self, quiet: bool) -> None:
+    def configure(self, *, quiet: bool, plain_on_stdout: bool) -> None:
         with self._changed:
-            self._quiet = quiet
+            self._quiet, self._plain_on_stdout = quiet, plain_on_stdout
             self._erased()
 
     @contextmanager
@@ -196,7 +198,7 @@ class _Line:
                 said = "" if redrawn or phase is None else _due_line(phase)
                 self._shown = bool(drawn or wanted)
             if said:
-                _write(f"{said}\n")
+                _write(f"{said}\n", sys.stdout if self._plain_on_stdout else sys.stderr)
             if wanted != drawn:
                 if region is None:
                     # It pulls in rich, for which the first second must not wait.
@@ -204,7 +206,7 @@ class _Line:
 
                     region = LiveRegion()
                 drawn = wanted
-                _write(region.one_line(visible(drawn), sys.stderr))
+                _write(region.one_line(visible(drawn), sys.stderr), sys.stderr)
             with self._changed:
                 self._shown = bool(drawn)
                 self._changed.notify_all()
@@ -221,9 +223,8 @@ def _due_line(phase: Progress) -> str:
     return visible(line)
 
 
-def _write(text: str) -> None:
-    """Writes to standard error past its buffer, whose lock an interpreter that exits could wait for."""
-    out = sys.stderr
+def _write(text: str, out: TextIO) -> None:
+    """Writes to a stream past its buffer, whose lock an interpreter that exits could wait for."""
     with suppress(OSError, ValueError):
         try:
             descriptor = out.fileno()
@@ -254,9 +255,14 @@ def leave() -> None:
     _LINE.leave()
 
 
-def silence(quiet: bool) -> None:
-    """Shows nothing from now on, or shows phases again."""
-    _LINE.silence(quiet)
+def configure(*, quiet: bool, plain_on_stdout: bool) -> None:
+    """Says how phases are shown from now on.
+
+    Args:
+        quiet: not at all.
+        plain_on_stdout: plain lines are part of what the command prints, in place of messages on standard error.
+    """
+    _LINE.configure(quiet=quiet, plain_on_stdout=plain_on_stdout)
 
 
 def room() -> AbstractContextManager[None]:

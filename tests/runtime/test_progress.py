@@ -101,6 +101,16 @@ def test_plain_lines_elsewhere(variables: dict[str, str]) -> None:
     assert "\x1b" not in text and "\r" not in text
 
 
+def test_plain_lines_of_a_log() -> None:
+    """Catches messages on standard error where the log on standard output is what the command prints, and lines where
+    quiet is asked for."""
+    for quiet, said in ((False, 2), (True, 0)):
+        setup = f"progress.configure(quiet={quiet}, plain_on_stdout=True)"
+        program = PLAIN.replace("progress.enter", f"{setup}\nprogress.enter", 1).replace("2.0", "1.5")
+        done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, check=True)
+        assert (done.stdout.count(b"tokenizing"), done.stdout.count(b"\n"), done.stderr) == (said, said, b"")
+
+
 def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
     """Catches a traceback, and a line that stands before the message or below it."""
     (tmp_path / "text.txt").write_text("a few words of text " * 5000)
