@@ -18,7 +18,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
 from megads.data.sampling.blend import BlendedSamples
-from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, validation_batches
+from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, num_validation_batches, validation_batches
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
@@ -97,10 +97,12 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            checkpoint_hook(config, run_dir, engine, state, events, fence, metrics),
+            checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats),
         ]
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
-        hooks += [validation_hook(config, grid, engine, name, valid, metrics) for name, valid in valid_sets.items()]
+        hooks += [
+            validation_hook(config, grid, engine, name, valid, metrics, beats) for name, valid in valid_sets.items()
+        ]
         hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
         record_start(config, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
@@ -302,6 +304,7 @@ def checkpoint_hook(
     events: EventWriter,
     fence: Fence,
     metrics: MetricsWriter,
+    beats: Heartbeat,
 ) -> CheckpointHook:
     """Saves."""
     data = read_record(run_dir)
@@ -314,7 +317,7 @@ def checkpoint_hook(
         tokenizer=data.tokenizer if data is not None else None,
         data_digest=data.digest if data is not None else None,
     )
-    return CheckpointHook(engine, run_dir, config.checkpoint, about, state, events, fence, metrics)
+    return CheckpointHook(engine, run_dir, config.checkpoint, about, state, events, fence, metrics, beats)
 
 
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:
@@ -330,6 +333,7 @@ def validation_hook(
     name: str,
     valid: ValidationSource,
     metrics: MetricsWriter,
+    beats: Heartbeat,
 ) -> ValidationHook:
     """Validates on one set, or a fixed part of it."""
     most = config.evaluation.max_tokens
@@ -348,7 +352,12 @@ def validation_hook(
         )
 
     unigram = partial(unigram_entropy, shown)
-    return ValidationHook(engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics)
+    num_batches = num_validation_batches(
+        len(shown), config.train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES
+    )
+    return ValidationHook(
+        engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics, num_batches, beats
+    )
 
 
 def exit_code(stop_reason: str) -> int:

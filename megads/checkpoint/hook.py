@@ -12,6 +12,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import SaveError, on_first, remove_old, save_checkpoint
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
+from megads.runtime.heartbeat import SAVING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -37,6 +38,7 @@ class CheckpointHook:
         events: where saves and failures are recorded.
         fence: of the start that this rank belongs to: an orphan must not save.
         metrics: the ledger, which every checkpoint knows the state of; None: there is none.
+        beats: of this rank; None: it sends none.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class CheckpointHook:
         events: EventWriter,
         fence: Fence | None = None,
         metrics: MetricsWriter | None = None,
+        beats: Heartbeat | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -57,6 +60,7 @@ class CheckpointHook:
         self._state = state
         self._events = events
         self._fence = fence
+        self._beats = beats or Heartbeat()
         self._ledger = metrics.record if metrics is not None else lambda: None
         # The one before the newest stays until the newest is proven.
         self._kept = max(config.keep, 2) if config.keep else 0
@@ -116,6 +120,7 @@ class CheckpointHook:
         self._due, step = False, self._finite["step"]
         if step == self._saved_step:
             return
+        self._beats.enter(SAVING)
         run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
         start = time.perf_counter()
         try:

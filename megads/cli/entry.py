@@ -27,6 +27,7 @@ from megads.cli.composition_errors import explain, explain_added_key
 from megads.cli.config_files import expand_counts, integer_keys, read_files_with
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
+from megads.runtime import progress
 from megads.runtime.environment import show_full_hydra_errors
 from megads.runtime.registry import UsesPlugins
 
@@ -63,6 +64,7 @@ class _Session:
             print(f"=== point {len(self.results)}: {overrides}", flush=True)
         choices = {str(group): option for group, option in hydra_config.runtime.choices.items()}
         invocation = Invocation(choices, self.claimed_dirs)
+        progress.leave()
         code = exit_code_of(self.verb.name, lambda: self.verb.run(typed(config, self.verb.schema), invocation))
         self.results.append((overrides, code))
 

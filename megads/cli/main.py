@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from typing import NamedTuple
 
 from megads import __version__
 from megads.cli.verb import Key, Verb, group_names, group_options, keys, own_config_dirs
-from megads.errors import EXIT_OK, ConfigError, exit_codes_text
+from megads.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, exit_codes_text
+from megads.runtime import progress
 from megads.runtime.terminal_text import escape_terminal_output
 
 # Each verb is a module of this package with a VERB; it is imported only when called.
@@ -63,8 +65,15 @@ _CFG = {"job": "the verb's config", "hydra": "Hydra's own config", "all": "both"
 
 def main() -> None:
     """The console script; exits with the verb's code."""
-    escape_terminal_output()
-    sys.exit(run(sys.argv[1:]))
+    escape_terminal_output(progress.room)
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("megads: interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    finally:
+        progress.leave()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -99,6 +108,8 @@ def run(arguments: list[str]) -> int:
 
         if defect := hydra_defect():
             return run_without_hydra(rest, defect)
+    if not any(argument.startswith("-") for argument in rest):
+        progress.enter("reading the config", said_after_s=math.inf)
     from megads.cli.entry import run_verb
 
     return run_verb(importlib.import_module(f"megads.cli.{verb}").VERB, rest)

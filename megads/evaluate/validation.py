@@ -10,6 +10,7 @@ from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
+from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter
 
@@ -30,6 +31,8 @@ class ValidationHook:
         config: when.
         total_steps: the planned end.
         metrics: where the line goes.
+        num_batches: of a pass; 0 is unknown.
+        beats: of this rank; None: it sends none.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class ValidationHook:
         config: EvaluationConfig,
         total_steps: int,
         metrics: MetricsWriter,
+        num_batches: int = 0,
+        beats: Heartbeat | None = None,
     ) -> None:
         self._engine = engine
         self._batches = batches
@@ -49,6 +54,8 @@ class ValidationHook:
         self._config = config
         self._total_steps = total_steps
         self._metrics = metrics
+        self._num_batches = num_batches
+        self._beats = beats or Heartbeat()
 
     def on_start(self, state: TrainState) -> None:
         # A checkpoint is saved before its step is validated: a kill in between left the validation owing.
@@ -96,7 +103,9 @@ class ValidationHook:
             DataError: the set has no unmasked token.
         """
         loss_sum, tokens = 0.0, 0
-        for micro_batches in self._batches():
+        for number, micro_batches in enumerate(self._batches(), 1):
+            of = f"/{self._num_batches}" if self._num_batches else ""
+            self._beats.enter(f"{VALIDATING}, batch {number}{of}")
             result = self._engine.evaluate(micro_batches)
             loss_sum += result.loss_sum
             tokens += result.tokens

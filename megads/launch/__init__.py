@@ -8,6 +8,7 @@ this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `schedule
 """
 
 __all__ = [
+    "disk_need",
     "dry_run_warnings",
     "initial_weights",
     "launcher",

@@ -11,6 +11,7 @@ from megads.checkpoint.config import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import load_frozen
+from megads.launch.disk_need import disk_need
 from megads.launch.preflight import ResolvedRun
 from megads.optim.config import ScheduleName, learning_rate
 from megads.runtime.run_dir import CONFIG_FILE
@@ -38,7 +39,9 @@ class LastStart:
 def warnings_of(resolved: ResolvedRun) -> list[str]:
     """Returns what looks wrong in a run, one line each; reads the run directory and the dataset's sidecar."""
     config = resolved.planned
-    return plan_warnings(config, _tokenizer_tokens(resolved), _last_start(config, resolved.run_dir))
+    found = plan_warnings(config, _tokenizer_tokens(resolved), _last_start(config, resolved.run_dir))
+    need = disk_need(resolved)
+    return [*found, need.warning] if need is not None and need.warning else found
 
 
 def plan_warnings(config: RootConfig, tokenizer_tokens: int | None = None, last: LastStart | None = None) -> list[str]:

@@ -246,9 +246,11 @@ class _Launch:
     def _watch(self) -> MegadsError | None:
         """Waits for the end of the ranks; returns why they had to be killed, None when they had not."""
         overruled: MegadsError | None = None
+        self._console.show_phase("")
         self._ranks.start()
         while self._ranks.poll():
             self._console.poll()
+            self._console.show_phase(self._ranks.phase())
             self._watch_side()
             self._watch_heartbeats()
             self._answer_signals()

@@ -52,6 +52,10 @@ class Ranks(Protocol):
         """Ranks whose heartbeats stopped or came back since the last call."""
         ...
 
+    def phase(self) -> str:
+        """What rank 0 does now, as its heartbeats say; empty where nothing is known."""
+        ...
+
     def reports(self) -> list[NodeReport]:
         """How they ended."""
         ...
@@ -260,6 +264,10 @@ class NodeRanks:
         """Ranks whose heartbeats stopped or came back since the last call."""
         found, self._silences = self._silences, []
         return found
+
+    def phase(self) -> str:
+        """What rank 0 does now; empty on other nodes, and where nothing is known."""
+        return self._monitor.phase(0)
 
     def reports(self) -> list[NodeReport]:
         """How the ranks ended, as far as they have."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError, NumericalError, Preempted, StopRequested
-from megads.monitor.console import render_duration
 from megads.runtime import slurm
 from megads.runtime.files import Tail
 from megads.runtime.lease import Lease
 from megads.runtime.metrics import read_json_lines
+from megads.runtime.progress import render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.slurm import Allocation
 from megads.runtime.stop import INTERRUPTED, PREEMPTED, TIME_LIMIT

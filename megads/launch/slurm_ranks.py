@@ -32,7 +32,7 @@ from megads.launch.scheduler import end_chain, send_back
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line
-from megads.runtime.heartbeat import RankPosition
+from megads.runtime.heartbeat import SLOW_PHASES, RankPosition
 from megads.runtime.listener import LOOPBACK, launcher_address
 from megads.runtime.run_dir import agent_log_path, srun_log_path
 from megads.runtime.run_secret import read_secret, secret_path
@@ -46,6 +46,7 @@ _REPORT = "report"
 _FAILING = "failing"
 _SIGNALLED = "signalled"
 _SILENCE = "silence"
+_PHASE = "phase"
 _STEP_NAME = "megads"
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
@@ -208,6 +209,7 @@ class SlurmRanks:
         self._wrapper = wrapper
         self._reports: dict[int, NodeReport] = {}
         self._silences: list[RankPosition] = []
+        self._phase = ""
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
         self._ended_at: float | None = None
@@ -265,6 +267,10 @@ class SlurmRanks:
         found, self._silences = self._silences, []
         return found
 
+    def phase(self) -> str:
+        """What rank 0 does, where that holds up its steps; empty otherwise."""
+        return self._phase
+
     def reports(self) -> list[NodeReport]:
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
@@ -315,6 +321,9 @@ class SlurmRanks:
             return
         if word["word"] == _SILENCE:
             self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
+            return
+        if word["word"] == _PHASE:
+            self._phase = str(word["phase"])
             return
         number = word["number"]
         assert isinstance(number, int)
@@ -433,13 +442,16 @@ def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
         control: where the launcher listens.
         signals: those that came, live; they are the launcher's to answer.
     """
-    told, ordered_at = False, 0.0
+    told, ordered_at, told_phase = False, 0.0, ""
     while ranks.poll():
         if signals:
             signals.clear()
             control.say({"word": _SIGNALLED, "number": ranks.part.node})
         for position in ranks.silences():
             control.say({"word": _SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
+        if ranks.part.node == 0 and (phase := _slow_phase(ranks)) != told_phase:
+            told_phase = phase
+            control.say({"word": _PHASE, "number": ranks.part.node, "phase": phase})
         if ranks.failing and not told:
             told = True
             control.say({"word": _FAILING, "number": ranks.part.node})
@@ -449,6 +461,12 @@ def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
             # A process in an uninterruptible call outlives SIGKILL.
             if time.monotonic() - ordered_at > _END_WITHIN_S:
                 return
+
+
+def _slow_phase(ranks: NodeRanks) -> str:
+    """What holds up the steps of rank 0; empty while it steps."""
+    phase = ranks.phase()
+    return phase if phase.startswith(SLOW_PHASES) else ""
 
 
 def _note_signals() -> list[int]:

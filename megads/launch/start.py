@@ -46,8 +46,8 @@ from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import prepare
 from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
-from megads.runtime import environment
-from megads.runtime.config import parse_duration
+from megads.runtime import environment, progress
+from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
@@ -96,6 +96,17 @@ def start_run(asked: RootConfig, start: StartRequest) -> int:
     Raises:
         MegadsError: it cannot be started; the scheduler has been told what follows.
     """
+    quiet = asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error")
+    progress.configure(quiet=quiet, plain_on_stdout=not asked.run.dry_run)
+    progress.enter("planning the run")
+    try:
+        return _start(asked, start)
+    finally:
+        progress.leave()
+        progress.configure(quiet=False, plain_on_stdout=False)
+
+
+def _start(asked: RootConfig, start: StartRequest) -> int:
     check_config(asked)
     placement = None if asked.run.prepare_only else find_placement(asked)
     try:
@@ -142,6 +153,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         for choice in resolved.choices:
             console.say(choice)
         _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
+        progress.enter("checking the data")
         accepted = accept_start(prepare_data(resolved, console))
         resolved = accepted.resolved
         if config.run.prepare_only:
@@ -290,6 +302,7 @@ class _Attempts:
         """Checks the nodes before anything runs on them; returns the end where they are too few."""
         assert self._placement is not None
         console.say(f"checking the health of {len(self._means.nodes)} nodes")
+        progress.enter("checking the nodes")
         self._check(())
         places = [node.name for node in self._placement.nodes]
         decision = first_attempt(places, self._rejected, self._means)

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from megads.runtime.files import Tail
+from megads.runtime.heartbeat import SLOW_PHASES
+from megads.runtime.progress import enter, leave, render_duration, room
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.terminal_text import visible
 
@@ -94,7 +96,8 @@ class Outlet:
                 text = "".join(self._texts)
                 self._texts.clear()
             try:
-                self._write_all(text.encode(self._encoding, errors="replace"))
+                with room():
+                    self._write_all(text.encode(self._encoding, errors="replace"))
             except OSError:
                 self._give_up()
             with self._changed:
@@ -136,6 +139,7 @@ _OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "s
 # The launcher says these itself.
 _SAID_ELSEWHERE = ("failure", "config_changed", "data")
 _STEP_TIME_MEMORY = 0.9
+_SLOW_PHASE_SAID_AFTER_S = 10.0
 
 
 class Console:
@@ -159,6 +163,8 @@ class Console:
         self._every_steps = every_steps
         self._total_steps = total_steps
         self._step_time_s: float | None = None
+        self._started = False
+        self._position = ""
 
     def poll(self) -> None:
         """Shows what the files gained since the last call."""
@@ -176,6 +182,7 @@ class Console:
 
     def _show_event(self, event: Mapping[str, Any]) -> None:
         self._total_steps = event.get("total_steps", self._total_steps)
+        self._started |= event.get("event") == "start"
         if event.get("event") not in _SAID_ELSEWHERE:
             self.say(render_event(event), str(event.get("level", "info")))
 
@@ -184,8 +191,25 @@ class Console:
         if self._shows(level):
             self._print(visible(line), level)
 
+    def show_phase(self, phase: str) -> None:
+        """Shows what the ranks do now.
+
+        Args:
+            phase: of rank 0, as its heartbeats say; empty where nothing is known.
+        """
+        if not self._shows("info"):
+            return
+        if self._started and phase.startswith(SLOW_PHASES):
+            label, _, note = phase.partition(", ")
+            enter(label, note, said_after_s=_SLOW_PHASE_SAID_AFTER_S)
+        elif self._started:
+            enter("training", self._position, said_after_s=math.inf)
+        else:
+            enter("starting ranks", phase)
+
     def close(self) -> None:
         """Ends what is drawn and waits shortly until it is; lines said later are plain ones."""
+        leave()
         self._outlet.close()
 
     def __enter__(self) -> Self:
@@ -206,6 +230,7 @@ class Console:
             return
         self._step_time_s = smoothed(self._step_time_s, record.get("step_time_s"))
         step = int(record.get("step", 0))
+        self._position = f"step {step}/{self._total_steps}" if self._total_steps else f"step {step}"
         if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
             self.say(render_step(record, self._total_steps, self._eta_s(step)))
 
@@ -274,15 +299,3 @@ def _render_value(key: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)[:8] if key.endswith("digest") else str(value)
-
-
-def render_duration(seconds: float) -> str:
-    """Returns a duration as 42s, 3m12s, 2h05m or 3d04h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich import box
-from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -23,12 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import ConfigError
-from megads.monitor.console import Console, render_duration, render_step, render_validation, smoothed
+from megads.monitor.console import Console, render_step, render_validation, smoothed
 from megads.runtime import environment
 from megads.runtime.config import ConsoleKind, LoggingConfig
 from megads.runtime.files import read_end
+from megads.runtime.heartbeat import SLOW_PHASES
 from megads.runtime.metrics import read_json_lines
+from megads.runtime.progress import leave, render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+from megads.runtime.terminal_region import LiveRegion, terminal_size
 from megads.runtime.visible_console import VisibleConsole
 
 _HISTORY_STEPS = 256
@@ -151,12 +152,24 @@ class PanelState:
         now: seconds since 1970.
         elapsed_s: since this start.
         silent_s: since the last step, or since this start.
+        phase: of rank 0, as its heartbeats say; empty where nothing is known.
     """
 
     title: str
     now: float
     elapsed_s: float
     silent_s: float
+    phase: str = ""
+
+    @property
+    def starting(self) -> str:
+        """What is said before the first step."""
+        return f"starting ranks, {render_duration(self.elapsed_s)}"
+
+    @property
+    def slow_phase(self) -> str:
+        """What holds up the steps now; empty while they go on."""
+        return self.phase if self.phase.startswith(SLOW_PHASES) else ""
 
 
 def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: int, look: Look) -> list[str]:
@@ -201,7 +214,9 @@ def _ansi(line: Sequence[Segment], look: Look) -> str:
 
 def _one_line(progress: RunProgress, moment: PanelState) -> str:
     if not progress.record:
-        return f"{moment.title}: starting, {render_duration(moment.elapsed_s)}"
+        return f"{moment.title}: {moment.slow_phase or moment.starting}"
+    if moment.slow_phase and not progress.ended:
+        return f"step {progress.step}: {moment.slow_phase}"
     return render_step(progress.record, progress.total_steps, progress.eta_s)
 
 
@@ -232,8 +247,10 @@ def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look:
     """Bar, steps, and the time that is left."""
     total = progress.total_steps
     counts = f"{progress.step:,}/{total:,}" if total else f"{progress.step:,}"
-    if not progress.record and not progress.ended:
-        time_text = f"starting, {render_duration(moment.elapsed_s)}"
+    if moment.slow_phase and not progress.ended:
+        time_text = moment.slow_phase
+    elif not progress.record and not progress.ended:
+        time_text = moment.starting
     elif progress.ended or progress.eta_s is None:
         time_text = render_duration(moment.elapsed_s)
     elif moment.silent_s > max(_QUIET_AFTER_S, 3 * (progress.step_time_s or 0.0)):
@@ -326,46 +343,6 @@ def _checkpoint(progress: RunProgress, now: float) -> Text:
     return Text(f"step {progress.checkpoint_step:,}").append(f", {age} ago", style="dim")
 
 
-_BEGIN_UPDATE, _END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-_ERASE_LINE_END, _ERASE_BELOW = "\x1b[K", "\x1b[J"
-_STYLE_CODE = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class LiveRegion:
-    """Knows what is drawn, and says what to write to change it."""
-
-    def __init__(self) -> None:
-        self._drawn: list[str] = []
-        self._above: list[str] = []
-
-    def print_above(self, line: str) -> None:
-        """Keeps a line that the next `update` scrolls above the region."""
-        self._above.append(line)
-
-    def update(self, lines: Sequence[str], width: int) -> str:
-        """Returns the text that replaces the region by `lines` and scrolls the kept lines above it.
-
-        Args:
-            lines: the new region; color codes are allowed, no other control codes. Empty removes it.
-            width: columns of the terminal now; one that became narrower has folded the old lines.
-        """
-        rows = sum(max(1, -(-_cells(line) // max(1, width))) for line in self._drawn)
-        up = f"\x1b[{rows}A" if rows else ""
-        # These may fold, over rows of the old region.
-        above = _ERASE_BELOW + "".join(f"{line}\n" for line in self._above) if self._above else ""
-        # A full line needs no erasing, and erasing at its end would take its last character.
-        region = "".join(f"{line}{_ERASE_LINE_END if _cells(line) < width else ''}\n" for line in lines)
-        self._above = []
-        self._drawn = list(lines)
-        return f"{_BEGIN_UPDATE}\r{up}{above}{_NO_WRAP}{region}{_WRAP}{_ERASE_BELOW}{_END_UPDATE}"
-
-
-def _cells(line: str) -> int:
-    """Columns that a line takes, its color codes none."""
-    return cell_len(_STYLE_CODE.sub("", line))
-
-
 _REFRESH_S = 0.25
 _COLORS = {"debug": "2", "warning": "33", "error": "31"}
 
@@ -397,30 +374,38 @@ class LiveConsole(Console):
         self._progress = RunProgress.of_earlier_starts(run_dir, total_steps)
         self._title = title
         self._look = Look(color, self._outlet.unicode)
-        self._size = size or (lambda: _terminal_size(out))
+        self._size = size or (lambda: terminal_size(out))
         self._region = LiveRegion()
-        self._open = True
-        self._started = self._last_step = time.monotonic()
+        self._open, self._begun = True, False
+        self._phase = ""
+        self._begin = self._last_step = time.monotonic()
         self._next_draw = 0.0
 
     def poll(self) -> None:
+        if not self._begun:
+            leave()
+            self._begun, self._begin = True, time.monotonic()
+            self._last_step = self._begin
         super().poll()
         # A terminal that is behind gets no frame: what it shows next is as new as it can be.
         if self._open and time.monotonic() >= self._next_draw and self._outlet.idle:
             self._draw()
 
+    def show_phase(self, phase: str) -> None:
+        self._phase = phase
+
     def close(self) -> None:
         """Leaves the last panel on the screen."""
-        if self._open:
+        if self._open and self._begun:
             self._draw()
-            self._open = False
+        self._open = False
         super().close()
 
     def _draw(self) -> None:
         now = time.monotonic()
         self._next_draw = now + _REFRESH_S
         width, height = self._size()
-        moment = PanelState(self._title, time.time(), now - self._started, now - self._last_step)
+        moment = PanelState(self._title, time.time(), now - self._begin, now - self._last_step, self._phase)
         lines = panel_lines(self._progress, moment, width, height, self._look)
         self._outlet.write(self._region.update(lines, width))
 
@@ -442,17 +427,12 @@ class LiveConsole(Console):
         for part in line.splitlines():
             clean = "".join(character if character.isprintable() else "?" for character in part.expandtabs())
             code = _COLORS.get(level) if self._look.color else None
-            self._region.print_above(f"\x1b[{code}m{clean}\x1b[0m" if code else clean)
+            shown = f"\x1b[{code}m{clean}\x1b[0m" if code else clean
+            if self._begun:
+                self._region.print_above(shown)
+            else:
+                self._outlet.write(f"{shown}\n")
         self._next_draw = 0.0
-
-
-def _terminal_size(out: TextIO) -> os.terminal_size:
-    """Asks the terminal; one that does not know its size, or is gone, counts as 80 x 24."""
-    try:
-        size = os.get_terminal_size(out.fileno())
-    except OSError:
-        return os.terminal_size((80, 24))
-    return size if size.columns and size.lines else os.terminal_size((80, 24))
 
 
 def open_console(
@@ -472,7 +452,7 @@ def open_console(
     """
     kind = config.console
     if kind is ConsoleKind.auto:
-        kind = ConsoleKind.live if out.isatty() and not environment.terminal_is_dumb() else ConsoleKind.plain
+        kind = ConsoleKind.live if environment.can_redraw(out) else ConsoleKind.plain
     if kind is ConsoleKind.live:
         if not out.isatty():
             raise ConfigError(

@@ -34,6 +34,7 @@ from pathlib import Path
 import xxhash
 
 from megads.runtime.environment import available_cores, cpp_compiler, cuda_home, user_cache_dir
+from megads.runtime.progress import SAID_AGAIN_S, Progress
 
 LIBRARY = "libmegads_ops.so"
 OLDEST_TORCH = (2, 10)
@@ -113,10 +114,12 @@ def build_once(library: Path, say: Callable[[str], None], what: str, compile_it:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with Progress("waiting for another process that compiles the kernels"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_whole(library):
                 say(f"compiling {what}, into {library.parent}")
-                compile_it(library)
+                with Progress("compiling kernels", said_after_s=SAID_AGAIN_S):
+                    compile_it(library)
                 checksum = library.with_suffix(".xxh3")
                 partial = checksum.with_suffix(".partial")
                 partial.write_text(_checksum(library))

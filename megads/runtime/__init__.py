@@ -1,7 +1,8 @@
 """What every process of a run stands on, whatever it computes.
 
 Environment variables, files and the run directory, the lease and the secret of a start, SLURM, process groups and the
-control plane, heartbeats, requests to stop, metrics and events, the hook protocol, and the registries of plugins.
+control plane, heartbeats, requests to stop, metrics and events, the hook protocol, the registries of plugins, and what
+a terminal shows.
 """
 
 __all__ = [
@@ -17,11 +18,13 @@ __all__ = [
     "machine_memory",
     "metrics",
     "process",
+    "progress",
     "registry",
     "run_dir",
     "run_secret",
     "slurm",
     "stop",
+    "terminal_region",
     "terminal_text",
     "visible_console",
 ]

@@ -121,7 +121,8 @@ class LoggingConfig:
     every_steps: int = 1
     """Steps between plain console lines; metrics.jsonl has every step."""
     console: ConsoleKind = ConsoleKind.auto
-    """live (a panel), plain (lines), quiet (warnings and errors only); auto is live on a terminal, else plain."""
+    """live (a panel), plain (lines), quiet (warnings and errors only); auto is live on a terminal, plain
+    elsewhere and in CI jobs (CI=true)."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 from urllib.parse import urlsplit
 
 from megads.errors import ConfigError
@@ -135,6 +136,15 @@ def no_color() -> bool:
 def terminal_is_dumb() -> bool:
     """Tells whether the terminal knows no control codes."""
     return os.environ.get("TERM", "dumb") in ("dumb", "unknown", "")
+
+
+def can_redraw(out: TextIO) -> bool:
+    """Tells whether a line on a stream can be drawn again: on a terminal that knows control codes.
+
+    A CI job may have a terminal too, but its log keeps every frame.
+    """
+    in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return out.isatty() and not terminal_is_dumb() and not in_ci
 
 
 def tokenize_on_one_thread() -> None:

@@ -29,6 +29,10 @@ LOST_AFTER_S = 10.0
 STOPPED_AFTER_S = 2.0
 """The same for a process of which the kernel says that it is stopped."""
 
+VALIDATING, SAVING = "validating", "saving"
+SLOW_PHASES = (VALIDATING, SAVING)
+"""Phases between two steps that may last longer than a step: their names begin so."""
+
 _PHASE_BYTES = 48
 _RECORD = struct.Struct(f"<QQQ{_PHASE_BYTES}s")
 _STATES = {
@@ -223,6 +227,14 @@ class HeartbeatMonitor:
             seen.said = lost
         return changed
 
+    def phase(self, rank: int) -> str:
+        """What a rank does at this moment; empty where nothing is known."""
+        try:
+            *_, phase = _RECORD.unpack(heartbeat_path(Path(str(self.folder)), rank).read_bytes())
+        except (OSError, struct.error):
+            return ""
+        return _words(phase)
+
     def positions(self) -> list[RankPosition]:
         """Of all ranks that send heartbeats, as of the last look."""
         return [seen.position for _, seen in sorted(self._seen.items()) if seen.position is not None]
@@ -241,8 +253,11 @@ class HeartbeatMonitor:
         state = "".join(process_stat(pid)[:1]) if seen.silent_s >= STOPPED_AFTER_S else ""
         if state in ("", "Z") and seen.silent_s >= STOPPED_AFTER_S:
             return None
-        words = phase.rstrip(b"\0").decode(errors="replace")
-        return RankPosition(rank, step, words, seen.phase_s, seen.silent_s, state, self._node)
+        return RankPosition(rank, step, _words(phase), seen.phase_s, seen.silent_s, state, self._node)
+
+
+def _words(phase: bytes) -> str:
+    return phase.rstrip(b"\0").decode(errors="replace")
 
 
 def process_stat(pid: int) -> list[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
 # C0 without tab and newline, DEL and C1, bidirectional controls, line separators, and surrogates, which no terminal
@@ -29,28 +31,37 @@ def _written_out(found: re.Match[str]) -> str:
 class VisibleStream(io.TextIOWrapper):
     """Writes `visible` text to the descriptor of another stream.
 
+    Args:
+        stream: the other one.
+        room: makes room for text on the terminal for as long as its block lasts.
+
     Attributes:
         rich_proxied_file: where rich writes, past this stream: its own codes must reach the terminal (visible_console
             escapes the texts between them).
     """
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext):
         binary = open(stream.fileno(), "wb", closefd=False)  # noqa: SIM115 - it lives as long as the process
         super().__init__(binary, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
         self.rich_proxied_file = stream
+        self._room = room
 
     def write(self, text: str) -> int:
-        super().write(visible(text))
+        with self._room():
+            super().write(visible(text))
         return len(text)
 
 
-def escape_terminal_output() -> None:
+def escape_terminal_output(room: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
     """Has everything that this process prints pass through `visible`.
+
+    Args:
+        room: makes room for text on the terminal for as long as its block lasts.
 
     Messages on standard error always do. Results on standard output do on a terminal: elsewhere a program reads them.
     """
     if sys.stdout is not None and sys.stdout.isatty():
         sys.stdout.flush()
-        sys.stdout = VisibleStream(sys.stdout)
+        sys.stdout = VisibleStream(sys.stdout, room)
     if sys.stderr is not None:
-        sys.stderr = VisibleStream(sys.stderr)
+        sys.stderr = VisibleStream(sys.stderr, room)

@@ -6,7 +6,7 @@ import resource
 from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
+from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -63,6 +64,18 @@ def run(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     if to_the_end:
         hook.on_end(state)
+
+
+def test_heartbeats_say_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """Catches a long save that looks like a hung step, and a step without one that is said to save."""
+    said: list[tuple[int, str]] = []
+    state, beats, engine = TrainState(), Heartbeat(), cast(Any, OneRankEngine())
+    beats.enter = lambda phase, step=None: said.append((state.step, phase))  # type: ignore[method-assign]
+    config, events = CheckpointConfig(every_steps=2), EventWriter(tmp_path)
+    hook = CheckpointHook(engine, tmp_path, config, run_record(0), state, events, beats=beats)
+    for state.step in (1, 2, 3):
+        hook.on_step(info(state, last=False, skipped=False))
+    assert said == [(2, "saving")]
 
 
 def info(state: TrainState, last: bool, skipped: bool) -> StepInfo:

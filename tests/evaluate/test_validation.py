@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.validation import ValidationHook, perplexity
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
+from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE
@@ -85,6 +87,17 @@ def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
     assert line["valid/main/ppl"] == pytest.approx(math.exp(whole.loss_sum / whole.tokens), rel=1e-6)
     assert {key: line[key] for key in ("step", "samples", "tokens")} == {"step": 4, "samples": 32, "tokens": 160}
     assert (line["valid/main/unigram_loss"], line["valid/main/tokens"]) == (2.5, whole.tokens)
+
+
+def test_heartbeats_say_which_batch_is_validated(tmp_path: Path) -> None:
+    """Catches a long validation that looks like a hung step."""
+    said: list[str] = []
+    beats = Heartbeat()
+    beats.enter = lambda phase, step=None: said.append(phase)  # type: ignore[method-assign]
+    config, metrics = EvaluationConfig(), MetricsWriter(tmp_path, enabled=True)
+    engine: Any = BigramEngine()
+    ValidationHook(engine, passes, "main", lambda: 2.5, config, 5, metrics, 2, beats).on_step(info(5))
+    assert said == ["validating, batch 1/2", "validating, batch 2/2"]
 
 
 @pytest.mark.parametrize(

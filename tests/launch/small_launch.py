@@ -16,6 +16,7 @@ from megads.launch.launcher import LaunchSpec, launch
 from megads.launch.scheduler import Deadline, Scheduler
 from megads.monitor.live_console import open_console
 from megads.monitor.trackers import wanted_trackers
+from megads.runtime import progress
 from megads.runtime.lease import claimed
 
 
@@ -39,6 +40,8 @@ def main() -> None:
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
     )
+    # As start_run has it.
+    progress.configure(quiet=False, plain_on_stdout=True)
     scheduler = Scheduler(deadline=Deadline(run_dir, None, lambda: None, None, config.run.stop_timeout_s))
     try:
         with (

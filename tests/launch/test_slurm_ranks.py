@@ -159,3 +159,31 @@ def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert said == [slurm_ranks._SIGNALLED, slurm_ranks._FAILING] and signals == []
     ranks, said = watch(monkeypatch, 1000, [])
     assert (ranks.polls, ranks.kills, said) == (100, 0, [slurm_ranks._FAILING])
+
+
+def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a panel on SLURM that shows no validation, and an agent that talks of every step."""
+    phases = ["engine step", "loading data", "validating, batch 1/2", "validating, batch 1/2", "saving", "engine step"]
+
+    class RanksOfTheFirstNode(RanksThatStay):
+        part = SimpleNamespace(node=0)
+
+        def poll(self) -> bool:
+            self.polls += 1
+            return self.polls <= len(phases)
+
+        def phase(self) -> str:
+            return phases[self.polls - 1]
+
+        @property
+        def failing(self) -> bool:
+            return False
+
+    said = list[dict[str, Any]]()
+    control = SimpleNamespace(say=said.append, end_ordered=lambda: False)
+    slurm_ranks._watch(RanksOfTheFirstNode(), control, [])  # type: ignore[arg-type]
+    assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
+    launcher: Any = SimpleNamespace(_phase="")
+    for word in said[:2]:
+        slurm_ranks.SlurmRanks._take(launcher, word)
+    assert slurm_ranks.SlurmRanks.phase(launcher) == "saving"

@@ -13,9 +13,11 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from megads.monitor.console import Console
 
 REPOSITORY = Path(__file__).parents[2]
 _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|(.)", re.DOTALL)
@@ -109,6 +111,12 @@ class TerminalFile:
         self.screen.feed(text)
         return text
 
+    def read_frame(self, console: Console) -> None:
+        """Has the console draw its next frame, and reads it."""
+        time.sleep(0.3)
+        console.poll()
+        self.read()
+
     def close(self) -> None:
         self.out.close()
         os.close(self._master)
@@ -118,19 +126,23 @@ def set_size(descriptor: int, columns: int, rows: int) -> None:
     fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
-class OnTerminal:
-    """The small launcher on a pseudo-terminal of its own."""
+class ProgramOnTerminal:
+    """A Python program on a pseudo-terminal of its own."""
 
-    def __init__(self, run_dir: Path, columns: int, rows: int, **environment: str):
+    def __init__(
+        self, arguments: Sequence[str], columns: int, rows: int, folder: Path = REPOSITORY, **environment: str
+    ):
         self.screen = Screen(columns, rows)
         self.raw = b""
-        variables = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
+        variables = {
+            key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES", "CI")
+        }
         variables |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environment}
         self.master, slave = pty.openpty()
         set_size(self.master, columns, rows)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.launch.small_launch", str(run_dir), "step_as_planned"],
-            cwd=REPOSITORY,
+            [sys.executable, *arguments],
+            cwd=folder,
             env=variables,
             stdin=slave,
             stdout=slave,
@@ -178,3 +190,10 @@ class OnTerminal:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
+
+
+class OnTerminal(ProgramOnTerminal):
+    """The small launcher."""
+
+    def __init__(self, run_dir: Path, columns: int, rows: int):
+        super().__init__(("-m", "tests.launch.small_launch", str(run_dir), "step_as_planned"), columns, rows)

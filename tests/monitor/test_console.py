@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megads.monitor.console import Console, render_duration, render_event, render_step, render_validation
+from megads.monitor.console import Console, render_event, render_step, render_validation
+from megads.runtime.progress import render_duration
 
 
 def append(path: Path, *records: dict[str, Any]) -> None:

@@ -80,6 +80,7 @@ def file(request: pytest.FixtureRequest) -> Iterator[TerminalFile]:
 def capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("CI", raising=False)
 
 
 @pytest.mark.parametrize("file", [(120, 40), (80, 24), (44, 16)], indirect=True)
@@ -101,6 +102,35 @@ def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
     assert "step skipped: step 40, cause non-finite \\x1b[2Jgradient" in above
     assert "step 7/40" not in above and "│" not in above and "━" not in above
     assert file.screen.clean and file.screen.colored and shown[-1] == "afterwards"
+
+
+def test_lines_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> None:
+    """Catches what is said while the data is prepared and shows up only when it is done, and a panel of a start that
+    starts no ranks."""
+    with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:
+        console.say("making the data")
+        console.say("it is damaged", "warning")
+        file.read()
+        assert file.screen.everything == ["making the data", "it is damaged"] and file.screen.colored
+    file.read()
+    assert file.screen.everything == ["making the data", "it is damaged"] and file.screen.clean
+
+
+def test_the_panel_says_what_holds_up_the_steps(file: TerminalFile, tmp_path: Path) -> None:
+    """Catches a validation or a save that looks like a hung step, and one that is shown after it is over."""
+    with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:
+        for phase, shown in (
+            ("building the engine", "starting ranks, 0s"),
+            ("validating, batch 3/40", "validating, batch 3/40"),
+            ("saving", "saving"),
+        ):
+            console.show_phase(phase)
+            file.read_frame(console)
+            assert shown in "".join(file.screen.lines)
+        MetricsWriter(tmp_path, enabled=True).write({"step": 1, "loss": 2.0, "step_time_s": 1.0})
+        console.show_phase("engine step")
+        file.read_frame(console)
+        assert "ETA 39s" in "".join(file.screen.lines) and "saving" not in "".join(file.screen.lines)
 
 
 @pytest.mark.parametrize("file", [(28, 10)], indirect=True)

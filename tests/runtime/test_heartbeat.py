@@ -98,6 +98,19 @@ def test_files_that_are_no_heartbeats(content: bytes) -> None:
     monitor.close()
 
 
+def test_the_phase_of_a_rank_is_that_of_now() -> None:
+    """Catches a panel that says validating for half a second longer, and one of a rank that has not started."""
+    monitor = HeartbeatMonitor()
+    assert monitor.phase(0) == ""
+    with heartbeat(monitor.folder, 0) as beats:
+        beats.enter("validating, batch 1/2")
+        assert monitor.phase(0) == "validating, batch 1/2"
+        beats.enter("engine step")
+        assert monitor.phase(0) == "engine step"
+    monitor.close()
+    assert monitor.phase(0) == ""
+
+
 def test_a_disk_that_takes_no_heartbeats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Catches a run that ends because its node's temporary files have no room."""
     with heartbeat(tmp_path / "missing", 0) as beats:

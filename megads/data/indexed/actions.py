@@ -27,8 +27,8 @@ from megads.data.indexed.sidecar import (
     write_sidecar,
 )
 from megads.data.indexed.writer import IndexedDatasetAppender, in_pieces
-from megads.data.progress import ByteProgress
 from megads.errors import ConfigError, DataError
+from megads.runtime.progress import Progress
 
 # Documents whose index entries are handled at a time.
 _DOCUMENTS = 1 << 20
@@ -59,7 +59,7 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool = False) -> Inde
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
     total_bytes = sum(dataset.num_tokens for dataset in datasets) * dtype.itemsize
     counted = _Copied()
-    with IndexedDatasetAppender(output, dtype) as writer, ByteProgress("merging", total_bytes) as progress:
+    with IndexedDatasetAppender(output, dtype) as writer, Progress("merging", total_bytes) as progress:
         for dataset in datasets:
             _append(writer, dataset, range(dataset.num_documents), counted, progress)
         _forget(output)
@@ -98,7 +98,7 @@ def split(prefix: str, output: str, parts: Mapping[str, float], overwrite: bool 
                 "tokens; give it a larger share or leave it out"
             )
         _claim(f"{output}-{name}", [prefix], overwrite)
-    with ByteProgress("splitting", dataset.num_tokens * dataset.dtype.itemsize) as progress:
+    with Progress("splitting", dataset.num_tokens * dataset.dtype.itemsize) as progress:
         for name, documents in ranges.items():
             _write_part(dataset, documents, f"{output}-{name}", sidecar, progress)
     return {name: IndexedDataset(f"{output}-{name}") for name in parts}
@@ -111,7 +111,7 @@ class _Copied:
         self.bytes = 0
         self.max_token_id = 0
 
-    def through(self, tokens: Array, dtype: npt.DTypeLike, progress: ByteProgress) -> Iterator[bytes]:
+    def through(self, tokens: Array, dtype: npt.DTypeLike, progress: Progress) -> Iterator[bytes]:
         for piece in in_pieces(tokens):
             self.max_token_id = max(self.max_token_id, int(piece.max(initial=0)))
             copied = piece.astype(dtype).tobytes()
@@ -121,7 +121,7 @@ class _Copied:
 
 
 def _append(
-    writer: IndexedDatasetAppender, dataset: IndexedDataset, documents: range, counted: _Copied, progress: ByteProgress
+    writer: IndexedDatasetAppender, dataset: IndexedDataset, documents: range, counted: _Copied, progress: Progress
 ) -> None:
     for begin in range(documents.start, documents.stop, _DOCUMENTS):
         some = range(begin, min(begin + _DOCUMENTS, documents.stop))
@@ -131,7 +131,7 @@ def _append(
 
 
 def _write_part(
-    dataset: IndexedDataset, documents: range, output: str, sidecar: Sidecar | None, progress: ByteProgress
+    dataset: IndexedDataset, documents: range, output: str, sidecar: Sidecar | None, progress: Progress
 ) -> None:
     counted = _Copied()
     counted.bytes = dataset.document_start(documents.start) * dataset.dtype.itemsize
@@ -344,7 +344,7 @@ def check(prefix: str) -> CheckedDataset:
     sidecar = read_sidecar(prefix)
     digest, vocab_size = xxhash.xxh3_64(), sidecar.vocab_size if sidecar else None
     done = 0
-    with ByteProgress("checking", dataset.num_tokens * dataset.dtype.itemsize) as progress:
+    with Progress("checking the data", dataset.num_tokens * dataset.dtype.itemsize) as progress:
         for piece in in_pieces(dataset.stream(range(dataset.num_documents))):
             digest.update(piece.tobytes())
             _check_ids(dataset, piece.astype(np.int64), done, vocab_size)

@@ -41,9 +41,9 @@ from megads.data.prepare.preprocess import Tokenizing, end_of_document_id
 from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, rejected_count
 from megads.data.prepare.text_files import CACHE_TAG, Kind, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
-from megads.data.progress import ByteProgress
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.runtime.files import atomic_writer, read_json, sync_directory
+from megads.runtime.progress import Progress
 from megads.runtime.registry import READERS
 
 # Part of the key: a change of what is made must not find what was made before.
@@ -125,6 +125,11 @@ class Preparation:
         """The tokenizer, for tokenizer.path."""
         return self.folder / _TOKENIZER_FILE
 
+    @property
+    def text_bytes(self) -> int:
+        """About how much text there is."""
+        return text_bytes_estimate(list(self.states))
+
     def __str__(self) -> str:
         size = sum(state[0] for state in self.states.values())
         given = self.tokenizer.path
@@ -198,7 +203,7 @@ class Preparation:
             with atomic_writer(tokenizer_file) as file:
                 file.write(self.tokenizer_content)
         else:
-            every = -(-text_bytes_estimate(list(self.states)) // _TOKENIZER_TEXT_BYTES)
+            every = -(-self.text_bytes // _TOKENIZER_TEXT_BYTES)
             learn_tokenizer(
                 self._reader(),
                 tokenizer_file,
@@ -459,7 +464,7 @@ class ContentDigests:
                 found[path] = FileContent(state, str(known[4]), encoding)
             else:
                 unknown.append(path)
-        with ByteProgress("reading", sum(path.stat().st_size for path in unknown)) as progress:
+        with Progress("reading the text", sum(path.stat().st_size for path in unknown)) as progress:
             done_bytes = 0
             for path in unknown:
                 state = file_state(path)
@@ -482,7 +487,7 @@ class ContentDigests:
             self._learnt = True
 
 
-def _digest(path: Path, progress: ByteProgress, done_bytes: int) -> str:
+def _digest(path: Path, progress: Progress, done_bytes: int) -> str:
     digest = xxhash.xxh3_128()
     try:
         with path.open("rb", buffering=0) as file:

@@ -61,9 +61,9 @@ from megads.data.prepare.text import (
     no_documents,
     rejected_count,
 )
-from megads.data.progress import ByteProgress
 from megads.errors import ConfigError, DataError, UnhealthyNode
 from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
+from megads.runtime.progress import Progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -200,6 +200,12 @@ class Tokenizing:
             DataError: no documents, a damaged input, or a full disk. Finished parts are kept then, where there are any.
             UnhealthyNode: a worker process died.
         """
+        with Progress("tokenizing", source.total_bytes if source else 0) as progress:
+            return self._run(source, fields, workers, engine, progress)
+
+    def _run(
+        self, source: DocumentReader | None, fields: Fields, workers: int | None, engine: Engine, progress: Progress
+    ) -> Sidecar:
         states = {path: file_state(path) for path in source.files} if source else {}
         last_cut = TextCutter(self._tokenizer).last_cut
         # Before the first block is read, whose reader keeps what it has decoded of a long row.
@@ -223,15 +229,15 @@ class Tokenizing:
             make = functools.partial(BlockTokenizer, settings, folder)
             # One block is not worth a process.
             workers = 1 if len(first) < 2 else workers or available_cores()
-            num_shards = self._tokenize(make, chain(first, blocks), source.total_bytes if source else 0, workers)
+            num_shards = self._tokenize(make, chain(first, blocks), progress, workers)
             for path, state in states.items():
                 require_unchanged(path, state)
             return self._join(folder, num_shards, source, settings)
 
     def _tokenize(
-        self, make: Callable[[], BlockTokenizer], blocks: Iterator[Block], total_bytes: int, workers: int
+        self, make: Callable[[], BlockTokenizer], blocks: Iterator[Block], progress: Progress, workers: int
     ) -> int:
-        """Makes all shards, showing progress; returns their number."""
+        """Makes all shards; returns their number."""
         finished: Iterator[Finished]
         if workers > 1:
             finished = _map_in_processes(make, blocks, workers)
@@ -240,7 +246,7 @@ class Tokenizing:
             finished = (function(number, block) for number, block in enumerate(blocks))
         shards = tokens = done_bytes = restarted = 0
         threads = exported({"TOKENIZERS_PARALLELISM": "false"}) if workers == 1 else nullcontext()
-        with threads, ByteProgress("tokenizing", total_bytes) as progress:
+        with threads:
             for one in finished:
                 shards += 1
                 self.kept_shards += one.kept

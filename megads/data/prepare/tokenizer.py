@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megads.data.config import check_text
 from megads.data.prepare.config import TokenizerConfig, check_learning
 from megads.data.prepare.text import DocumentReader, Rejections, converted_text
-from megads.data.progress import ByteProgress
 from megads.errors import DataError
 from megads.runtime.files import atomic_writer
+from megads.runtime.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,16 @@ def learn_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    on_terminal = sys.stderr.isatty()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
         special_tokens=[] if end_of_document is None else [end_of_document],
         # Sorted: the order of the alphabet is the order of its ids.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=on_terminal,
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(reader, every, quiet=on_terminal), trainer)
+    with Progress("training the tokenizer", reader.total_bytes) as progress:
+        tokenizer.train_from_iterator(_texts(reader, every, progress), trainer)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(output) as file:
@@ -113,11 +112,9 @@ def learn_tokenizer(
     return learnt
 
 
-def _texts(reader: DocumentReader, every: int, quiet: bool) -> Iterator[str]:
-    """Yields the texts, with progress unless the trainer shows its own."""
-    with ByteProgress("reading", reader.total_bytes if not quiet else 0) as progress:
-        for number, document in enumerate(reader):
-            if number % every == 0:
-                yield document.text
-            if not quiet:
-                progress.update(reader.bytes_read)
+def _texts(reader: DocumentReader, every: int, progress: Progress) -> Iterator[str]:
+    """Yields the texts to learn from, and shows how far they are read."""
+    for number, document in enumerate(reader):
+        if number % every == 0:
+            yield document.text
+        progress.update(reader.bytes_read)

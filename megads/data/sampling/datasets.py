@@ -21,7 +21,6 @@ from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megads.data.indexed.recorded import DataRecord, holds_the_same
 from megads.data.indexed.sidecar import Sidecar, carried_path, read_sidecar, sidecar_path
 from megads.data.indexed.verified_once import file_state, require_unchanged
-from megads.data.progress import ByteProgress
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples, BlendPart, Interleaving, Mix, Phase, mixes
 from megads.data.sampling.cached_arrays import ArrayCache
@@ -31,6 +30,7 @@ from megads.data.sampling.sampler import skips_of
 from megads.data.sampling.samples import TrainSamples, ValidationSamples, split_documents
 from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer, read_json
+from megads.runtime.progress import Progress
 
 _COPIED_BYTES = 1 << 23
 """At a time, when a dataset is staged."""
@@ -328,7 +328,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
             "room, give another folder, or null"
         )
     sizes, digests, done_bytes = {}, {}, 0
-    with ByteProgress(f"staging {Path(prefix).name}", total) as progress:
+    with Progress(f"staging {Path(prefix).name}", total) as progress:
         for source in sources:
             target = Path(f"{copy}{source.name.removeprefix(Path(prefix).name)}")
             state = file_state(source)
@@ -346,7 +346,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
     log.info("staged %s to %s: %.1f MB", prefix, copy, total / 1e6)
 
 
-def _copy_file(source: Path, target: Path, progress: ByteProgress, done_bytes: int) -> str:
+def _copy_file(source: Path, target: Path, progress: Progress, done_bytes: int) -> str:
     """Copies in large sequential reads; returns the digest of what was read."""
     digest = xxhash.xxh3_128()
     with source.open("rb", buffering=0) as file, atomic_writer(target) as out:

@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.data.indexed.dataset import IndexedDataset, IntArray
-from megads.data.progress import ByteProgress
 from megads.data.sampling.cached_arrays import ArrayCache, CachedArrays, MapWriter, OpenArray
 from megads.ops.build import KernelsUnavailable
 from megads.ops.data_kernels import ENTRY, MOST_ITEMS, KeySort, compiled_key_sort
 from megads.runtime.environment import available_cores
+from megads.runtime.progress import Progress
 
 FORMAT_VERSION = 1
 # A map this small is built faster than it is read and checked.
@@ -239,7 +239,7 @@ class EpochMapCache:
         size = key.size_bytes(dataset)
 
         def write(open_array: OpenArray) -> None:
-            with ByteProgress(f"index map of {self._prefix}", size) as progress:
+            with Progress(f"index map of {self._prefix}", size) as progress:
                 key.write(dataset, MapWriter(open_array, available_cores(), progress.update))
 
         found = self._arrays.get(_cached(key, size), write)

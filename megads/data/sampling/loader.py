@@ -312,3 +312,9 @@ def validation_batches(
     ids = micro_batch_ids(0, -(-len(valid) // block) * block, micro_batch_size, dp_rank, dp)
     for begin in range(0, len(ids), micro_batches_per_call):
         yield assemble(valid, ids[begin : begin + micro_batches_per_call], vocab_size, needs_tokens, packing)
+
+
+def num_validation_batches(windows: int, micro_batch_size: int, dp: int, micro_batches_per_call: int) -> int:
+    """Returns how many lists `validation_batches` yields of so many windows."""
+    micro_batches = -(-windows // (micro_batch_size * dp))
+    return -(-micro_batches // micro_batches_per_call)

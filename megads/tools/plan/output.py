@@ -15,6 +15,7 @@ from rich.table import Table
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest
+from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
 from megads.launch.preflight import ResolvedRun, chosen_kernels
 from megads.launch.preflight_memory import (
@@ -245,6 +246,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
+    need = disk_need(resolved)
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known either"
     if model.vocab_size is not None:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
@@ -264,6 +266,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         "precision": str(train.precision),
         "kernels": chosen_kernels(config, machine).text,
         "data": resolved.data.text,
+        "disk": str(need) if need is not None else "not known before the data is there",
         "config": f"sha256 {config_digest(config)[:8]}",
     }
     lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]

@@ -103,13 +103,20 @@ def picture(page_svg: str, narrow_svg: str | None, wide: bool) -> str:
     return f'<figure class="card{" wide" if wide else ""}">{page_svg}{narrow_svg or ""}</figure>'
 
 
-def table(head: Sequence[str], rows: Iterable[str]) -> str:
-    """A table in a card that scrolls sideways where it must."""
+def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
+    """A table in a card that scrolls sideways where it must.
+
+    Args:
+        head: titles of the columns; one of numbers begins with `>`.
+        rows: as HTML.
+        kind: class of the table.
+    """
     cells = "".join(
         f'<th class="number">{name[1:]}</th>' if name.startswith(">") else f"<th>{name}</th>" for name in head
     )
+    opened = f'<table class="{kind}">' if kind else "<table>"
     return (
-        f'<div class="card scroll"><table><thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+        f'<div class="card scroll">{opened}<thead><tr>{cells}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 
 
@@ -145,7 +152,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
         rows[_MOST_EVENTS // 4 : -3 * _MOST_EVENTS // 4] = []
     hidden = len(events) - len(rows)
     note = f'<tr><td></td><td></td><td class="detail">{hidden:,} more in events.jsonl</td></tr>' if hidden else ""
-    return table(("time, UTC", "event", "details"), [*rows, note]) if rows else ""
+    return table(("time, UTC", "event", "details"), [*rows, note], "events") if rows else ""
 
 
 def _event_row(event: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from megads.monitor.console import render_duration
+from megads.runtime.progress import render_duration
 from megads.tools.report.charts import finite
 from megads.tools.report.history import FloatArray, RunHistory, Validation, number
 from megads.tools.report.timeline import find_starts, layer_costs

@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from megads.monitor.console import render_duration
+from megads.runtime.progress import render_duration
 from megads.tools.report.page import document, fact_list, footer, number_cards, table, write_pages
 from megads.tools.report.style import BLUE, GREEN, GRID, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.tools.report.summary import KeyNumber

@@ -453,7 +453,7 @@ def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.Monkey
     """Catches progress that begins anew with every file, goes beyond the whole, or counts what is known already."""
     told: list[list[int]] = []
 
-    class Told(preparation.ByteProgress):
+    class Told(preparation.Progress):
         def __init__(self, label: str, total_bytes: int) -> None:
             super().__init__(label, total_bytes)
             told.append([total_bytes])
@@ -461,7 +461,7 @@ def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.Monkey
         def update(self, done_bytes: int, note: str = "") -> None:
             told[-1].append(done_bytes)
 
-    monkeypatch.setattr(preparation, "ByteProgress", Told)
+    monkeypatch.setattr(preparation, "Progress", Told)
     monkeypatch.setattr(preparation, "_BLOCK_BYTES", 4)
     monkeypatch.setattr(preparation, "SETTLED_NS", 0)
     files = [tmp_path / name for name in "ab"]

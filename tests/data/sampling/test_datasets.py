@@ -128,7 +128,7 @@ datasets._COPIED_BYTES = 64
 def hang(self, done_bytes, note=""):
     print("copying", flush=True)
     time.sleep(600)
-datasets.ByteProgress.update = hang
+datasets.Progress.update = hang
 datasets.staged(sys.argv[1], sys.argv[2])
 """
 

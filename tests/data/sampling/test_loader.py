@@ -17,7 +17,14 @@ from megads.data.indexed.recorded import record_data
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.datasets import open_dataset
-from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, assemble, validation_batches
+from megads.data.sampling.loader import (
+    Packing,
+    StepBatch,
+    TrainLoader,
+    assemble,
+    num_validation_batches,
+    validation_batches,
+)
 from megads.data.sampling.runs import Runs, SampleSource, blended_runs, token_at
 from megads.data.sampling.samples import TrainSamples, ValidationSamples
 from megads.errors import ConfigError, DataError
@@ -326,6 +333,7 @@ def test_validation_is_the_same_set_in_every_layout(
     valid = ValidationSamples(dataset, range(1, 5), SEQ_LEN)
     by_rank = [list(validation_batches(valid, micro, r, dp, VOCAB_SIZE, True, per_call)) for r in range(dp)]
     bare = list(validation_batches(valid, micro, 0, dp, VOCAB_SIZE, False, per_call))
+    assert num_validation_batches(len(valid), micro, dp, per_call) == len(bare)
     assert [[len(call) for call in rank] for rank in by_rank] == [[len(call) for call in bare]] * dp
     assert all(batch.tokens_bs is None for call in bare for batch in call)
     predicted: list[int] = []

@@ -23,7 +23,7 @@ from tests.tools.report.written_runs import write_eventful_run
 INSPECT = """
 addEventListener("load", () => {
   const shown = [...document.querySelectorAll("figure svg")].filter(svg => svg.getClientRects().length);
-  document.body.dataset.found = JSON.stringify({
+  const found = JSON.stringify({
     charts: shown.map(svg => ({
       label: svg.getAttribute("aria-label"),
       width: svg.getBoundingClientRect().width,
@@ -37,11 +37,24 @@ addEventListener("load", () => {
       }).map(text => text.textContent),
     })),
     pictures: [...document.images].map(image => image.naturalWidth),
-    overflow_px: document.documentElement.scrollWidth - innerWidth,
+    overflow_px: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    details: [...document.querySelectorAll("td.detail")].map(cell => cell.getBoundingClientRect().width),
+    tables: [...document.querySelectorAll("table")].map(table => table.parentElement.getBoundingClientRect().right),
     requests: performance.getEntriesByType("resource").map(entry => entry.name),
     scripts: document.scripts.length,
+    width: innerWidth,
   });
+  document.body.dataset.found = found;
+  parent.postMessage(found, "*");
 });
+"""
+
+
+# A window is never narrower than this; a frame is, and its page goes by the frame.
+SMALLEST_WINDOW = 500
+PHONE = """<!doctype html><body><script>
+addEventListener("message", message => document.body.dataset.found = message.data);
+</script><iframe src="{page}" style="border: 0; width: {width}px; height: 900px"></iframe></body>
 """
 
 
@@ -63,7 +76,11 @@ def inspect(report: WrittenReport, width: int) -> dict[str, Any]:
     )
     copy = report.page.with_name("inspected.html")
     copy.write_text(loosened.replace("</main>", f"</main>{pngs}<script>{INSPECT}</script>"))
-    dom = browse(copy, width, "--dump-dom").stdout
+    if width < SMALLEST_WINDOW:
+        frame = copy.with_name("phone.html")
+        frame.write_text(PHONE.format(page=copy.name, width=width))
+        copy = frame
+    dom = browse(copy, width, "--dump-dom", "--virtual-time-budget=10000").stdout
     found = re.search(r'data-found="([^"]*)"', dom)
     assert found is not None, dom[-500:]
     return dict(json.loads(html.unescape(found[1])))
@@ -84,6 +101,19 @@ def test_everything_is_shown_and_fits(report: WrittenReport, width: int) -> None
     assert found["overflow_px"] <= 0
     assert found["scripts"] == 1, "the one of this test"
     assert [name for name in found["requests"] if not name.endswith(".png")] == []
+
+
+def test_tables_fit_a_phone(report: WrittenReport, tmp_path: Path) -> None:
+    """Catches a page that scrolls sideways on a phone, a table that runs out of its box, and an event's text in a
+    column of a word's width."""
+    write_eventful_run(tmp_path / "other")
+    compared = ReportConfig(run=[str(report.page.parent), str(tmp_path / "other")], output=str(tmp_path / "both"))
+    for written in (report, write_report(compared)):
+        found = inspect(written, 420)
+        assert found["width"] == 420 and found["overflow_px"] <= 0, found
+        assert found["tables"] and max(found["tables"]) <= 420, found
+        assert all(width > 0.8 * 420 for width in found["details"]), found["details"]
+    assert len(inspect(report, 420)["details"]) > 5
 
 
 def test_no_complaint_and_both_color_schemes(report: WrittenReport, tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""How much disk a run needs, before it starts: checkpoints, prepared data, and the room that is there."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megads.checkpoint.config import list_checkpoints
+from megads.config import RootConfig, planned_steps
+from megads.data.indexed.dataset import token_dtype
+from megads.launch.preflight import ResolvedRun
+from megads.launch.preflight_memory import gib
+from megads.plan.model_size import parameter_count, parameter_shapes
+from megads.runtime.registry import OPTIMIZERS
+
+_FP32 = 4
+_TENSOR_RECORD_BYTES = 365
+"""Of a tensor's entries in the manifest and in the header of its file."""
+_TEXT_BYTES_PER_TOKEN = 3.5
+"""Of English text and code, by tokenizers of some thousand tokens."""
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """What a run writes, and where; sizes in bytes.
+
+    Attributes:
+        checkpoint: of one checkpoint.
+        most: checkpoints that are there at the same time, the one that is being written included.
+        present: of these, those that are there already.
+        kept: checkpoint.keep, in words.
+        data: the prepared data, in words; empty where the user made it.
+        data_to_make: of prepared data that is still to be made, about.
+        free: of the disk of the run directory.
+        data_free: of the disk of the prepared data; None where it is the same disk.
+        run_dir: the run directory.
+    """
+
+    checkpoint: int
+    most: int
+    present: int
+    kept: str
+    data: str
+    data_to_make: int
+    free: int
+    data_free: int | None
+    run_dir: Path
+
+    @property
+    def to_write(self) -> int:
+        """What the disk of the run directory still has to take."""
+        data = self.data_to_make if self.data_free is None else 0
+        return self.checkpoint * max(0, self.most - self.present) + data
+
+    def __str__(self) -> str:
+        checkpoints = f"a checkpoint {gib(self.checkpoint)}"
+        if self.most > 1:
+            total = gib(self.most * self.checkpoint)
+            checkpoints += f", {self.most} at the same time {total} ({self.kept})"
+        return "; ".join(filter(None, [checkpoints, self.data, f"{gib(self.free)} free"]))
+
+    @property
+    def warning(self) -> str:
+        """What does not fit, with the remedy; empty where all does."""
+        if self.data_free is not None and self.data_to_make > self.data_free:
+            return (
+                f"the disk of the prepared data has {gib(self.data_free)} free, and {self.data}: free some space, or "
+                "choose another folder with data.cache_dir=<path>"
+            )
+        if self.to_write <= self.free:
+            return ""
+        return (
+            f"the disk of {self.run_dir} has {gib(self.free)} free, and the run has to write {gib(self.to_write)} "
+            f"({self.most} checkpoints at the same time, {self.present} of them there already; {self.kept}): free some "
+            "space, keep fewer with checkpoint.keep, or choose another disk with run.dir=<path>"
+        )
+
+
+def disk_need(resolved: ResolvedRun) -> DiskNeed | None:
+    """Returns what a run needs of the disk; None where the vocabulary, and with it the model's size, is not known."""
+    config, run_dir = resolved.planned, resolved.run_dir
+    if config.model.vocab_size is None:
+        return None
+    there = list_checkpoints(run_dir)
+    words, to_make = _prepared_data(resolved)
+    preparation = resolved.data.preparation
+    other_disk = preparation is not None and _device(preparation.folder) != _device(run_dir)
+    return DiskNeed(
+        checkpoint=checkpoint_bytes(config),
+        most=_most_at_a_time(config, there),
+        present=len(there),
+        kept=_kept(config.checkpoint.keep),
+        data=words,
+        data_to_make=to_make,
+        free=_free(run_dir),
+        data_free=_free(preparation.folder) if other_disk and preparation is not None else None,
+        run_dir=run_dir,
+    )
+
+
+def checkpoint_bytes(config: RootConfig) -> int:
+    """Returns the size of one checkpoint: fp32 masters and what the optimizer keeps of each, and what describes them.
+
+    Args:
+        config: with a vocabulary.
+    """
+    optimizer = config.optim
+    kept = 2 if optimizer.is_adamw else len(OPTIMIZERS.find(optimizer.name, "optim.name").traits["state"])
+    tensors = (1 + kept) * len(parameter_shapes(config.model)) * config.parallel.tp
+    return (1 + kept) * _FP32 * parameter_count(config.model) + tensors * _TENSOR_RECORD_BYTES
+
+
+def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:
+    """The oldest checkpoint is removed once the newest is written."""
+    keep, every, last = config.checkpoint.keep, config.checkpoint.every_steps, planned_steps(config)
+    begin = max(there, default=0)
+    saves = 0
+    if last > begin:
+        saves = 1 + ((last - 1) // every - begin // every if every else 0)
+    return len(there) + saves if keep == 0 else min(max(keep, 2) + 1, len(there) + saves)
+
+
+def _kept(keep: int) -> str:
+    if keep == 0:
+        return "checkpoint.keep = 0 keeps all"
+    # CheckpointHook keeps the one before until a step after the newest was finite.
+    unproven = ", the one before until the newest has proven itself" if keep == 1 else ""
+    return f"checkpoint.keep = {keep}{unproven}, and the one that is being written"
+
+
+def _prepared_data(resolved: ResolvedRun) -> tuple[str, int]:
+    """The prepared data in words, and the bytes that are still to be written."""
+    preparation = resolved.data.preparation
+    if preparation is None:
+        return "", 0
+    if resolved.data.made:
+        size = sum(path.stat().st_size for path in preparation.folder.iterdir() if path.is_file())
+        return f"prepared data {gib(size)}, there already", 0
+    size = int(preparation.text_bytes / _TEXT_BYTES_PER_TOKEN) * token_dtype(preparation.vocab_size).itemsize
+    # The parts are there until they are joined.
+    return f"prepared data about {gib(size)}, twice that while it is made", 2 * size
+
+
+def _existing(path: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _device(path: Path) -> int:
+    return _existing(path).stat().st_dev
+
+
+def _free(path: Path) -> int:
+    return shutil.disk_usage(_existing(path)).free
