@@ -112,11 +112,12 @@ def checkpoint_bytes(config: RootConfig) -> int:
 
 
 def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:
-    """The oldest checkpoint is removed once the newest is written."""
-    keep, every, last = config.checkpoint.keep, config.checkpoint.every_steps, planned_steps(config)
-    begin = max(there, default=0)
+    """The oldest checkpoint is removed once the newest is written. A length that is not known yet is taken to suffice."""
+    keep, every, begin = config.checkpoint.keep, config.checkpoint.every_steps, max(there, default=0)
     saves = 0
-    if last > begin:
+    if not config.train.length_is_known:
+        saves = max(keep, 2) + 1 if keep and every else 1
+    elif (last := planned_steps(config)) > begin:
         saves = 1 + ((last - 1) // every - begin // every if every else 0)
     return len(there) + saves if keep == 0 else min(max(keep, 2) + 1, len(there) + saves)
 

@@ -13,6 +13,7 @@ from megads.data.sampling.datasets import open_datasets
 from megads.launch.run_length import settle_length, wanted_tokens
 from tests.command import Ended, StartCommand, events_of, small_model
 from tests.corpus import VOCAB_SIZE
+from tests.fork_server import ForkServer
 
 SEQ_LEN, BATCH = 16, 8
 
@@ -89,6 +90,17 @@ def test_auto_goes_by_text_and_model(corpus: Path) -> None:
     assert least.train.steps == 200 and f"{200 * 64 / epoch:.1f} passes" in told
     known = config_of(corpus, steps=7)
     assert settle_length(known) == (known, "")
+
+
+def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: ForkServer) -> None:
+    """Catches a part of the dry run that wants a length that only the tokenized text tells."""
+    (tmp_path / "a.txt").write_text("A line of text, and one more.\n" * 200)
+    for length in ("train.steps=auto", "train.epochs=2"):
+        for keep in (0, 3):
+            found = fork_server(
+                tmp_path, ("train", "data.raw=a.txt", length, f"checkpoint.keep={keep}", "run.dry_run=true")
+            )
+            assert found.code == 0 and "length     not known before the data is there" in found.out, found.err
 
 
 @pytest.mark.distributed
