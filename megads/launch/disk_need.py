@@ -112,7 +112,7 @@ def checkpoint_bytes(config: RootConfig) -> int:
 
 
 def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:
-    """The oldest checkpoint is removed once the newest is written. A length that is not known yet is taken to suffice."""
+    """The oldest checkpoint is removed once the newest is written; a length not known yet is long enough for that."""
     keep, every, begin = config.checkpoint.keep, config.checkpoint.every_steps, max(there, default=0)
     saves = 0
     if not config.train.length_is_known:
