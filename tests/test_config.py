@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megads.config import Precision, RootConfig, check_config, planned_steps
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
-from megads.model.config import AttentionKind, Position
+from megads.model.config import AttentionKind, Position, RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import Recompute
 from megads.runtime.run_dir import recorded_config_path
@@ -27,8 +28,8 @@ def good_config() -> RootConfig:
 
 
 def change(path: str, value: object) -> Callable[[RootConfig], None]:
-    section, name = path.split(".")
-    return lambda config: setattr(getattr(config, section), name, value)
+    section, _, name = path.rpartition(".")
+    return lambda config: setattr(attrgetter(section)(config), name, value)
 
 
 def test_good_config_passes() -> None:
@@ -69,6 +70,9 @@ def test_good_config_passes() -> None:
         ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
         ([change("parallel.cp", 3)], "change train.seq_len to 132, or lower parallel.cp"),
         ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
+        ([change("model.rope_scaling.kind", RopeScaling.yarn)], "rope_scaling.kind = yarn scales rope's angles"),
+        ([change("model.rope_scaling.factor", 0.5)], "model.rope_scaling.factor = 0.5"),
+        ([change("model.rope_scaling.beta_slow", 32.0)], "beta_slow = 32.0, beta_fast = 32.0: want 0 < beta_slow"),
         ([change("model.attention", AttentionKind.fused)], "ops.impl = auto"),
         ([change("model.attention", AttentionKind.augmented), change("train.precision", Precision.fp32)], "bf16"),
         ([change("model.attention", AttentionKind.augmented), change("data.document_mask", True)], "document_mask"),

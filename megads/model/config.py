@@ -249,6 +249,11 @@ class ModelConfig:
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         self.rope_scaling.check()
+        if self.rope_scaling.kind is not RopeScaling.none and self.position is not Position.rope:
+            raise ConfigError(
+                f"model.rope_scaling.kind = {self.rope_scaling.kind} scales rope's angles, but model.position = "
+                f"{self.position}: leave it out, or set model.position=rope"
+            )
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"model.{name} = {getattr(self, name)}: must be in [0, 1)")

@@ -103,7 +103,7 @@ class Architecture:
         content = _of_version_4(content)
         for key, wanted in self.fixed.items():
             given = content.get(key, None if key in self.needs else wanted)
-            if given != wanted and not {given, wanted} <= _TANH_GELUS:
+            if given != wanted and not (given in _TANH_GELUS and wanted in _TANH_GELUS):
                 raise ConfigError(f"config.json: {key} = {given!r}: megads computes {wanted!r} only")
         values = {key.ours: key.read(content) for key in self.keys}
         if "rope_theta" in values:
@@ -111,8 +111,7 @@ class Architecture:
         values |= {field: value for field, value in self.wants.items() if not callable(value)}
         values["bias"] = self._bias(content) if self.optional_bias else self.wants.get("bias", True)
         values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
-        if content.get("initializer_range"):
-            values["init_std"] = float(content["initializer_range"])
+        values["init_std"] = Number("init_std", ("initializer_range",), float, None).read(content) or None
         head_dim = values.pop("head_dim", None)
         model = ModelConfig(**values)
         model.check()
@@ -136,7 +135,7 @@ class Architecture:
         return attention
 
 
-_TANH_GELUS = {"gelu_new", "gelu_pytorch_tanh", "gelu_fast"}
+_TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Hugging Face's names of the approximation that megads computes."""
 
 
@@ -153,6 +152,8 @@ def _of_version_4(content: Content) -> Content:
         ConfigError: it is no dict.
     """
     parameters = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(f"config.json: rope_parameters = {parameters!r}: want an object")
     names = {"rope_theta": "rope_theta", "partial_rotary_factor": "rotary_pct"}
     return {**content, **{names[name]: value for name, value in parameters.items() if name in names}}
 
@@ -177,6 +178,10 @@ def _scaling_content(scaling: RopeScalingConfig) -> dict[str, Any]:
     return {"rope_type": kind, **{t: getattr(scaling, o) for o, t in _SCALING_KEYS[scaling.kind].items()}}
 
 
+def _scaling_type(field: str) -> type:
+    return int if field == "original_max_seq_len" else float
+
+
 def _scaling_of(content: Content) -> RopeScalingConfig:
     """The scaling of rope's angles that a config.json describes.
 
@@ -185,7 +190,7 @@ def _scaling_of(content: Content) -> RopeScalingConfig:
     """
     found = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in ("default", *RopeScaling):
+    if kind not in ["default", *RopeScaling]:
         raise ConfigError(
             f"config.json: rope_type = {kind!r}: megads computes default, {', '.join(list(RopeScaling)[1:])}"
         )
@@ -196,9 +201,10 @@ def _scaling_of(content: Content) -> RopeScalingConfig:
     # Of another training than the first: transformers then takes another size of attention.
     if others and scaling is not RopeScaling.none:
         raise ConfigError(f"config.json: rope_parameters has {others}, which megads does not compute")
-    values: dict[str, Any] = {ours: found[theirs] for ours, theirs in names.items() if found.get(theirs) is not None}
+    numbers = (Number(ours, (theirs,), _scaling_type(ours), None) for ours, theirs in names.items())
+    values = {number.ours: value for number in numbers if (value := number.read(found)) is not None}
     if "original_max_seq_len" in names and "original_max_seq_len" not in values:
-        values["original_max_seq_len"] = content.get("max_position_embeddings")
+        values["original_max_seq_len"] = Number("", ("max_position_embeddings",)).read(content)
     made = RopeScalingConfig(kind=scaling, **values)
     made.check()
     return made

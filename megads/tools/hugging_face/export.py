@@ -1,7 +1,7 @@
 """Writes a checkpoint as a folder that `transformers` and whatever reads its format load.
 
-The weights are read, converted and written stage by stage: at most one block of them is in memory, whatever layout
-wrote the checkpoint. The folder appears whole or not at all.
+The weights are read, converted and written stage by stage: one block of them, or the word embedding, is in memory at a
+time, whatever layout wrote the checkpoint. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Exported:
 
     def __str__(self) -> str:
         size = f"{self.nbytes / 1e9:,.2f} GB" if self.nbytes >= 1e9 else f"{self.nbytes / 1e6:,.1f} MB"
-        return f"{self.folder}: {self.class_name}, {self.dtype}, {size} in {len(self.files)} files"
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return f"{self.folder}: {self.class_name}, {self.dtype}, {size} in {files}"
 
 
 def export_checkpoint(config: ExportConfig) -> Exported:

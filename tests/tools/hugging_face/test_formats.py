@@ -8,6 +8,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -451,3 +452,20 @@ def test_a_defect_shows(
     defect(tensors)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     assert (their_logits(folder) - our_logits(model)).abs().max() > 1e4 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "gpt_neox", "gpt2"])
+def test_any_content_is_read_or_refused(name: str) -> None:
+    """Catches a config.json that ends in a traceback: each key with values of every other type."""
+    from megads.tools.hugging_face.architectures import ARCHITECTURES
+
+    architecture = ARCHITECTURES[name]
+    content = json.loads(their_model(name).config.to_json_string(use_diff=False))
+    scaled = {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 16}
+    for base in (content, content | {"rope_parameters": scaled}):
+        for key, value in itertools.product(base, (None, "x", [], {}, -1, 0, True, 1e300, float("nan"), [1], {"a": 1})):
+            with suppress(ConfigError):
+                architecture.model_of(base | {key: value})
+    for key, value in itertools.product(scaled, (None, "x", [], {}, -1, 0, True, float("nan"))):
+        with suppress(ConfigError):
+            architecture.model_of(content | {"rope_parameters": scaled | {key: value}})
