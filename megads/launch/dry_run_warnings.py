@@ -11,7 +11,6 @@ from megads.checkpoint.config import list_checkpoints
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import load_frozen
-from megads.launch.disk_need import disk_need
 from megads.launch.preflight import ResolvedRun
 from megads.optim.config import ScheduleName, learning_rate
 from megads.runtime.run_dir import CONFIG_FILE
@@ -40,6 +39,9 @@ def warnings_of(resolved: ResolvedRun) -> list[str]:
     """Returns what looks wrong in a run, one line each; reads the run directory and the dataset's sidecar."""
     config = resolved.planned
     found = plan_warnings(config, _tokenizer_tokens(resolved), _last_start(config, resolved.run_dir))
+    # It pulls in torch, for which the tab key must not wait.
+    from megads.launch.disk_need import disk_need
+
     need = disk_need(resolved)
     return [*found, need.warning] if need is not None and need.warning else found
 
