@@ -104,8 +104,9 @@ class AcceptedStart:
             return ""
         step, planned = past.manifest.run.state["step"], planned_steps(config)
         if step > planned:
+            asked = self.resolved.asked
             return (
-                f"finished at step {step}, beyond the {planned} of {length_key(self.resolved.asked)}: raise it to go on"
+                f"finished at step {step}, beyond the {planned} of {length_key(asked)}: {longer(asked, step)} to go on"
             )
         if step < planned or not is_finished(config) or not self._usable(past):
             return ""
@@ -166,9 +167,13 @@ def length_key(config: RootConfig) -> str:
 
 def finished_text(resolved: ResolvedRun) -> str:
     """Says that a run came to its planned end, and what to raise."""
-    step, asked = planned_steps(resolved.config), resolved.asked
-    longer = f"raise {length_key(asked).split()[0]}" if asked.train.steps != AUTO else f"set train.steps above {step}"
-    return f"finished at step {step}: {longer} to go on"
+    step = planned_steps(resolved.config)
+    return f"finished at step {step}: {longer(resolved.asked, step)} to go on"
+
+
+def longer(asked: RootConfig, step: int) -> str:
+    """Says how a run that has come to a step trains longer."""
+    return f"raise {length_key(asked).split()[0]}" if asked.train.steps != AUTO else f"set train.steps above {step}"
 
 
 def is_finished(config: RootConfig) -> bool:

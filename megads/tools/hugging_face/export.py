@@ -28,13 +28,15 @@ from megads.errors import CheckpointError, ConfigError
 from megads.frozen_config import config_of_start
 from megads.model.config import ModelConfig
 from megads.plan.model_size import parameter_count, parameter_shapes
-from megads.runtime.files import sync_directory
+from megads.runtime.files import parse_json, read_regular, sync_directory
+from megads.runtime.run_dir import CONFIG_FILE as RUN_CONFIG_FILE
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
 from megads.tools.hugging_face.weights import Link, links, missing_biases, tensor_shapes
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_ORIGIN_FILE, _MADE_BY = "megads.json", "megads export"
 _DTYPES = {ExportPrecision.bf16: torch.bfloat16, ExportPrecision.fp32: torch.float32}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -92,7 +94,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     """
     config.check()
     output = Path(config.output)
-    require_free(output, config.overwrite, CONFIG_FILE)
+    require_free(output, config.overwrite, _MADE_BY)
     handle = open_checkpoint(run_path(config.run))
     model = model_config_of(handle)
     architecture = choose_architecture(model, config.format)
@@ -117,6 +119,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
         _write_json(partial / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
         _write_json(partial / "generation_config.json", {**_ids(tokenizer), "do_sample": True})
         _write_tokenizer(partial, tokenizer, model)
+        write_origin(partial, _MADE_BY)
         if len(files) > 1:
             names = {layout.name: name for name, pieces in files.items() for p in pieces for layout in p.layouts}
             _write_json(partial / INDEX_FILE, {"metadata": {"total_size": nbytes}, "weight_map": names})
@@ -252,13 +255,13 @@ def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architectu
     return f"{front}# {rows['run']}\n\n| | |\n|---|---|\n{table}\n\n{loads}"
 
 
-def require_free(output: Path, overwrite: bool, marker: str) -> None:
-    """Refuses a folder that is there, but for an earlier one of the same kind that may be replaced.
+def require_free(output: Path, overwrite: bool, made_by: str) -> None:
+    """Refuses a folder that is there, but for an earlier one of the same command that may be replaced.
 
     Args:
         output: the folder.
         overwrite: it may be replaced.
-        marker: a file that an earlier one has.
+        made_by: the command.
 
     Raises:
         ConfigError: it is taken.
@@ -267,8 +270,18 @@ def require_free(output: Path, overwrite: bool, marker: str) -> None:
         return
     if not overwrite:
         raise ConfigError(f"output = {output}: exists; choose another folder or give overwrite=true")
-    if not (output / marker).is_file():
-        raise ConfigError(f"output = {output}: has no {marker}, and overwrite=true replaces an earlier one only")
+    try:
+        found = parse_json(read_regular(output / _ORIGIN_FILE))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    # A run that was trained in an imported folder is more than that folder.
+    if found != {"made_by": made_by} or (output / RUN_CONFIG_FILE).exists():
+        raise ConfigError(f"output = {output}: is none of {made_by}, and overwrite=true replaces no other folder")
+
+
+def write_origin(folder: Path, made_by: str) -> None:
+    """Notes which command made a folder, which that command may then replace."""
+    _write_json(folder / _ORIGIN_FILE, {"made_by": made_by})
 
 
 @contextmanager

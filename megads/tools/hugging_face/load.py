@@ -35,9 +35,17 @@ from megads.runtime.files import parse_json, read_regular
 from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.hugging_face.architectures import Architecture, architecture_of
 from megads.tools.hugging_face.config import ImportConfig
-from megads.tools.hugging_face.export import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, new_folder, require_free
+from megads.tools.hugging_face.export import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    new_folder,
+    require_free,
+    write_origin,
+)
 from megads.tools.hugging_face.weights import Link, links, tensor_shapes
 
+_MADE_BY = "megads import"
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
 _INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json")
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
@@ -169,7 +177,7 @@ def import_folder(config: ImportConfig) -> Imported:
     """
     config.check()
     folder, output = Path(config.input), Path(config.output)
-    require_free(output, config.overwrite, TOKENIZER_FILE)
+    require_free(output, config.overwrite, _MADE_BY)
     if not folder.is_dir():
         raise ConfigError(f"input = {folder}: there is no such folder")
     content = read_json_object(folder / CONFIG_FILE, ConfigError)
@@ -190,6 +198,7 @@ def import_folder(config: ImportConfig) -> Imported:
         shutil.copyfile(folder / TOKENIZER_FILE, partial / TOKENIZER_FILE)
         preset = Path("model") / f"{config.name}.yaml"
         _write_preset(partial / preset, model, folder)
+        write_origin(partial, _MADE_BY)
     return Imported(output, model, architecture.class_name, output / preset)
 
 

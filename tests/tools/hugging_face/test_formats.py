@@ -294,9 +294,27 @@ def test_what_is_there_stays(tmp_path: Path, tokenizer: Path) -> None:
     assert len((folder / "model.safetensors").read_bytes()) < len(before)
     other = tmp_path / "mine"
     other.mkdir()
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
+    with pytest.raises(ConfigError, match=r"is none of megads export"):
         export.export_checkpoint(dataclasses.replace(config, output=str(other), overwrite=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "exported", "mine", "run"]
+
+
+def test_overwrite_replaces_its_own_kind_only(tmp_path: Path, tokenizer: Path) -> None:
+    """Catches overwrite=true that deletes a trained run, which has a tokenizer too, or a model that was downloaded."""
+    model = hot_model(ModelConfig(**BASE))
+    folder, run_dir = exported(tmp_path, tokenizer, model), tmp_path / "run"
+    theirs = their_folder(tmp_path / "theirs", tokenizer, their_model("bloom"))
+    imported = str(tmp_path / "imported")
+    load.import_folder(ImportConfig(str(folder), imported))
+    load.import_folder(ImportConfig(str(folder), imported, overwrite=True))
+    (tmp_path / "imported" / "config.yaml").write_text("the config of a run that was trained here")
+    for output in (run_dir, theirs, folder, Path(imported)):
+        with pytest.raises(ConfigError, match="is none of megads import"):
+            load.import_folder(ImportConfig(str(folder), str(output), overwrite=True))
+    for output in (run_dir, theirs, Path(imported)):
+        with pytest.raises(ConfigError, match="is none of megads export"):
+            export.export_checkpoint(ExportConfig(str(run_dir), str(output), overwrite=True))
+    assert open_checkpoint(run_dir) and (theirs / "model.safetensors").is_file()
 
 
 class _Runs:
