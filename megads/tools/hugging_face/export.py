@@ -33,7 +33,7 @@ from megads.runtime.run_dir import CONFIG_FILE as RUN_CONFIG_FILE
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
-from megads.tools.hugging_face.weights import Link, links, missing_biases, tensor_shapes
+from megads.tools.hugging_face.weights import Link, links_by_stage, missing_biases, tensor_shapes
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _ORIGIN_FILE, _MADE_BY = "megads.json", "megads export"
@@ -150,20 +150,13 @@ def plan_files(
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
     """One a stage; the biases that the model does not have go with the last."""
-    by_stage: dict[str, list[Link]] = {}
-    for link in links(model, architecture.names):
-        by_stage.setdefault(link.stage, []).append(link)
-    zeros = (
-        {} if architecture.optional_bias or not _has_biases(architecture) else missing_biases(model, architecture.names)
-    )
-    for number, stage in enumerate(by_stage.values(), 1):
-        own = zeros if number == len(by_stage) else {}
+    stages = links_by_stage(model, architecture.names)
+    always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
+    zeros = missing_biases(model, architecture.names) if always_biased else {}
+    for number, stage in enumerate(stages, 1):
+        own = zeros if number == len(stages) else {}
         shapes = {name: shape for link in stage for name, shape in tensor_shapes(model, link).items()} | own
         yield Piece(tuple(stage), own, tuple(TensorLayout(name, dtype, shape) for name, shape in shapes.items()))
-
-
-def _has_biases(architecture: Architecture) -> bool:
-    return bool(architecture.wants.get("bias", True))
 
 
 def _tensors(

@@ -43,7 +43,7 @@ from megads.tools.hugging_face.export import (
     require_free,
     write_origin,
 )
-from megads.tools.hugging_face.weights import Link, links, tensor_shapes
+from megads.tools.hugging_face.weights import links, links_by_stage, tensor_shapes
 
 _MADE_BY = "megads import"
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
@@ -270,10 +270,7 @@ def _parts(
 ) -> Iterator[list[Shard]]:
     """The parameters of each stage, fp32."""
     shapes = parameter_shapes(model)
-    stages: dict[str, list[Link]] = {}
-    for link in links(model, architecture.names):
-        stages.setdefault(link.stage, []).append(link)
-    for stage in stages.values():
+    for stage in links_by_stage(model, architecture.names):
         shards = []
         for link in stage:
             converted = link.to_ours([files[names[name]] for name in link.theirs])

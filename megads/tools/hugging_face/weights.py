@@ -133,6 +133,14 @@ def links(model: ModelConfig, names: Names) -> list[Link]:
     return found
 
 
+def links_by_stage(model: ModelConfig, names: Names) -> list[list[Link]]:
+    """The links of each of the model's stages, in order; see `links`."""
+    stages: dict[str, list[Link]] = {}
+    for link in links(model, names):
+        stages.setdefault(link.stage, []).append(link)
+    return list(stages.values())
+
+
 def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tuple[Convert, Convert]:
     apart = len(names.block[module]) > 1
     if module == "attention.qkv" and apart:
