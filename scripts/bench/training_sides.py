@@ -23,7 +23,8 @@ from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import FUSED, TORCH, Compile, Implementation, KernelOp, Kernels, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.plan.model_size import model_flops_per_token
-from scripts.bench.bloom_names import bloom_state
+from megads.tools.hugging_face.architectures import BLOOM
+from megads.tools.hugging_face.weights import to_theirs
 from scripts.bench.processes import Turn, UnavailableError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -221,9 +222,12 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
     value = value or first_weights(work)
     with torch.device(work.device):
         model, source = BloomForCausalLM(config), GPT(work.model, SEED, value)
-    names = [name for name, _ in model.named_parameters()]
     ours = {name: weight.detach() for name, weight in source.parameters_by_name().items()}
-    model.load_state_dict(bloom_state(ours, names), strict=False)
+    theirs = to_theirs(work.model, BLOOM.names, ours)
+    apart = {name for name, _ in model.named_parameters()} ^ theirs.keys()
+    if apart:
+        raise ValueError(f"parameters of only one of the two models: {sorted(apart)}; are they of the same shape?")
+    model.load_state_dict(theirs, strict=False)
     return model.train().to(dtype=work.dtype)
 
 

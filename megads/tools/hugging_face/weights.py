@@ -141,6 +141,24 @@ def links_by_stage(model: ModelConfig, names: Names) -> list[list[Link]]:
     return list(stages.values())
 
 
+def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's parameters under an architecture's names; for a whole model in memory.
+
+    Args:
+        model: whose parameters they are.
+        names: of the architecture's modules.
+        weights: every parameter by its name.
+
+    Raises:
+        KeyError: the architecture has no such module, or a parameter is missing.
+    """
+    found: dict[str, Tensor] = {}
+    for link in links(model, names):
+        tensors = link.to_theirs([weights[name] for name in link.ours])
+        found |= dict(zip(link.theirs, tensors, strict=True))
+    return found
+
+
 def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tuple[Convert, Convert]:
     apart = len(names.block[module]) > 1
     if module == "attention.qkv" and apart:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from megads.batch import BatchInfo
 from megads.model.gpt import GPT
 from megads.runtime.metrics import read_json_lines
-from scripts.bench.bloom_names import bloom_state
 from scripts.bench.train_step import COMPILED, MACHINE, OURS, SMALL, faults, sides_of
 from scripts.bench.training_sides import SEED, TrainingWork, hugging_face_model
 from tests.parity import hot_value
@@ -34,13 +34,14 @@ def test_hugging_face_gets_our_model() -> None:
     torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=0.0)
 
 
-def test_a_name_without_counterpart_is_refused() -> None:
-    """Catches a parameter of theirs that keeps its random weights."""
-    weights = {"final_norm.weight": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"only one.*transformer\.ln_f\.bias"):
-        bloom_state(weights, ["transformer.ln_f.weight", "transformer.ln_f.bias"])
-    with pytest.raises(KeyError):
-        bloom_state({"embedding.position.weight": torch.ones(2)}, [])
+def test_a_parameter_without_counterpart_is_refused() -> None:
+    """Catches a parameter of theirs that keeps its random weights, and one of ours that is left out."""
+    pytest.importorskip("transformers")
+    work = TrainingWork(**SMALL)
+    for changes in ({"bias": False}, {"tie_embeddings": False}):
+        other = dataclasses.replace(work, shape=dataclasses.replace(work.model, **changes))
+        with pytest.raises(ValueError, match="only one of the two models"):
+            hugging_face_model(other, hot_value(SEED))
 
 
 def test_another_training_is_found_out() -> None:
