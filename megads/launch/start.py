@@ -164,7 +164,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             return _Ended(EXIT_OK)
         for text in accepted.changed_settings:
             console.say(f"changed since the last start: {text}", "warning")
-        for text in of_warmup(resolved.config):
+        # That there is none only a dry run says: whoever asked for that need not hear it at every start.
+        for text in of_warmup(resolved.config) if resolved.config.schedule.warmup_samples else ():
             console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
