@@ -179,6 +179,7 @@ def _serve(orders: int, replies: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ranks: dict[int, int] = {}
     unread = b""
+    server = os.getpid()
     while True:
         ready, _, _ = select.select([orders, ended], [], [])
         if ended in ready:
@@ -194,7 +195,7 @@ def _serve(orders: int, replies: int) -> None:
                 order = json.loads(line)
                 pid = os.fork()
                 if pid == 0:
-                    _become_rank(order, [orders, replies, ended, wake])
+                    _become_rank(order, server, [orders, replies, ended, wake])
                 ranks[pid] = order["rank"]
                 _reply(replies, {"rank": order["rank"], "pid": pid})
 
@@ -212,9 +213,11 @@ def _reply(replies: int, content: dict[str, Any]) -> None:
     os.write(replies, json.dumps(content).encode() + b"\n")
 
 
-def _become_rank(order: dict[str, Any], pipes: Sequence[int]) -> NoReturn:
-    """What a forked process does: it never returns to the server's loop."""
+def _become_rank(order: dict[str, Any], server: int, pipes: Sequence[int]) -> NoReturn:
+    """What a process forked by the server (its pid) does: it never returns to the server's loop."""
     try:
+        # Before anything that takes time: a server killed meanwhile would leave a rank that nobody watches.
+        die_with_launcher(server)
         os.setsid()
         signal.set_wakeup_fd(-1)
         for descriptor in pipes:
@@ -222,7 +225,7 @@ def _become_rank(order: dict[str, Any], pipes: Sequence[int]) -> NoReturn:
         # As a new process has them.
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        environment.become_child(order["variables"])
+        environment.become_child(order["variables"], server)
         sys.argv = [order["module"], *order["arguments"]]
         importlib.import_module(order["module"]).main()
         os._exit(0)

@@ -67,10 +67,10 @@ def launcher_pid() -> int | None:
     return int(value) if value else None
 
 
-def become_child(variables: Mapping[str, str]) -> None:
-    """Sets variables for good, and the process that forked this one as its launcher."""
+def become_child(variables: Mapping[str, str], parent: int) -> None:
+    """Sets variables for good, and the process that forked this one (its pid) as its launcher."""
     os.environ.update(variables)
-    os.environ[_LAUNCHER_PID_VARIABLE] = str(os.getppid())
+    os.environ[_LAUNCHER_PID_VARIABLE] = str(parent)
 
 
 def secret_file() -> Path | None:

@@ -9,14 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from megads.launch.rank import die_with_launcher
 from megads.runtime.environment import launcher_pid
 
 _SHOWN = ("RANK", "PLACE", "OMP_NUM_THREADS")
 
 
 def main() -> None:
-    die_with_launcher(launcher_pid())
     what, *rest = sys.argv[1:]
     if what == "leave":
         os._exit(int(rest[0]))

@@ -83,6 +83,25 @@ def test_a_server_that_is_killed_takes_its_ranks_along() -> None:
     early.close()
 
 
+def test_a_rank_whose_server_died_at_once_runs_nothing(tmp_path: Path) -> None:
+    """Catches a rank that takes whoever adopted it for its launcher, and trains on unseen."""
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path.cwd())!r})
+from megads.launch.rank_server import _become_rank
+server = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == server:
+    time.sleep(0.01)
+order = {{"module": {MODULE!r}, "arguments": ["describe", {str(tmp_path / "found.json")!r}], "variables": {{}}}}
+_become_rank(order, server, [])
+"""
+    # Its pipe ends with the rank.
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
     """Catches servers that pile up on a machine, each with all of torch."""
     code = f"""
