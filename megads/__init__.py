@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megads.model.attention import Attention as Attention
     from megads.model.config import ModelConfig as ModelConfig
     from megads.model.dropout import Dropout as Dropout
-    from megads.model.gpt import Norm as Norm
+    from megads.model.norm import Norm as Norm
     from megads.monitor.hooks import HookContext as HookContext
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
@@ -46,7 +46,7 @@ _HOMES = {
     "megads.model.attention": ("Attention",),
     "megads.model.config": ("ModelConfig",),
     "megads.model.dropout": ("Dropout",),
-    "megads.model.gpt": ("Norm",),
+    "megads.model.norm": ("Norm",),
     "megads.monitor.hooks": ("HookContext",),
     "megads.monitor.trackers": (
         "RunDescription",

@@ -285,13 +285,13 @@ def embedding_norm_decays() -> None:
     megads.engine.optimizer.parameter_role = role
 
 
-def no_sum_of_sequence_partial_gradients() -> None:
+def no_sum_of_partial_gradients() -> None:
     inner = megads.engine.stage_pipeline.materialise
 
     def materialise(*args: Any) -> Any:
         stage = inner(*args)
         for parameter in stage.parameters():
-            parameter.sequence_partial = False
+            parameter.gradient_partial = False
         return stage
 
     megads.engine.stage_pipeline.materialise = materialise
@@ -576,7 +576,9 @@ PACKED = scenario_with(masked=True, documents=True)
 PACKED_LEARNED = replace(PACKED, model=replace(MODEL, position=Position.learned))
 ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
 FEATURES = scenario_with(
-    model=replace(MODEL, num_kv_heads=2, window=5, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, parallel_block=True)
+    model=replace(
+        MODEL, num_kv_heads=2, window=5, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, parallel_block=True, qk_norm=True
+    )
 )
 
 
@@ -621,7 +623,8 @@ CASES = [
     Case(queries_of_dropout_counted_from_the_rank, "cp2", parity.check_first_step, DROPOUT),
     Case(clipping_skipped_on_higher_ranks, "tp2", parity.check_replicas),
     Case(mean_of_micro_batch_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
-    Case(no_sum_of_sequence_partial_gradients, "tp2sp", parity.check_first_step),
+    Case(no_sum_of_partial_gradients, "tp2sp", parity.check_first_step),
+    Case(no_sum_of_partial_gradients, "tp2", parity.check_first_step, FEATURES),
     Case(parts_of_tokens_out_of_order, "tp2dp2sp", parity.check_first_step),
     Case(own_slice_for_a_reduce_scatter, "tp2sp", parity.check_first_step),
     Case(dropout_of_the_first_shard_everywhere, "tp2sp", parity.check_first_step, SHARDED_SEQUENCE),
@@ -684,7 +687,7 @@ def runs() -> Runs:
 OF_EVERY_AXIS = (
     "local_alibi_slopes-tp2",
     "tied_sum_before_data_parallel_reduce-pp2dp3",
-    "no_sum_of_sequence_partial_gradients-tp2sp",
+    "no_sum_of_partial_gradients-tp2sp",
     "averaged_replicas-dp2",
     "bf16_reduction-dp2",
     "no_backward_all_reduce_of_column_layers-tp2",

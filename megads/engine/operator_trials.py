@@ -205,7 +205,7 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
                 key = TIED_PARAMETER if of_pair else place.key
                 if not any(member.name == key for member in members):
                     role = parameter_role(key, of_pair)
-                    members.append(Member(key, parameter.numel(), role, place.sequence_partial))
+                    members.append(Member(key, parameter.numel(), role, place.partial))
     return bucket_layouts(members, _sharing(parallel), parallel.bucket_elements)
 
 

@@ -441,4 +441,4 @@ def gradient_of(bucket: Bucket) -> Tensor:
 
 def _is_partial(parameter: Parameter) -> bool:
     """Whether the gradient of a replicated parameter covers this rank's sequence shard only."""
-    return bool(parameter.sequence_partial)  # type: ignore[attr-defined]
+    return bool(parameter.gradient_partial)  # type: ignore[attr-defined]

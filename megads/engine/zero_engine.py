@@ -125,7 +125,7 @@ class ZeroEngine:
         self.gradient_norms: dict[Parameter, Tensor] = {}
         self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
         for parameter in module.parameters():
-            if getattr(parameter, "sequence_partial", False):
+            if getattr(parameter, "gradient_partial", False):
                 parameter.register_hook(partial(summed_over, spec.grid.tp))
             parameter.register_hook(partial(self._note_gradient, parameter))
 

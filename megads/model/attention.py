@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from megads.batch import BatchInfo, PerBatch
 from megads.model.config import ModelConfig, Position, RopeScaling, RopeScalingConfig
 from megads.model.dropout import Dropout
+from megads.model.norm import Norm
 from megads.ops.attention import (
     FLASH_INSTALLED,
     Documents,
@@ -281,7 +282,7 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fused QKV projection, rotary positions if any, attention core, output projection.
+    """Fused QKV projection, norms of queries and keys and rotary positions if any, attention core, output projection.
 
     Rows of the QKV weight are ordered [key-value head, (its g queries, k, v), head dim]: a contiguous share of the rows
     is a contiguous share of the heads, of queries, keys and values alike. Where every head has its own keys this is
@@ -297,9 +298,12 @@ class Attention(nn.Module):
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling) if rotates else None
+        self.query_norm, self.key_norm = (
+            Norm(config, config.head_dim) if config.qk_norm else None for _ in ("queries", "keys")
+        )
         self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.bias)
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.dense = nn.Linear(config.attention_width, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
@@ -322,6 +326,9 @@ class Attention(nn.Module):
         qkv_bsmpd = qkv.view(batch, seq_len, groups, parts, self.head_dim)
         q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in qkv_bsmpd.split((parts - 2, 1, 1), dim=3))
         apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
+        if self.query_norm is not None and self.key_norm is not None:
+            q_bsnd, k_bsmd = self.query_norm(q_bsnd.contiguous()), self.key_norm(k_bsmd.contiguous())
+            apart = True
         if self.rotary is not None:
             q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info, self.kernels)
         elif apart:

@@ -24,6 +24,8 @@ SHARDING = ShardingTable(
         "embedding.position": Cut.sequence,
         "blocks.*.attention.qkv": Cut.column,
         "blocks.*.attention.dense": Cut.row,
+        "blocks.*.attention.query_norm": Cut.inside,
+        "blocks.*.attention.key_norm": Cut.inside,
         "blocks.*.mlp.up": Cut.column,
         "blocks.*.mlp.gate_up": Cut.column,
         "blocks.*.mlp.down": Cut.row,
@@ -127,13 +129,15 @@ class ModelConfig:
     num_layers: int = 2
     """Transformer blocks."""
     hidden_size: int = 64
-    """Width of the residual stream; a multiple of num_heads."""
+    """Width of the residual stream; a multiple of num_heads unless head_size is given."""
     num_heads: int = 4
     """Attention heads."""
     num_kv_heads: int | None = None
     """Heads of keys and values, each shared by equally many neighbouring heads of queries (grouped-query attention,
     Ainslie et al. 2023; 1 is multi-query attention): smaller projections, less to gather for context parallelism and to
     keep for generation. A divisor of num_heads; null is num_heads."""
+    head_size: int | None = None
+    """Features of an attention head; null is hidden_size / num_heads. Qwen3's and Mistral Nemo's differ from that."""
     ffn_size: int | None = None
     """Width of the MLP; null is 4 * hidden_size."""
     vocab_size: int | None = 512
@@ -148,6 +152,9 @@ class ModelConfig:
     """Base of rope's angles; longer sequences want a larger one."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     """Scaling of rope's angles."""
+    qk_norm: bool = False
+    """A norm of every head's queries and keys, before rope, with gains that the heads share (Dehghani et al. 2023): it
+    bounds the attention scores, which otherwise grow where a training is about to diverge. Qwen3's is rmsnorm."""
     window: int | None = None
     """Tokens that a token's attention sees, itself and those just before it (Beltagy et al. 2020); null is all before
     it. Layers reach further together: each adds another window."""
@@ -192,7 +199,12 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all heads' queries: what the output projection of attention reads."""
+        return self.num_heads * self.head_dim
 
     @property
     def kv_heads(self) -> int:
@@ -224,17 +236,17 @@ class ModelConfig:
 
     def check(self) -> None:
         """Raises ConfigError on a shape that cannot be built."""
-        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "vocab_size", "max_seq_len")
-        for name in (*sizes, "window"):
+        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size")
+        for name in (*sizes, "max_seq_len", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name} = {value}: must be at least 1")
         if self.num_layers > _MOST_LAYERS:
             raise ConfigError(f"model.num_layers = {self.num_layers}: must be at most {_MOST_LAYERS}")
-        if self.hidden_size % self.num_heads:
+        if self.head_size is None and self.hidden_size % self.num_heads:
             raise ConfigError(
                 f"model.hidden_size = {self.hidden_size} is not divisible by model.num_heads = {self.num_heads}: "
-                "choose a number of heads that divides the width"
+                "choose a number of heads that divides the width, or set model.head_size"
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
@@ -243,8 +255,8 @@ class ModelConfig:
             )
         if self.position is Position.rope and self.head_dim % 2:
             raise ConfigError(
-                f"model.hidden_size / model.num_heads = {self.head_dim} is odd, but model.position=rope turns pairs of "
-                "a head's features: choose an even head size, or model.position=alibi"
+                f"a head has {self.head_dim} features (model.head_size, or model.hidden_size / model.num_heads), but "
+                "model.position=rope turns pairs of them: choose an even number, or model.position=alibi"
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")

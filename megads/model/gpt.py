@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, NormKind, Position, sharding_of
+from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, Position, sharding_of
 from megads.model.dropout import Dropout
+from megads.model.norm import Norm
 from megads.ops.activation import gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
-from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.parallel.partition import ShardingTable
 from megads.runtime.registry import BLOCKS
 
@@ -36,36 +36,6 @@ InitialValue = Callable[[str, tuple[int, ...]], Tensor]
 
 EMBEDDING, HEAD = "embedding", "head"
 TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
-
-
-class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of every token, with gains, as the model says.
-
-    Attributes:
-        kernels: whose kernel computes.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.kernels = TORCH
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.empty(config.hidden_size))
-        self.centred = config.norm is NormKind.layernorm
-        biased = self.centred and config.bias
-        self.bias = nn.Parameter(torch.empty(config.hidden_size)) if biased else None
-
-    def forward(self, hidden_bsh: Tensor) -> Tensor:
-        """Returns [b, s, h]."""
-        if not self.centred:
-            return rms_norm(hidden_bsh, self.weight, self.eps, self.kernels)
-        return layer_norm(hidden_bsh, self.weight, self.bias, self.eps, self.kernels)
-
-    def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of a sum, and the sum; the kernel makes both in one pass."""
-        if not self.centred:
-            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)
-        weight, bias = self.weight, self.bias
-        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.kernels)
 
 
 class Embedding(nn.Module):

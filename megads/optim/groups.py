@@ -20,7 +20,8 @@ _MATRIX = re.compile(
 )
 _VECTOR = re.compile(
     r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.bias"
-    r"|(embedding\.norm|blocks\.\d+\.(input_norm|post_attention_norm)|final_norm)\.(weight|bias)"
+    r"|(embedding\.norm|blocks\.\d+\.(input_norm|attention\.(query|key)_norm|post_attention_norm)|final_norm)"
+    r"\.(weight|bias)"
 )
 
 

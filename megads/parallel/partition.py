@@ -224,6 +224,8 @@ class Cut(StrEnum):
         with the sum of all.
     vocab: rows of an embedding table; the lookup ends with a sum over ranks.
     vocab_head: rows of the output projection; the module enters a region that ends in the loss.
+    inside: nothing; the module computes inside of a region, on the features of this rank alone, so that the gradients
+        of its parameters are to be summed over ranks.
     sequence: nothing; the module looks up whole positions [..., s], and with sequence parallelism a rank looks up only
         those of its share of the sequence.
 
@@ -236,6 +238,7 @@ class Cut(StrEnum):
     rows = "rows"
     vocab = "vocab"
     vocab_head = "vocab_head"
+    inside = "inside"
     sequence = "sequence"
 
 

@@ -264,8 +264,8 @@ class ParameterPlacement:
         dim: dim that is cut, None for a replicated parameter.
         start: first index along `dim` that this rank holds.
         length: indices along `dim` that are real; the rest of the local tensor is vocabulary padding.
-        sequence_partial: a replicated parameter that meets only this rank's share of the sequence: its gradient is to
-            be summed over tensor-parallel ranks.
+        partial: a replicated parameter that meets only this rank's share of the sequence, or of the features: its
+            gradient is to be summed over tensor-parallel ranks.
     """
 
     key: str
@@ -273,7 +273,7 @@ class ParameterPlacement:
     dim: int | None = None
     start: int = 0
     length: int = 0
-    sequence_partial: bool = False
+    partial: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -305,8 +305,10 @@ def _placement(
     key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
 ) -> ParameterPlacement:
     dim = 1 if cut is Cut.row else 0
+    if cut is Cut.inside:
+        return ParameterPlacement(key, shape, partial=axis.size > 1)
     if cut is None or cut is Cut.sequence or dim >= len(shape):  # the bias of a row-parallel layer is whole
-        return ParameterPlacement(key, shape, sequence_partial=sequence_parallel)
+        return ParameterPlacement(key, shape, partial=sequence_parallel)
     rows = padded_rows(shape[dim], axis.size)
     start = min(axis.rank * rows, shape[dim])
     return ParameterPlacement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
@@ -387,7 +389,7 @@ def shard_stage(
         if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
         cut = _first_match(table.parameters, full_path)
-        if cut is None:
+        if cut is None or cut is Cut.inside:
             continue
         with torch.device("meta"):
             layer = _parallel_layer(module, full_path, cut, region)
@@ -407,7 +409,7 @@ def materialise(
     """Allocates a stage's parameters and gives each its slice of the full initial value, one full tensor at a time.
 
     Sharded parameters are marked `tensor_model_parallel`, which is what the gradient norm goes by; those whose
-    gradients must be summed over tensor-parallel ranks are marked `sequence_partial`.
+    gradients must be summed over tensor-parallel ranks are marked `gradient_partial`.
     """
     _allocate(stage, device)
     for path, parameter in stage.named_parameters():
@@ -420,7 +422,7 @@ def materialise(
                 parameter.zero_()
                 parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
-        parameter.sequence_partial = place.sequence_partial  # type: ignore[attr-defined]
+        parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # before the next one is drawn
     return stage
 

@@ -112,29 +112,50 @@ def _document_mask_ops(p: Pass) -> list[Op]:
     return [Op("document mask", kept=mask, forward=p.hidden + hidden_keys)]
 
 
-def _copied_ops(p: Pass) -> list[Op]:
-    """Queries and keys turned, or queries of several groups put beside each other; values copied.
+def _head_norm_ops(p: Pass) -> list[Op]:
+    """Norms of queries and keys, which keep copies of both."""
+    if not p.model.qk_norm:
+        return []
+    working = FP32 * p.attention // p.weight_bytes if p.norm_in_steps else 0
+    return [
+        Op(
+            "query and key norms",
+            kept=p.head_norms_kept,
+            forward=p.projection + p.attention + p.keys + working,
+            backward=p.hidden + 2 * p.projection + 3 * working + p.head_norm_sums,
+        )
+    ]
 
-    All of it is kept by the attention core alone. Turning, beside the QKV projection and the turned queries, the keys
-    are cast to fp32, turned in halves and joined; backward runs the same way for each.
+
+def _copied_ops(p: Pass) -> list[Op]:
+    """Queries and keys normed and turned, or queries of several groups put beside each other; values copied.
+
+    But for what the norms keep, all of it is kept by the attention core alone. Turning, beside the QKV projection and
+    the turned queries, the keys are cast to fp32, turned in halves and joined; backward runs the same way for each.
     """
-    grouped = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
+    # Beside the projection: queries and keys that the norms made, or queries that are copied.
+    beside = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
+    if p.model.qk_norm:
+        beside = p.attention + p.keys
+    norms = _head_norm_ops(p)
     if p.model.position is not Position.rope:
-        return [Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)] if grouped else []
-    there = p.projection + grouped
+        copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
+        return [*norms, copied] if beside else []
+    there = p.projection + beside
     if p.fused:  # the kernel has no temporaries
-        return [Op("rotary", forward=there + p.projection, backward=p.hidden + grouped + 2 * p.projection)]
+        return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + beside + 2 * p.projection)]
 
     def turning(size: int) -> int:
         fp32 = FP32 * size // p.weight_bytes
         return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
 
     return [
+        *norms,
         Op(
             "rotary",
             forward=there + max(turning(p.attention), p.attention + turning(p.keys)),
             backward=p.hidden + there + turning(p.attention),
-        )
+        ),
     ]
 
 
@@ -187,7 +208,7 @@ def _attention_op(p: Pass) -> Op:
             backward=p.hidden + p.attention + made + p.repeated_keys + p.split_sums,
         )
     one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
-    if one_group and p.cp == 1 and p.model.position is not Position.rope:
+    if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
         inputs += p.attention  # the queries are copied, keys and values are views of the projection
     kept, forward, backward = _explicit_attention(p)
     return Op(
@@ -249,7 +270,7 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
             kept=copied + mask,
             forward=max(p.closed() + still_there, hidden + drawing),
             backward=hidden + dropped + p.closed_backward(attention),
-            gradient=p.matrix(width, width // p.tp),
+            gradient=p.matrix(width, p.model.attention_width // p.tp),
             deferred=attention + p.region_hidden,
         ),
         Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
@@ -313,7 +334,7 @@ def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
     copied = attention if p.explicit_attention or recompute_core else 0
     inner, opened = _inner_op(p, attended=copied)
     into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
-    out_of = p.matrix(width, width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
+    out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
     core = [*_copied_ops(p), *_core_ops(p, recompute_core)]
     return [
         _norm_op(p, "input norm", backward=3 * hidden),

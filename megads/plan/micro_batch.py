@@ -1,6 +1,6 @@
 """One micro-batch on one rank: the sizes from which the plan's operations are made.
 
-Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; h/t and f/t are this tensor-parallel
+Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; a/t and f/t are this tensor-parallel
 rank's share of the attention width and the MLP width, k/t of that of the keys; n = this rank's heads, s = tokens of a
 whole sample. With sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of
 them.
@@ -82,8 +82,8 @@ class Pass:
 
     @property
     def attention(self) -> int:
-        """T h/t w: bytes of this rank's queries or context."""
-        return self.region_hidden // self.tp
+        """T a/t w: bytes of this rank's queries or context."""
+        return self.tokens * self.model.attention_width // self.tp * self.weight_bytes
 
     @property
     def keys(self) -> int:
@@ -181,13 +181,22 @@ class Pass:
 
         Torch's LayerNorm has them in the weights' dtype on a CPU; its RMSNorm has one of them alone.
         """
-        tokens = self.tokens // self.shards
+        return self._kept_by_norm(self.tokens // self.shards, self.model.hidden_size)
+
+    @property
+    def head_norms_kept(self) -> int:
+        """Bytes that the norms of queries and keys keep."""
+        heads = self.heads + self.heads // self.model.queries_per_kv
+        return self._kept_by_norm(self.tokens * heads, self.model.head_dim) if self.model.qk_norm else 0
+
+    def _kept_by_norm(self, rows: int, width: int) -> int:
         if self.norm_in_steps:
-            return FP32 * tokens * (2 * self.model.hidden_size + 1)
+            return FP32 * rows * (2 * width + 1)
+        normed = rows * width * self.weight_bytes
         if self.fused:
-            return self.hidden + 2 * FP32 * tokens
+            return normed + 2 * FP32 * rows
         count = 1 if self.model.norm is NormKind.rmsnorm else 2
-        return self.hidden + count * tokens * (FP32 if self.cuda else self.weight_bytes)
+        return normed + count * rows * (FP32 if self.cuda else self.weight_bytes)
 
     @property
     def norm_working(self) -> int:
@@ -197,9 +206,16 @@ class Pass:
     @property
     def norm_sums(self) -> int:
         """Our own kernel's sums of the gradients of gain and bias, one of each block of rows (row_blocks.h)."""
-        rows = self.tokens // self.shards
+        return self._sums_of_norm(self.tokens // self.shards, self.model.hidden_size)
+
+    @property
+    def head_norm_sums(self) -> int:
+        """The same of the norm of queries."""
+        return self._sums_of_norm(self.tokens * self.heads, self.model.head_dim)
+
+    def _sums_of_norm(self, rows: int, width: int) -> int:
         blocks = -(-rows // max(16, -(-rows // 64)))
-        return 2 * FP32 * blocks * self.model.hidden_size if self.fused else 0
+        return 2 * FP32 * blocks * width if self.fused else 0
 
     @property
     def attention_kind(self) -> AttentionKind:

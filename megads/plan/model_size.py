@@ -23,9 +23,9 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Unsharded shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
     hidden, ffn = config.hidden_size, config.ffn_width
 
-    def norm(name: str) -> dict[str, tuple[int, ...]]:
+    def norm(name: str, width: int = hidden) -> dict[str, tuple[int, ...]]:
         parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
-        return {f"{name}.{part}": (hidden,) for part in parts}
+        return {f"{name}.{part}": (width,) for part in parts}
 
     def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
         biases = {f"{name}.bias": (rows,)} if config.bias else {}
@@ -42,7 +42,10 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             continue
         shapes |= norm(f"blocks.{block}.input_norm")
         shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
-        shapes |= linear(f"blocks.{block}.attention.dense", hidden, hidden)
+        if config.qk_norm:
+            shapes |= norm(f"blocks.{block}.attention.query_norm", config.head_dim)
+            shapes |= norm(f"blocks.{block}.attention.key_norm", config.head_dim)
+        shapes |= linear(f"blocks.{block}.attention.dense", hidden, config.attention_width)
         if not config.parallel_block:
             shapes |= norm(f"blocks.{block}.post_attention_norm")
         into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
@@ -101,12 +104,12 @@ def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
 def _matrices(config: ModelConfig) -> tuple[int, int, int]:
     """Operations a token of a block's projections: attention's, those into the MLP, and the one out of it."""
     twice = 2 * config.hidden_size
-    return twice * (config.qkv_width + config.hidden_size), twice * config.mlp_rows, twice * config.ffn_width
+    return twice * (config.qkv_width + config.attention_width), twice * config.mlp_rows, twice * config.ffn_width
 
 
 def _product(config: ModelConfig, seq_len: int) -> int:
     """Operations a token of one of attention's two products; a window is as many keys as a token sees at most."""
-    return 2 * config.hidden_size * min(seq_len, config.window or seq_len)
+    return 2 * config.attention_width * min(seq_len, config.window or seq_len)
 
 
 def head_flops(config: ModelConfig) -> LayerFlops:
@@ -116,13 +119,13 @@ def head_flops(config: ModelConfig) -> LayerFlops:
 
 
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*h*S.
+    """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*a*S.
 
     The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
     window takes the place of S where it is smaller.
 
     Args:
-        config: the model; L = num_layers, h = hidden_size.
+        config: the model; L = num_layers, a = features of all heads' queries, hidden_size by default.
         seq_len: tokens a sample, S.
     """
     return config.num_layers * block_flops(config, seq_len).total + head_flops(config).total

@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # Every feature of the model that is not BLOOM's; six heads of keys divide by two and by three.
 MODEL_FEATURES: dict[str, Any] = {
     "num_kv_heads": 6, "window": 5, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
-    "position": Position.rope, "num_heads": 12, "hidden_size": 96,
+    "position": Position.rope, "num_heads": 12, "hidden_size": 96, "head_size": 10, "qk_norm": True,
 }  # fmt: skip
 OF_SCENARIO = ("documents", "model")
 # 24 tokens divide by 2 * cp and by cp * tp, 12 samples by every dp.

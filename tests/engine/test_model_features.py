@@ -30,14 +30,23 @@ MODELS = {
     },
     "palm": {"parallel_block": True, "mlp": MLPKind.swiglu, "num_kv_heads": 2, "bias": False},
     "windowed": {"window": 5, "num_kv_heads": 3},
-    "all": {**GATED, "parallel_block": True, "num_kv_heads": 2, "window": 5, "position": Position.rope},
+    "qwen": {**GATED, "num_kv_heads": 2, "position": Position.rope, "bias": False, "qk_norm": True, "head_size": 10},
+    "all": {
+        **GATED,
+        "parallel_block": True,
+        "num_kv_heads": 2,
+        "window": 5,
+        "position": Position.rope,
+        "qk_norm": True,
+        "head_size": 6,
+    },
 }
 FUSED = OpsConfig(Implementation.fused)
 FULL = Recompute.full
 SELECTIVE = ParallelConfig(tp=3, recompute=Recompute.selective)
 CASES = [
-    ("llama", "tp2"),
     ("llama", "pp2 zb_h1"),
+    ("qwen", "tp2"),
     ("palm", "tp2sp"),
     ("windowed", "cp2"),
     ("windowed", "tp3"),
@@ -67,11 +76,12 @@ def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
 
-@pytest.mark.quick("llama-pp2 zb_h1", "windowed-cp2", "all-tp2pp2sp", "all-zero3dp2")
+@pytest.mark.quick("llama-pp2 zb_h1", "qwen-tp2", "windowed-cp2", "all-tp2pp2sp", "all-zero3dp2")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
     """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
-    norm's gradient that stays one shard's, a window in a rank's own places, and biases of a model that has none."""
+    norm's gradient that stays one shard's, or that of one rank's heads, a window in a rank's own places, and biases
+    of a model that has none."""
     run = train_layout(scenario(model), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
 

@@ -107,7 +107,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
     named = []
     for name, (partial, numel) in weights.items():
         parameter = Parameter(torch.linspace(-1, 1, numel).bfloat16())
-        parameter.sequence_partial = partial
+        parameter.gradient_partial = partial
         named.append(NamedParameter(name, parameter, owned=not partial or grid.tp.is_first))
     optimizer = BucketAdamW(named, OptimConfig(clip_grad=0.0), parallel, grid)
     gradients = {}

@@ -55,7 +55,7 @@ def _partial_gradients(layout: str) -> dict[str, float]:
         def marked(*args: Any, partial: bool = partial, materialise: Callable[..., Any] = materialise) -> Any:
             stage = materialise(*args)
             for name, parameter in stage.named_parameters():
-                parameter.sequence_partial = partial and name.endswith("input_norm.weight")
+                parameter.gradient_partial = partial and name.endswith("input_norm.weight")
             return stage
 
         megads.engine.stage_pipeline.materialise = marked

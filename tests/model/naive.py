@@ -6,7 +6,8 @@ Weights come by name, as `GPT.parameters_by_name` gives them. Shapes: s = sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,19 +65,21 @@ def attention(
     dense_weight: Tensor,
     dense_bias: Tensor | float,
     config: ModelConfig,
+    head_norms: Sequence[Callable[[Tensor], Tensor]] | None = None,
     starts: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
 ) -> Tensor:
     """One sequence. The rows of the QKV weight are blocks of d: of each head of keys its queries', then k, then v.
 
-    `starts` has the place at which each query's document starts, `positions` what RoPE counts.
+    `head_norms` are those of queries and of keys; `starts` has the place at which each query's document starts,
+    `positions` what RoPE counts.
     """
     seq_len, hidden = x_sh.shape
     num_heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
-    dim, shared = hidden // num_heads, num_heads // kv_heads
+    dim, shared = config.head_size or hidden // num_heads, num_heads // kv_heads
     starts = [0] * seq_len if starts is None else starts
     positions = range(seq_len) if positions is None else positions
-    context = torch.zeros_like(x_sh)
+    context = x_sh.new_zeros(seq_len, num_heads * dim)
 
     def projected(block: int) -> Tensor:
         rows = slice(block * dim, (block + 1) * dim)
@@ -86,6 +89,8 @@ def attention(
         group, within = divmod(head, shared)
         first = group * (shared + 2)
         q, k, v = projected(first + within), projected(first + shared), projected(first + shared + 1)
+        if head_norms is not None:
+            q, k = head_norms[0](q), head_norms[1](k)
         if config.position is Position.rope:
             q = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(q, positions, strict=True)])
             k = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(k, positions, strict=True)])
@@ -136,7 +141,8 @@ def logits(
             w.get(f"{block}.attention.{part}", 0.0) for part in ("qkv.weight", "qkv.bias", "dense.weight", "dense.bias")
         )
         normed = norm(f"{block}.input_norm", x)
-        attended = attention(normed, *projections, config, starts, positions)
+        head_norms = [partial(norm, f"{block}.attention.{part}_norm") for part in ("query", "key")]
+        attended = attention(normed, *projections, config, head_norms if config.qk_norm else None, starts, positions)
         if config.parallel_block:
             x = x + attended + mlp(normed, w, f"{block}.mlp", config)
         else:

@@ -46,7 +46,8 @@ def test_shared_keys_and_a_window_equal_the_naive_implementation(position: Posit
     weights = (attention.qkv.weight, attention.qkv.bias, attention.dense.weight, attention.dense.bias)
     config = ModelConfig(hidden_size=24, num_heads=6, position=position, **FEATURES)
     starts = [None, None] if info.document_starts is None else STARTS.tolist()
-    expected = torch.stack([naive.attention(row, *weights, config, at) for row, at in zip(x, starts, strict=True)])
+    rows = zip(x, starts, strict=True)
+    expected = torch.stack([naive.attention(row, *weights, config, starts=at) for row, at in rows])
     torch.testing.assert_close(attention(x, info), expected, rtol=1e-12, atol=1e-12)
 
 

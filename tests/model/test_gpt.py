@@ -51,6 +51,9 @@ FEATURES: dict[str, dict[str, object]] = {
     "grouped queries": {"num_kv_heads": 2},
     "one head of keys": {"num_kv_heads": 1},
     "window": {"window": 3},
+    "wide heads": {"head_size": 10, "num_kv_heads": 2},
+    "normed heads": {"qk_norm": True},
+    "RMSNorm of heads, rope": {"qk_norm": True, "norm": NormKind.rmsnorm, "position": Position.rope},
     "RMSNorm": {"norm": NormKind.rmsnorm},
     "SwiGLU": {"mlp": MLPKind.swiglu},
     "parallel block": {"parallel_block": True},
@@ -59,14 +62,14 @@ FEATURES: dict[str, dict[str, object]] = {
 }
 ALL_FEATURES: dict[str, object] = {
     "num_kv_heads": 3, "window": 2, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
-    "position": Position.rope,
+    "position": Position.rope, "qk_norm": True, "head_size": 8,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [*FEATURES.values(), ALL_FEATURES], ids=[*FEATURES, "all"])
 def test_features_equal_the_naive_model(changes: dict[str, object]) -> None:
     """Catches a query head that reads the wrong keys, a window off by one, a mean or bias in RMSNorm, gates taken for
-    what they gate, and a parallel block whose MLP reads what attention added."""
+    what they gate, a parallel block whose MLP reads what attention added, and heads normed after rope or together."""
     config = model_config(**changes)
     model = GPT(config, 0, hot_value).double()
     tokens, info = batch()

@@ -24,6 +24,7 @@ def config(position: Position = Position.alibi, max_seq_len: int = 24, **changes
 
 FEATURES = {
     "num_kv_heads": 2, "window": 4, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+    "qk_norm": True, "head_size": 6,
 }  # fmt: skip
 
 

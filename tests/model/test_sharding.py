@@ -16,7 +16,7 @@ from megads.model.gpt import stage_specs
 from megads.parallel.partition import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.
-EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2)
+EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True)
 CONFIGS = [replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)]
 REPLICATED = {"embedding.norm", "final_norm"}
 

@@ -125,7 +125,7 @@ def test_what_runs_on_shards_of_the_sequence(size: int, sequence_parallel: bool)
     stages = sharded(CONFIG, size - 1, size, sequence_parallel)
     for stage, placements, _ in stages:
         for path, parameter in stage.named_parameters():
-            assert parameter.sequence_partial is (on_shards and placements[path].dim is None), path
+            assert parameter.gradient_partial is (on_shards and placements[path].dim is None), path
     dropouts = [module for stage, _, _ in stages for module in stage.modules() if isinstance(module, Dropout)]
     for dropout in dropouts:
         inside = dropout.site == "blocks.0.attention.core.dropout"

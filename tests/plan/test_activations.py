@@ -69,8 +69,13 @@ FEATURES = {
     "SwiGLU": {"mlp": MLPKind.swiglu},
     "parallel": {"parallel_block": True},
     "no biases": {"bias": False},
+    "wide heads": {"head_size": 10, "num_kv_heads": 3},
+    "normed heads": {"qk_norm": True},
+    "Qwen3": {
+        "qk_norm": True, "head_size": 10, "num_kv_heads": 3, "norm": NormKind.rmsnorm, "position": Position.rope,
+    },
     "all": {
-        "num_kv_heads": 3, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
+        "num_kv_heads": 3, "qk_norm": True, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
         "attention_dropout": 0.1, "hidden_dropout": 0.1,
     },
 }  # fmt: skip

@@ -28,7 +28,7 @@ MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=25
 DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq_len=256, global_batch_size=16)
 DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
 ROPE = replace(MODEL, position=Position.rope)
-LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False)
+LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False, qk_norm=True)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # where there is a compiler; the plan follows
 # Head and loss in chunks, and so many logits that they would decide.

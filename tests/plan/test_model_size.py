@@ -59,6 +59,18 @@ def test_optional_parameters() -> None:
     assert sum(prod(shape) for shape in parameter_shapes(full).values()) == parameter_count(full)
 
 
+def test_qwen3() -> None:
+    """Catches heads as wide as hidden_size / num_heads, and norms of heads that are forgotten or counted a head:
+    Qwen3-0.6B has 596,049,920 parameters."""
+    qwen = ModelConfig(
+        hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_size=128, ffn_size=3072, vocab_size=151936,
+        position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, embedding_norm=False, bias=False,
+        qk_norm=True,
+    )  # fmt: skip
+    assert parameter_count(qwen) == 596_049_920
+    assert parameter_count(replace(qwen, qk_norm=False)) == 596_049_920 - 28 * 2 * 128
+
+
 def test_tiny_llama() -> None:
     """Catches keys of every query head, a gate that is missing, a bias in a norm or a projection that is to have none:
     TinyLlama-1.1B has 1,100,048,384 parameters (Zhang et al. 2024)."""
@@ -88,7 +100,7 @@ def test_model_flops_equal_counted_ones() -> None:
     assert model_flops_per_token(config, seq_len) * seq_len == counter.get_total_flops()
 
 
-FEATURES = {"num_heads": 4, "num_kv_heads": 2, "mlp": MLPKind.swiglu, "parallel_block": True}
+FEATURES = {"num_heads": 4, "head_size": 6, "num_kv_heads": 2, "mlp": MLPKind.swiglu, "parallel_block": True}
 
 
 @pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])

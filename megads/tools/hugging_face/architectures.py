@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megads.errors import ConfigError
@@ -105,6 +105,9 @@ class Architecture:
             given = content.get(key, None if key in self.needs else wanted)
             if given != wanted and not (given in _TANH_GELUS and wanted in _TANH_GELUS):
                 raise ConfigError(f"config.json: {key} = {given!r}: megads computes {wanted!r} only")
+        layer_types = content.get("layer_types") or []
+        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+            raise ConfigError(f"config.json: layer_types = {layer_types!r}: megads has full_attention in every layer")
         values = {key.ours: key.read(content) for key in self.keys}
         if "rope_theta" in values:
             values["rope_scaling"] = _scaling_of(content)
@@ -112,14 +115,8 @@ class Architecture:
         values["bias"] = self._bias(content) if self.optional_bias else self.wants.get("bias", True)
         values["tie_embeddings"] = bool(content.get("tie_word_embeddings", self.tied))
         values["init_std"] = Number("init_std", ("initializer_range",), float, None).read(content) or None
-        head_dim = values.pop("head_dim", None)
         model = ModelConfig(**values)
         model.check()
-        if head_dim not in (None, model.head_dim):
-            raise ConfigError(
-                f"config.json: head_dim = {head_dim}, but hidden_size / num_attention_heads = {model.head_dim}: megads "
-                "has no other"
-            )
         refused = self.refusals(model)
         if refused:
             raise ConfigError(f"config.json: {'; '.join(refused)}")
@@ -141,7 +138,7 @@ _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 def _effective(model: ModelConfig, field: str) -> Any:
     """A field of a model, with what null stands for filled in."""
-    filled = {"num_kv_heads": model.kv_heads, "ffn_size": model.ffn_width}
+    filled = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_size": model.ffn_width}
     return filled.get(field, getattr(model, field))
 
 
@@ -214,6 +211,11 @@ def _all_heads(model: ModelConfig) -> int:
     return model.num_heads
 
 
+def _share_of_hidden(model: ModelConfig) -> float:
+    share, rest = divmod(model.hidden_size, model.num_heads)
+    return model.hidden_size / model.num_heads if rest else share
+
+
 def _four_times_hidden(model: ModelConfig) -> int:
     return 4 * model.hidden_size
 
@@ -229,7 +231,7 @@ _BLOCK = {
 """GPT-NeoX' names; BLOOM has one other."""
 _GPT_WANTS = {
     "norm": NormKind.layernorm, "mlp": MLPKind.gelu, "parallel_block": False, "window": None,
-    "num_kv_heads": _all_heads,
+    "num_kv_heads": _all_heads, "head_size": _share_of_hidden, "qk_norm": False,
 }  # fmt: skip
 _LLAMA_WANTS = {
     "position": Position.rope, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": False,
@@ -254,7 +256,7 @@ _LLAMA_KEYS = (
     Number("num_layers", ("num_hidden_layers",)),
     Number("num_heads", ("num_attention_heads",)),
     Number("num_kv_heads", ("num_key_value_heads",), default=None),
-    Number("head_dim", ("head_dim",), default=None),
+    Number("head_size", ("head_dim",), default=None),
     Number("max_seq_len", ("max_position_embeddings",), default=2048),
     Number("norm_eps", ("rms_norm_eps",), float, 1e-6),
     Number("rope_theta", ("rope_theta",), float, 10000.0),
@@ -358,7 +360,7 @@ LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
     names=_LLAMA_NAMES,
-    wants={**_LLAMA_WANTS, "window": None},
+    wants={**_LLAMA_WANTS, "window": None, "qk_norm": False},
     keys=_LLAMA_KEYS,
     fixed={"hidden_act": "silu"},
     tied=False,
@@ -368,12 +370,29 @@ MISTRAL = Architecture(
     model_type="mistral",
     class_name="MistralForCausalLM",
     names=_LLAMA_NAMES,
-    wants={**_LLAMA_WANTS, "bias": False},
+    wants={**_LLAMA_WANTS, "bias": False, "qk_norm": False},
     keys=(*_LLAMA_KEYS, Number("window", ("sliding_window",), default=None)),
     fixed={"hidden_act": "silu"},
     tied=False,
 )
-ARCHITECTURES = {some.model_type: some for some in (BLOOM, LLAMA, MISTRAL, GPT_NEOX, GPT2)}
+_QWEN3_DEFAULTS = {"head_size": 128, "num_kv_heads": ..., "max_seq_len": 32768}
+QWEN3 = Architecture(
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    names=replace(
+        _LLAMA_NAMES,
+        block={
+            **_LLAMA_NAMES.block,
+            "attention.query_norm": ("self_attn.q_norm",),
+            "attention.key_norm": ("self_attn.k_norm",),
+        },
+    ),
+    wants={**_LLAMA_WANTS, "bias": False, "window": None, "qk_norm": True},
+    keys=tuple(replace(key, default=_QWEN3_DEFAULTS.get(key.ours, key.default)) for key in _LLAMA_KEYS),
+    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    tied=False,
+)
+ARCHITECTURES = {some.model_type: some for some in (BLOOM, LLAMA, MISTRAL, QWEN3, GPT_NEOX, GPT2)}
 """In the order of preference."""
 
 

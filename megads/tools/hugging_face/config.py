@@ -15,6 +15,7 @@ class ExportFormat(StrEnum):
     bloom = "bloom"
     llama = "llama"
     mistral = "mistral"
+    qwen3 = "qwen3"
     gpt_neox = "gpt_neox"
     gpt2 = "gpt2"
 
@@ -36,7 +37,7 @@ class ExportConfig:
     output: str = "???"
     """Folder to make."""
     format: ExportFormat = ExportFormat.auto
-    """bloom, llama, mistral, gpt_neox, gpt2, or auto: the one that can express the model."""
+    """bloom, llama, mistral, qwen3, gpt_neox, gpt2, or auto: the one that can express the model."""
     precision: ExportPrecision = ExportPrecision.auto
     """bf16, fp32, or auto: what the run computed in. Checkpoints hold fp32."""
     tokenizer: str | None = None

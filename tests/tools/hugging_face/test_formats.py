@@ -67,6 +67,13 @@ def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
     for scaling in SCALINGS:
         yield "llama", {**LLAMA_LIKE, "rope_scaling": scaling, "num_kv_heads": 3, "rope_theta": 50.0}
     yield "gpt_neox", {**GPT_LIKE, "position": Position.rope, "rope_scaling": SCALINGS[0]}
+    for kv, tied, size in itertools.product((1, 3, 6), (True, False), (8, 10)):
+        shape = {"num_kv_heads": kv, "tie_embeddings": tied, "head_size": size}
+        yield "qwen3", {**LLAMA_LIKE, "bias": False, "qk_norm": True, **shape}
+    yield "qwen3", {**LLAMA_LIKE, "bias": False, "qk_norm": True, "num_kv_heads": 3, "rope_scaling": SCALINGS[2]}
+    for name, bias, size in (("llama", True, 6), ("llama", False, 12), ("mistral", False, 10)):
+        window = 7 if name == "mistral" else None
+        yield name, {**LLAMA_LIKE, "bias": bias, "head_size": size, "num_kv_heads": 2, "window": window}
     for window, kv in itertools.product((1, 5, 32), (2, 6)):
         yield "mistral", {**LLAMA_LIKE, "window": window, "num_kv_heads": kv, "bias": False}
     for tied, bias, theta in itertools.product((True, False), (True, False), (10000.0, 77.0)):
@@ -165,6 +172,7 @@ def their_model(name: str, **changes: Any) -> Any:
         "bloom": {**sizes, "pad_token_id": None},
         "llama": {**sizes, "num_key_value_heads": 3, "intermediate_size": 80, "pad_token_id": None},
         "mistral": {**sizes, "num_key_value_heads": 2, "intermediate_size": 80, "sliding_window": 5},
+        "qwen3": {**sizes, "num_key_value_heads": 3, "intermediate_size": 80, "head_dim": 10},
         "gpt_neox": {
             **sizes, "intermediate_size": 80, "use_parallel_residual": False, "rotary_pct": 1.0,
             "hidden_act": "gelu_new",
@@ -185,7 +193,7 @@ def their_folder(folder: Path, tokenizer: Path, model: Any, **options: Any) -> P
     return folder
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "gpt_neox", "gpt2"])
 def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
     """Catches names, defaults and layouts of files that transformers itself writes, in shards and with the old pickle,
     and numbers that are not theirs."""
@@ -226,11 +234,14 @@ def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path) -> None
     assert transformers.GenerationConfig.from_pretrained(whole).eos_token_id == theirs.eos_token_id
 
 
-def test_greedy_text_is_theirs(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches generation that stops elsewhere or sees other positions than transformers' own cache."""
+@pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
+def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> None:
+    """Catches generation that stops elsewhere or sees other positions than transformers' own cache, of a run and of
+    what is imported."""
     from megads import load_model
 
-    model = hot_model(ModelConfig(**(BASE | {"tie_embeddings": False})))
+    changes = next(shape for some, shape in CASES if some == name)
+    model = hot_model(ModelConfig(**(BASE | changes | {"tie_embeddings": False})))
     words = Tokenizer.from_file(str(tokenizer))
     with torch.no_grad():
         for number, row in enumerate(model.parameters_by_name()["head.weight"]):
@@ -246,6 +257,9 @@ def test_greedy_text_is_theirs(tmp_path: Path, tokenizer: Path) -> None:
     text = words.decode(made[0], skip_special_tokens=True)
     ours = load_model(tmp_path / "run", dtype=torch.float32).generate(prompt, max_new_tokens=12, temperature=0.0)
     assert ours == text.removeprefix(prompt)
+    imported = load.import_folder(ImportConfig(str(folder), str(tmp_path / "back"))).folder
+    again = load_model(imported, dtype=torch.float32).generate(prompt, max_new_tokens=12, temperature=0.0)
+    assert again == ours
 
 
 @pytest.mark.parametrize(
@@ -256,6 +270,9 @@ def test_greedy_text_is_theirs(tmp_path: Path, tokenizer: Path) -> None:
         ({"ffn_size": 64}, "auto", "model.ffn_size = 64 where bloom has 192"),
         ({**LLAMA_LIKE}, "bloom", "model.position = rope where bloom has alibi; .*; format=llama can"),
         ({"window": 3}, "auto", "model.window = 3 where bloom has None"),
+        ({"qk_norm": True}, "auto", "model.qk_norm = True where bloom has False"),
+        ({"head_size": 7}, "auto", "model.head_size = 7 where bloom has 8"),
+        ({**LLAMA_LIKE, "bias": False, "qk_norm": True}, "llama", "model.qk_norm = True where .*; format=qwen3 can"),
         ({**LLAMA_LIKE, "window": 3}, "auto", "model.bias = True where mistral has False|model.window = 3 where llama"),
     ],
 )
@@ -400,7 +417,8 @@ def test_bad_folders(
             "rope_parameters has {'mscale': 2.0}",
         ),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor = 0\.5"),
-        ("llama", {"head_dim": 16}, "head_dim = 16, but hidden_size / num_attention_heads = 8"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types = \[.*sliding_attention"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': megads computes 'silu' only"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual = True"),
@@ -472,7 +490,7 @@ def test_a_defect_shows(
     assert (their_logits(folder) - our_logits(model)).abs().max() > 1e4 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "gpt_neox", "gpt2"])
 def test_any_content_is_read_or_refused(name: str) -> None:
     """Catches a config.json that ends in a traceback: each key with values of every other type."""
     from megads.tools.hugging_face.architectures import ARCHITECTURES

@@ -1,0 +1,45 @@
+"""The model's norms: of hidden states, and of the queries and keys of a head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megads.model.config import ModelConfig, NormKind
+from megads.ops.config import TORCH
+from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dim, with gains, as the model says.
+
+    Args:
+        config: of the model.
+        width: size of the last dim; None: the hidden size.
+
+    Attributes:
+        kernels: whose kernel computes.
+    """
+
+    def __init__(self, config: ModelConfig, width: int | None = None) -> None:
+        super().__init__()
+        self.kernels = TORCH
+        self.eps = config.norm_eps
+        width = config.hidden_size if width is None else width
+        self.weight = nn.Parameter(torch.empty(width))
+        self.centred = config.norm is NormKind.layernorm
+        biased = self.centred and config.bias
+        self.bias = nn.Parameter(torch.empty(width)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        if not self.centred:
+            return rms_norm(x, self.weight, self.eps, self.kernels)
+        return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)
+
+    def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of a sum, and the sum; the kernel makes both in one pass."""
+        if not self.centred:
+            return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)
+        weight, bias = self.weight, self.bias
+        return add_layer_norm(hidden_bsh, residual_bsh, weight, bias, self.eps, self.kernels)
