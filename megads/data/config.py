@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 
 from omegaconf import MISSING
 
@@ -51,6 +51,40 @@ def check_text(section: str, extensions: list[str], encoding: str) -> None:
             f"{section}encoding = {encoding}: {error}; want auto, or a name that Python knows: utf-8, latin-1, cp1252, "
             "utf-16-le, gb18030, shift_jis, ..."
         ) from error
+
+
+class RecordFields(Protocol):
+    """What of a record makes a document: a text, a prompt and its response, or messages."""
+
+    text_field: str
+    prompt_field: str | None
+    response_field: str | None
+    messages_field: str | None
+    chat_template: str | None
+
+
+def check_fields(section: str, fields: RecordFields) -> None:
+    """Raises ConfigError on half a pair, on pairs beside messages, and on a template without messages.
+
+    Args:
+        section: of the config that holds the keys, with a dot at its end; or empty.
+        fields: the keys.
+    """
+    if (fields.prompt_field is None) != (fields.response_field is None):
+        raise ConfigError(
+            f"{section}prompt_field = {fields.prompt_field} and {section}response_field = {fields.response_field}: a "
+            f"pair needs both; {section}text_field alone names the text of documents that are no pairs"
+        )
+    if fields.prompt_field is not None and fields.messages_field is not None:
+        raise ConfigError(
+            f"{section}prompt_field = {fields.prompt_field} and {section}messages_field = {fields.messages_field}: a "
+            "record is a pair or a conversation; leave one of them out"
+        )
+    if fields.chat_template is not None and fields.messages_field is None:
+        raise ConfigError(
+            f"{section}chat_template = {fields.chat_template}: makes text of messages; name their field as "
+            f"{section}messages_field=messages"
+        )
 
 
 class Weighting(StrEnum):
@@ -171,6 +205,17 @@ class DataConfig:
     data.train and tokenizer.path."""
     text_field: str = "text"
     """JSON field, or column of a table or of parquet, that holds a document of data.raw."""
+    prompt_field: str | None = None
+    """With response_field: each record of data.raw is a prompt and its response; the loss counts on the response, which
+    the end-of-document token follows."""
+    response_field: str | None = None
+    """JSON field, or column, of the response."""
+    messages_field: str | None = None
+    """Instead: JSON field of data.raw that holds a conversation, a list of messages with role and content; the loss
+    counts on what the assistant says."""
+    chat_template: str | None = None
+    """With messages_field: the Jinja file that makes text of messages, or a tokenizer_config.json; null takes what lies
+    beside tokenizer.path, or a plain "User: ... Assistant: ..."."""
     extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
     """Extensions of the files that data.raw takes out of folders, and by globs that spell none, compressed or not."""
     encoding: str = AUTO_ENCODING
@@ -259,6 +304,7 @@ class DataConfig:
             raise ConfigError(f"data.split = {self.split}: want two shares [train, valid], train above 0")
         if self.prefetch_steps < 1:
             raise ConfigError(f"data.prefetch_steps = {self.prefetch_steps}: must be at least 1")
+        self._check_turns()
         self._check_packing()
         self._check_blend()
         self._check_phases()
@@ -335,6 +381,21 @@ class DataConfig:
         for name in paths:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 raise ConfigError(f"data.valid: the name {name!r} may hold letters, digits and _ . - only")
+
+    def _check_turns(self) -> None:
+        """Pairs and conversations go with best-fit packing, which alone knows what is to be learnt of them."""
+        check_fields("data.", self)
+        named = {"response_field": self.response_field, "messages_field": self.messages_field}
+        given = next((f"data.{key} = {value}" for key, value in named.items() if value is not None), None)
+        if given is None or self.raw is None:
+            return
+        if self.packing is not PackingMode.best_fit:
+            raise ConfigError(
+                f"{given} with data.packing = {self.packing}: prompts would be learnt like responses; set "
+                "data.packing=best_fit, data.document_mask=true and data.reset_positions=true, as experiment=sft does"
+            )
+        if self.cut_documents is not None:
+            raise ConfigError(f"{given} with data.cut_documents = {self.cut_documents}: a response needs its prompt")
 
     def _check_packing(self) -> None:
         """Best-fit packing wants documents apart, and an order of its own."""

@@ -71,7 +71,11 @@ class GenerateConfig:
     seed: int = 1234
     """Of the draws; the same seed gives the same text, whatever else is in the batch."""
     end_of_document: str = "auto"
-    """Token that ends a completion: auto (the dataset's), none, or a token of the tokenizer."""
+    """Token that ends a completion: auto (the dataset's, or with chat that of an answer), none, or a token of the
+    tokenizer."""
+    chat: bool = False
+    """Take each prompt for a user's message: the run's chat template puts it in its place, and the answer is printed
+    alone."""
     batch_size: int = 8
     """Prompts that are continued together."""
     echo: bool = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -324,6 +324,7 @@ class TextGenerator:
         sampling: how to choose tokens.
         max_new_tokens: longest completion in tokens.
         end_of_document: "auto" for the dataset's token, "none", or a token of the tokenizer.
+        as_prompt: makes a prompt of a given text, for example of a message.
 
     Raises:
         ConfigError: end_of_document is no token of the tokenizer.
@@ -331,7 +332,13 @@ class TextGenerator:
     """
 
     def __init__(
-        self, model: GPT, found: FoundTokenizer, sampling: Sampling, max_new_tokens: int, end_of_document: str = "auto"
+        self,
+        model: GPT,
+        found: FoundTokenizer,
+        sampling: Sampling,
+        max_new_tokens: int,
+        end_of_document: str = "auto",
+        as_prompt: Callable[[str], str] = str,
     ) -> None:
         if found.vocab_size > model.config.vocabulary:
             raise DataError(
@@ -343,6 +350,7 @@ class TextGenerator:
         self._found = found
         self._tokenizer = found.tokenizer
         self._sampling = sampling
+        self._as_prompt = as_prompt
         self._end_id = _end_id(found, end_of_document)
         ends = () if self._end_id is None else (self._end_id,)
         self._limits = Limits(max_new_tokens, ends, found.vocab_size)
@@ -358,6 +366,7 @@ class TextGenerator:
             text.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the prompt {text!a} is not valid UTF-8 at character {error.start}") from error
+        text = self._as_prompt(text)
         with tokenizing(self._found.path):
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if not ids:

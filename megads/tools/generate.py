@@ -18,7 +18,8 @@ import yaml
 
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer
+from megads.data.indexed.sidecar import FoundTokenizer, find_tokenizer, template_beside, template_path
+from megads.data.prepare.chat import USER, ChatTemplate, TemplateFault, special_tokens
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from megads.evaluate.config import GenerateConfig
 from megads.evaluate.generation import (
@@ -266,12 +267,12 @@ def generate(config: GenerateConfig) -> int:
     refuse_to_overwrite(config)
     generator = text_generator(config)
     if not tasks:
-        return converse(generator, sys.stdin, config.echo)
+        return converse(generator, sys.stdin, config.echo and not config.chat)
     prompts = [_prompt(generator, number, task) for number, task in enumerate(tasks)]
     if config.output is not None:
         _write(generator, tasks, prompts, config)
     elif len(prompts) == 1:
-        stream(generator, prompts[0], 0, config.echo)
+        stream(generator, prompts[0], 0, config.echo and not config.chat)
     else:
         _print_all(generator, prompts, config)
     return EXIT_OK
@@ -286,7 +287,11 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     found = checkpoint_tokenizer(handle, config.tokenizer)
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
-    generator = TextGenerator(model, found, sampling, config.max_new_tokens, config.end_of_document)
+    template = _chat_template(found) if config.chat else None
+    end = config.end_of_document
+    if template is not None and end == "auto":
+        end = template.end_of_answer(found.tokenizer) or end
+    generator = TextGenerator(model, found, sampling, config.max_new_tokens, end, _as_message(template))
     weights = list(model.parameters())
     say(
         f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
@@ -294,6 +299,32 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
         f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is not here)'}"
     )
     return generator
+
+
+def _chat_template(found: FoundTokenizer) -> ChatTemplate:
+    source = template_beside(found.path)
+    if source is None:
+        raise ConfigError(
+            f"chat = true, but there is no chat template beside {found.path}: the run learnt no conversations "
+            f"(data.messages_field); leave chat out, or put a {template_path(found.path).name} there"
+        )
+    # What the template writes are tokens; messages may not spell one.
+    found.tokenizer.encode_special_tokens = False
+    end = None if found.end_of_document_id is None else found.tokenizer.id_to_token(found.end_of_document_id)
+    return ChatTemplate(source, end or "", special_tokens(found.tokenizer))
+
+
+def _as_message(template: ChatTemplate | None) -> Callable[[str], str]:
+    """What makes a prompt of a text."""
+
+    def prompt(text: str) -> str:
+        assert template is not None
+        try:
+            return template.prompt([{"role": USER, "content": text}])
+        except TemplateFault as fault:
+            raise ConfigError(f"{fault}, which a prompt cannot hold with chat=true") from fault
+
+    return str if template is None else prompt
 
 
 def checkpoint_tokenizer(handle: CheckpointHandle, given: str | None = None) -> FoundTokenizer:
@@ -339,7 +370,8 @@ def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: Gene
 
     speed = GenerationSpeed()
     for number, done in enumerate(generator.complete_all(prompts, config.batch_size, speed), 1):
-        print(f"=== {number} of {len(prompts)}\n{done.prompt if config.echo else ''}{done.text}", flush=True)
+        prompt = done.prompt if config.echo and not config.chat else ""
+        print(f"=== {number} of {len(prompts)}\n{prompt}{done.text}", flush=True)
     say(speed)
 
 

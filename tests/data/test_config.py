@@ -17,9 +17,11 @@ from megads.data.config import (
     PackingMode,
     PhaseConfig,
     SkipConfig,
+    TextSpecialTokens,
     Weighting,
 )
 from megads.data.prepare.config import PreprocessConfig, TextTokenizerConfig, check_learning
+from megads.data.prepare.preprocess import document_fields
 from megads.errors import ConfigError
 
 
@@ -215,7 +217,15 @@ def test_fields_of_a_record() -> None:
     """Catches half a pair, no workers, and files beside the standard input."""
     pair = PreprocessConfig(prompt_field="q", response_field="a", workers=1, input=["-"])
     pair.check()
-    assert pair.fields == ("q", "a") and PreprocessConfig(text_field="t").fields == ("t",)
+    ignored = None, None, TextSpecialTokens.ignore
+    assert document_fields(pair, *ignored) == ("q", "a")
+    assert document_fields(PreprocessConfig(text_field="t"), *ignored) == ("t",)
+    for wrong in ({"messages_field": "m", "prompt_field": "q", "response_field": "a"}, {"chat_template": "t.jinja"}):
+        with pytest.raises(ConfigError, match=r"leave one of them out|makes text of messages"):
+            PreprocessConfig(**wrong).check()
+    for wrong in ({"messages_field": "m"}, {"prompt_field": "q", "response_field": "a"}):
+        with pytest.raises(ConfigError, match="prompts would be learnt like responses"):
+            DataConfig(raw="x.jsonl", **wrong).check()
     for settings, said in (
         ({"prompt_field": "q"}, "a pair needs both"),
         ({"response_field": "a"}, "a pair needs both"),

@@ -21,6 +21,8 @@ from megads.data.indexed.sidecar import (
     embedding_rows,
     load_tokenizer,
     read_sidecar,
+    template_beside,
+    template_path,
     tokenizer_beside,
     tokenizer_sha256,
 )
@@ -58,10 +60,12 @@ class TokenizerSource:
     Attributes:
         record: what it is.
         content: of its file; None where a sidecar names it and the file itself is nowhere.
+        chat_template: that comes with it, or made text of the data's conversations; None where there is none.
     """
 
     record: TokenizerRecord
     content: bytes | None
+    chat_template: str | None = None
 
     def gives_the_ids_of(self, other: TokenizerSource) -> bool:
         """Whether every token of both has the same id in both; False where a file is nowhere."""
@@ -96,16 +100,21 @@ def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSo
         files = (Path(given) if given is not None else None, tokenizer_beside(Path(prefix), sidecar))
         fits = (path for path in files if path is not None and tokenizer_sha256(path) == record.sha256)
         path = next(fits, None)
-        return TokenizerSource(record, None if path is None else path.read_bytes())
+        template = template_beside(carried_path(prefix)) or (None if path is None else template_beside(path))
+        return TokenizerSource(record, None if path is None else path.read_bytes(), template)
     if given is None:
         return None
     rows = embedding_rows(load_tokenizer(given))
-    return TokenizerSource(TokenizerRecord(tokenizer_sha256(Path(given)), rows, None, None), Path(given).read_bytes())
+    record = TokenizerRecord(tokenizer_sha256(Path(given)), rows, None, None)
+    return TokenizerSource(record, Path(given).read_bytes(), template_beside(Path(given)))
 
 
 def keep_tokenizer(run_dir: Path, source: TokenizerSource) -> None:
-    """Makes a tokenizer the run's own; another one that was it stays beside it."""
+    """Makes a tokenizer the run's own, with its chat template; another one that was it stays beside it."""
     path = run_dir / TOKENIZER_FILE
+    if source.chat_template is not None:
+        with atomic_writer(template_path(path)) as file:
+            file.write(source.chat_template.encode())
     if path.is_file():
         before = tokenizer_sha256(path)
         if before == source.record.sha256:
@@ -138,7 +147,7 @@ def kept_tokenizer(run_dir: Path, sha256: str) -> Path | None:
 def source_of_run(run_dir: Path, record: TokenizerRecord) -> TokenizerSource:
     """Returns a run's tokenizer for another run to take; raises DataError as `kept_tokenizer` does."""
     path = kept_tokenizer(run_dir, record.sha256)
-    return TokenizerSource(record, None if path is None else path.read_bytes())
+    return TokenizerSource(record, *((None, None) if path is None else (path.read_bytes(), template_beside(path))))
 
 
 def open_run_tokenizer(

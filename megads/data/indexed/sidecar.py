@@ -1,7 +1,7 @@
 """The files beside a dataset that say how it was made.
 
 `<prefix>.json`, the sidecar, holds its numbers and checksums; `<prefix>.tokenizer.json` is a copy of its tokenizer,
-whose sha256 the sidecar knows.
+whose sha256 the sidecar knows; `<prefix>.chat_template.jinja`, where the data is conversations, made text of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import xxhash
 from tokenizers import Tokenizer
 
 from megads.data.config import TextSpecialTokens
-from megads.errors import DataError
+from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer, read_json, read_regular
 
 FORMAT_VERSION = 1
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 KEPT_EXAMPLES = 100
 """Rejected lines of which a sidecar names file, line and reason."""
 _PROBE = "A text with 1 number,\n\ta tab, and naïve 漢字 🚀."
@@ -193,14 +195,49 @@ def carried_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer.json")
 
 
-def write_carried(prefix: str | Path, content: bytes) -> None:
-    """Puts a tokenizer beside a dataset; raises DataError where the disk does not take it."""
+def write_carried(prefix: str | Path, content: bytes, chat_template: str | None = None) -> None:
+    """Puts a tokenizer beside a dataset, and the chat template of conversations.
+
+    Raises:
+        DataError: the disk does not take it.
+    """
     path = carried_path(prefix)
     try:
         with atomic_writer(path) as file:
             file.write(content)
+        if chat_template is None:
+            template_path(path).unlink(missing_ok=True)
+            return
+        with atomic_writer(template_path(path)) as file:
+            file.write(chat_template.encode())
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}; free space there") from error
+
+
+def template_path(tokenizer_file: Path) -> Path:
+    """Returns the file in which a tokenizer carries its chat template."""
+    prefix = tokenizer_file.name.removesuffix("tokenizer.json")
+    return tokenizer_file.with_name(f"{prefix}{TEMPLATE_FILE}")
+
+
+def template_beside(tokenizer_file: Path) -> str | None:
+    """Returns the chat template that comes with a tokenizer, None where none does.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    config = tokenizer_file.with_name(TOKENIZER_CONFIG_FILE)
+    try:
+        if (path := template_path(tokenizer_file)).is_file():
+            return path.read_text(encoding="utf-8")
+        content = read_json(config) if config.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the chat template beside {tokenizer_file} cannot be read: {error}") from error
+    found = content.get("chat_template") if isinstance(content, dict) else None
+    if isinstance(found, list):  # several, by name
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
 
 
 def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenizer:

@@ -1,7 +1,8 @@
 """Tokenizes blocks into shards: what every preprocessing process does.
 
 Shards are what an interrupted preprocessing keeps, and what the dataset is joined from. A shard file: u32 length of the
-header, the header as JSON, int32 [sequences] lengths, the tokens.
+header, the header as JSON, int32 [sequences] lengths, int32 [documents] ends where documents have several sequences,
+the tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
 from megads.data.prepare.config import Engine
 from megads.data.prepare.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import PIECE_CHARACTERS, Document, RejectedLine, TextCutter
+from megads.data.prepare.text import PIECE_CHARACTERS, Document, RejectedLine, TextCutter, has_turns
 from megads.errors import DataError
 from megads.runtime.files import parse_json, temporary_path
 
 _LENGTH = struct.Struct("<I")
+Integers = npt.NDArray[np.int32]
 _BATCH_CHARACTERS = 1 << 20
 _LONG_CHARACTERS = 2 * PIECE_CHARACTERS
 """Longer texts are cut. Pieces of plain text are not, which have up to so many."""
@@ -47,8 +49,8 @@ class TokenizeSettings:
     Attributes:
         tokenizer_file: in the format of Hugging Face `tokenizers`.
         tokenizer_sha256: of its content.
-        fields: those of a record that hold its text; each gives a sequence, all together a document.
-        end_id: token that ends every document, None for none.
+        fields: what of a record holds its text; each text gives a sequence, all together a document.
+        end_id: token that ends every document, None for none, and where a template ends them.
         dtype: token dtype, as numpy spells it.
         engine: hf or fast.
         text_special_tokens: whether text that spells a special token is text (ignore) or the token (parse).
@@ -65,7 +67,7 @@ class TokenizeSettings:
     @cached_property
     def identity(self) -> str:
         """Hash of the settings and of the version of what tokenizes."""
-        settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 2}
+        settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 3}
         return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
 
 
@@ -163,7 +165,7 @@ class _ShardBuilder:
         self._engine = engine
         self._settings = settings
         self._tokens = bytearray()
-        self._lengths = array("i")
+        self._lengths, self._ends = array("i"), array("i")
         self._rejected: list[list[object]] = []
         self._batch: list[Document] = []
         self._batch_characters = self._text_bytes = self._max_token_id = 0
@@ -182,10 +184,13 @@ class _ShardBuilder:
     def write(self, path: Path, block: LoadedBlock, identity: str) -> ShardHeader:
         """Writes the shard of all that was added."""
         self._tokenize_batch()
-        sizes = np.array(self._lengths, np.int32)
+        sizes, ends = np.array(self._lengths, np.int32), None
+        if has_turns(self._settings.fields):
+            ends = np.array(self._ends, np.int32)
         header = ShardHeader(
             identity=identity,
             sequences=sizes.size,
+            documents=None if ends is None else ends.size,
             tokens=len(self._tokens) // np.dtype(self._settings.dtype).itemsize,
             text_bytes=self._text_bytes,
             max_token_id=self._max_token_id,
@@ -193,9 +198,9 @@ class _ShardBuilder:
             first=block.first,
             lines=block.num_lines,
             rejected=self._rejected,
-            checksum=_shard_checksum(sizes, self._tokens),
+            checksum=_shard_checksum(sizes, ends, self._tokens),
         )
-        _write_shard(path, header, sizes, self._tokens)
+        _write_shard(path, header, sizes, ends, self._tokens)
         return header
 
     def _tokenize_batch(self) -> None:
@@ -208,6 +213,8 @@ class _ShardBuilder:
         for document, length in zip(self._batch, lengths, strict=True):
             self._lengths.append(self._lengths.pop() + length if self._continues else length)
             self._continues = document.continues
+            if not (document.continues or document.turn):
+                self._ends.append(len(self._lengths))
         self._tokens += ids.astype(self._settings.dtype).tobytes()
         self._max_token_id = max(self._max_token_id, int(ids.max(initial=0)))
         self._text_bytes += sum(len(text.encode()) for text in texts)
@@ -240,7 +247,9 @@ class ShardHeader:
     identity: str
     """Hash of the block and of all settings: equal ones give equal shards."""
     sequences: int
-    """Documents, a part of one at either end included."""
+    """Sequences, a part of one at either end included."""
+    documents: int | None
+    """Documents, where they have several sequences; None where each is one."""
     tokens: int
     """Their tokens."""
     text_bytes: int
@@ -267,11 +276,13 @@ class DatasetShard:
         path: the file.
         header: what it holds.
         sizes: int32 [sequences] tokens of each.
+        ends: int32 [documents] sequences before the end of each; None where each sequence is a document.
     """
 
     path: Path
     header: ShardHeader
     sizes: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int32] | None
     token_offset: int
 
     def tokens(self) -> Iterator[bytes]:
@@ -281,6 +292,8 @@ class DatasetShard:
             DataError: they are not what was written; the file is removed, so that the next start makes it anew.
         """
         digest = xxhash.xxh3_64(self.sizes.tobytes())
+        if self.ends is not None:
+            digest.update(self.ends.tobytes())
         with self.path.open("rb") as file:
             file.seek(self.token_offset)
             while piece := file.read(COPY_BYTES):
@@ -299,7 +312,9 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.shard"
 
 
-def _write_shard(path: Path, header: ShardHeader, sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> None:
+def _write_shard(
+    path: Path, header: ShardHeader, sizes: Integers, ends: Integers | None, tokens: bytes | bytearray
+) -> None:
     """Writes a shard that is either complete under its name or not there.
 
     Not forced onto the disk: after a loss of power its checksum tells.
@@ -311,7 +326,8 @@ def _write_shard(path: Path, header: ShardHeader, sizes: npt.NDArray[np.int32], 
     temporary = temporary_path(path)
     try:
         with temporary.open("xb") as file:
-            for part in (_LENGTH.pack(len(content)), content, sizes.astype("<i4").tobytes(), tokens):
+            counts = sizes.tobytes() + (b"" if ends is None else ends.tobytes())
+            for part in (_LENGTH.pack(len(content)), content, counts, tokens):
                 file.write(part)
         temporary.replace(path)
     except OSError as error:
@@ -337,8 +353,10 @@ def open_shard(path: Path) -> DatasetShard:
             header = ShardHeader(**parse_json(file.read(_LENGTH.unpack(start)[0])))
         except TypeError as error:
             raise ValueError(str(error)) from error
-        sizes = np.frombuffer(file.read(4 * header.sequences), "<i4")
-        return DatasetShard(path, header, sizes, file.tell())
+        sizes, ends = np.frombuffer(file.read(4 * header.sequences), np.int32), None
+        if header.documents is not None:
+            ends = np.frombuffer(file.read(4 * header.documents), np.int32)
+        return DatasetShard(path, header, sizes, ends, file.tell())
 
 
 def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
@@ -347,6 +365,8 @@ def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
         shard = open_shard(path)
         if shard.header.identity != identity or shard.sizes.size != shard.header.sequences:
             return None
+        if shard.ends is not None and shard.ends.size != shard.header.documents:
+            return None
         for _ in shard.tokens():
             pass
     except (OSError, ValueError, DataError):
@@ -354,8 +374,10 @@ def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
     return shard
 
 
-def _shard_checksum(sizes: npt.NDArray[np.int32], tokens: bytes | bytearray) -> str:
+def _shard_checksum(sizes: Integers, ends: Integers | None, tokens: bytes | bytearray) -> str:
     """Returns the checksum that a shard's header carries."""
-    digest = xxhash.xxh3_64(sizes.astype("<i4").tobytes())
+    digest = xxhash.xxh3_64(sizes.tobytes())
+    if ends is not None:
+        digest.update(ends.tobytes())
     digest.update(tokens)
     return str(digest.hexdigest())

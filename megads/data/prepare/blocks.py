@@ -19,7 +19,7 @@ import xxhash
 
 from megads.data.prepare.decoding import UTF8, opened
 from megads.data.prepare.records import Fields, json_turns
-from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, readable, rows_of
+from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, has_turns, readable, rows_of
 from megads.data.prepare.text_files import Kind, kind, text_bytes_estimate
 
 STDIN = "-"
@@ -130,7 +130,8 @@ class Rows:
         digest = xxhash.xxh3_128()
         for row in self.content:
             digest.update(repr((row.source, row.line)).encode())
-            digest.update(repr((row.continues, len(row.text)) if isinstance(row, Document) else row.why).encode())
+            how = (row.continues, row.turn, len(row.text)) if isinstance(row, Document) else row.why
+            digest.update(repr(how).encode())
             digest.update(row.text.encode() if isinstance(row, Document) else b"")
         return str(digest.hexdigest())
 
@@ -193,7 +194,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
             pending.append(row)
             pending_bytes += len(row.text) if isinstance(row, Document) else 100
             # A prompt stays with its response.
-            whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and len(reader.fields) > 1))
+            whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and has_turns(reader.fields)))
             if pending_bytes >= fed_bytes and whole:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
                 reported_bytes = reader.bytes_read

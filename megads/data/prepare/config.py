@@ -7,7 +7,14 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
-from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig, TextSpecialTokens, check_text
+from megads.data.config import (
+    AUTO_ENCODING,
+    DEFAULT_EXTENSIONS,
+    ReaderConfig,
+    TextSpecialTokens,
+    check_fields,
+    check_text,
+)
 from megads.errors import ConfigError
 from megads.runtime.registry import import_plugins
 
@@ -118,6 +125,12 @@ class PreprocessConfig:
     counts on the second only. May be empty text."""
     response_field: str | None = None
     """The field or column of what is learnt; the end-of-document token follows it."""
+    messages_field: str | None = None
+    """Instead: the field of JSON lines that holds a conversation, a list of messages with role and content. Each is a
+    document of what is given and what the assistant says, by turns."""
+    chat_template: str | None = None
+    """With messages_field: the Jinja file that makes text of messages, or a tokenizer_config.json; null takes what lies
+    beside the tokenizer, or a plain "User: ... Assistant: ..."."""
     end_of_document: str | None = "<|endoftext|>"
     """Token appended to every document; null appends none."""
     overwrite: bool = False
@@ -140,20 +153,9 @@ class PreprocessConfig:
         import_plugins(self.plugins)
         self.reader.settle("reader")
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of a record that hold its text."""
-        if self.prompt_field is None or self.response_field is None:
-            return (self.text_field,)
-        return self.prompt_field, self.response_field
-
     def check(self) -> None:
         """Raises ConfigError on no workers, on the standard input beside files, and on half a pair."""
-        if (self.prompt_field is None) != (self.response_field is None):
-            raise ConfigError(
-                f"prompt_field = {self.prompt_field} and response_field = {self.response_field}: a pair needs both; "
-                "text_field alone names the text of documents that are no pairs"
-            )
+        check_fields("", self)
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")
         check_text("", self.extensions, self.encoding)

@@ -35,10 +35,12 @@ from megads.data.indexed.sidecar import (
 )
 from megads.data.indexed.verified_once import SETTLED_NS, FileState, file_state, require_unchanged
 from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.data.prepare.decoding import first_encoding
-from megads.data.prepare.preprocess import Tokenizing, end_of_document_id
-from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, rejected_count
+from megads.data.prepare.preprocess import Tokenizing, document_fields, end_of_document_id
+from megads.data.prepare.records import Fields
+from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns, rejected_count
 from megads.data.prepare.text_files import CACHE_TAG, Kind, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.errors import ConfigError, DataError, MegadsError
@@ -103,6 +105,7 @@ class Preparation:
         tokenizer_content: a given tokenizer's file; None learns one.
         held_out: share of the tokens that is cut off the last document for validation; None cuts few documents into
             parts of equal length.
+        fields: what of a record makes a document.
         passed_over: what else the folders of data.raw hold, counted.
     """
 
@@ -112,6 +115,7 @@ class Preparation:
     states: dict[Path, FileState]
     vocab_size: int
     tokenizer_content: bytes | None
+    fields: Fields
     held_out: float | None = None
     passed_over: str = ""
 
@@ -219,7 +223,7 @@ class Preparation:
             "tokenizer.end_of_document",
             self.tokenizer.text_special_tokens,
         )
-        sidecar = tokenizing.run(self._reader(), (self.data.text_field,), None, self.tokenizer.engine)
+        sidecar = tokenizing.run(self._reader(), self.fields, None, self.tokenizer.engine)
         if tokenizing.kept_shards:
             say(f"{tokenizing.kept_shards} parts kept from an earlier start")
         if self.held_out is None:
@@ -229,7 +233,7 @@ class Preparation:
 
     def _reader(self) -> DocumentReader:
         # The files that were hashed, not the patterns, which may match more by now.
-        return _reader(self.data, [str(path) for path in self.states])
+        return _reader(self.data, self.fields, [str(path) for path in self.states])
 
 
 def plan_preparation(
@@ -253,7 +257,9 @@ def plan_preparation(
         ConfigError: the tokenizer's settings do not fit it.
         DataError: no such files, or one that cannot be read; a given tokenizer that is none.
     """
-    reader = _reader(data, data.raw_patterns)
+    given_file = None if tokenizer.path is None else Path(tokenizer.path)
+    fields = document_fields(data, given_file, tokenizer.end_of_document, tokenizer.text_special_tokens, "data.")
+    reader = _reader(data, fields, data.raw_patterns)
     given_content: bytes | None = None
     if tokenizer.path is not None:
         given = load_tokenizer(tokenizer.path)
@@ -279,24 +285,26 @@ def plan_preparation(
     }
     if data.reader.name != "auto":
         identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
-    held_out = _held_out_share(reader, data)
+    held_out = 0.0 if has_turns(fields) else _held_out_share(reader, data)
     # What was made before there were these settings is found under the name that it had.
-    changed = {
+    changed: dict[str, Any] = {
         "encoding": None if data.encoding == AUTO_ENCODING else data.encoding,
         "held_out": held_out,
         "cut_documents": data.cut_documents,
     }
+    if has_turns(fields):
+        changed["fields"] = dataclasses.asdict(fields) if isinstance(fields, Conversations) else fields
     identity |= {name: value for name, value in changed.items() if value is not None}
     key = _sha256(json.dumps(identity, sort_keys=True).encode())[:16]
     states = {path: content.state for path, content in zip(reader.files, contents, strict=True)}
     return Preparation(
-        cache_dir / key, data, tokenizer, states, vocab_size, given_content, held_out, reader.passed_over
+        cache_dir / key, data, tokenizer, states, vocab_size, given_content, fields, held_out, reader.passed_over
     )
 
 
-def _reader(data: DataConfig, patterns: Sequence[str]) -> DocumentReader:
+def _reader(data: DataConfig, fields: Fields, patterns: Sequence[str]) -> DocumentReader:
     custom = custom_reader(data.reader)
-    return DocumentReader(patterns, (data.text_field,), "data.raw", custom, data.extensions, data.encoding)
+    return DocumentReader(patterns, fields, "data.raw", custom, data.extensions, data.encoding)
 
 
 def _file_identity(reader: DocumentReader, path: Path, content: FileContent) -> tuple[str, ...]:

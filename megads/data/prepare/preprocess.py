@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer
 
-from megads.data.config import TextSpecialTokens
+from megads.data.config import RecordFields, TextSpecialTokens
 from megads.data.indexed.dataset import bin_path, idx_path, token_dtype
 from megads.data.indexed.sidecar import (
     Sidecar,
@@ -48,6 +48,7 @@ from megads.data.prepare.blocks import (
     stdin_blocks,
     texts_of_places,
 )
+from megads.data.prepare.chat import Conversations, conversations
 from megads.data.prepare.config import Engine, PreprocessConfig
 from megads.data.prepare.engine import choose_engine
 from megads.data.prepare.records import Fields, NotText
@@ -130,18 +131,35 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
     config.check()
     start_s = time.monotonic()
     custom = custom_reader(config.reader)
+    fields = document_fields(config, Path(config.tokenizer), config.end_of_document, config.text_special_tokens)
     source = None
     if config.input != [STDIN]:
         source = DocumentReader(
-            config.input, config.fields, custom=custom, extensions=config.extensions, encoding=config.encoding
+            config.input, fields, custom=custom, extensions=config.extensions, encoding=config.encoding
         )
     _refuse_to_overwrite(config, source.files if source else [])
     tokenizing = Tokenizing(
         config.tokenizer, config.output, config.end_of_document, "end_of_document", config.text_special_tokens
     )
-    sidecar = tokenizing.run(source, config.fields, config.workers, config.engine)
+    sidecar = tokenizing.run(source, fields, config.workers, config.engine)
     took_s, passed_over = time.monotonic() - start_s, source.passed_over if source else ""
     return PreprocessReport(config.output, sidecar, took_s, tokenizing.kept_shards, tokenizing.engine, passed_over)
+
+
+def document_fields(
+    config: RecordFields,
+    tokenizer_file: Path | None,
+    end_of_document: str | None,
+    text_special_tokens: TextSpecialTokens,
+    section: str = "",
+) -> Fields:
+    """Returns what of a record makes a document; arguments and errors as in `conversations`."""
+    chat = conversations(config, tokenizer_file, end_of_document, text_special_tokens, section)
+    if chat is not None:
+        return chat
+    if config.prompt_field is None or config.response_field is None:
+        return (config.text_field,)
+    return config.prompt_field, config.response_field
 
 
 class Tokenizing:
@@ -189,7 +207,8 @@ class Tokenizing:
 
         Args:
             source: the files; None is JSON lines from the standard input.
-            fields: fields or columns that hold the text; several are the turns of a document.
+            fields: what of a record holds its text. Conversations are taken with the special tokens that their
+                template writes, and nothing is appended to them.
             workers: processes; None takes as many as there are cores.
             engine: what tokenizes.
 
@@ -200,6 +219,9 @@ class Tokenizing:
             DataError: no documents, a damaged input, or a full disk. Finished parts are kept then, where there are any.
             UnhealthyNode: a worker process died.
         """
+        if isinstance(fields, Conversations):
+            self._text_special_tokens = TextSpecialTokens.parse.value
+            self._tokenizer.encode_special_tokens = False
         with Progress("tokenizing", source.total_bytes if source else 0) as progress:
             return self._run(source, fields, workers, engine, progress)
 
@@ -220,7 +242,7 @@ class Tokenizing:
             os.path.realpath(self._tokenizer_file),
             hashlib.sha256(self._tokenizer_text).hexdigest(),
             fields,
-            self._end_id,
+            None if isinstance(fields, Conversations) else self._end_id,
             self._dtype.str,
             chosen.value,
             self._text_special_tokens,
@@ -274,8 +296,7 @@ class Tokenizing:
                 for where, line, reason, detail in header.rejected:
                     rejected.add(RejectedLine(where, line_base + line, NotText(reason, detail)))
                 line_base += header.lines
-                turns = len(settings.fields)
-                ends = None if turns == 1 else np.arange(turns, shard.sizes.size + 1, turns)
+                ends = None if shard.ends is None else shard.ends.astype(np.int64)
                 writer.extend(shard.sizes, shard.tokens(), documents=ends, continues=header.continues)
                 text_bytes += header.text_bytes
                 max_token_id = max(max_token_id, header.max_token_id)
@@ -289,7 +310,10 @@ class Tokenizing:
             sidecar_path(self._output).unlink(missing_ok=True)
             if carried_path(self._output).resolve() != Path(self._tokenizer_file).resolve():
                 carried_path(self._output).unlink(missing_ok=True)
-        write_carried(self._output, self._tokenizer_text)
+        chat = settings.fields
+        write_carried(
+            self._output, self._tokenizer_text, chat.template.source if isinstance(chat, Conversations) else None
+        )
         sidecar = Sidecar(
             tokenizer_sha256=settings.tokenizer_sha256,
             vocab_size=self._vocab_size,

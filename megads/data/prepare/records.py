@@ -17,10 +17,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
+from megads.data.prepare.chat import Conversations, TemplateFault, messages_of
 from megads.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ _WHOLE = re.compile(
     re.DOTALL,
 )
 _UTF8_MARK = b"\xef\xbb\xbf"
-Fields = tuple[str, ...]
-"""Names of a record's fields that make a document: the text, or what is given and what is learnt by turns."""
+Names = tuple[str, ...]
+Fields = Names | Conversations
+"""What of a record makes a document: the text, what is given and what is learnt by turns, or messages."""
 _ROWS, _BATCH_BYTES = 256, 1 << 24
 """Rows of parquet that are decoded at a time, and bytes of them where the rows are longest."""
 _READ_BYTES = 1 << 20
@@ -158,7 +160,10 @@ def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotTe
         line: the line, its newline included or not.
         fields: those of the object that hold the texts. The last one must not be empty.
     """
-    yield from _long_turns(line, fields) or _turns(line, fields)
+    if isinstance(fields, Conversations):
+        yield from _turns(line, fields)
+    else:
+        yield from _long_turns(line, fields) or _turns(line, fields)
 
 
 def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
@@ -167,7 +172,7 @@ def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
             yield _record_turns(record, fields)
 
 
-def _long_turns(line: bytes, fields: Fields) -> list[tuple[Text, ...]]:
+def _long_turns(line: bytes, fields: Names) -> list[tuple[Text, ...]]:
     """Texts of a line with long ones; none where it has no long ones, or has a fault: that is described by its place
     in the line, which is read whole for it."""
     short, long = _long_strings_apart(line) if len(line) > LONG_BYTES else (line, {})
@@ -204,6 +209,8 @@ def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
         record = json.loads(line.decode())
         if not isinstance(record, dict):
             return NotText("not a JSON object", type(record).__name__)
+        if isinstance(fields, Conversations):
+            return _conversation_turns(record, fields)
         for field in fields:
             text = record.get(field)
             if text is None:
@@ -221,7 +228,20 @@ def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
     return filled(fields, tuple(record[field] for field in fields))
 
 
-def filled(fields: Fields, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
+def _conversation_turns(record: dict[str, Any], fields: Conversations) -> tuple[str, ...] | NotText:
+    """Raises UnicodeEncodeError on half a surrogate pair."""
+    if record.get(fields.field) is None:
+        return NotText(f"no field {fields.field!r}")
+    try:
+        turns = fields.template.turns(messages_of(record[fields.field]))
+    except TemplateFault as fault:
+        return NotText("no conversation", str(fault)[:200])
+    for text in turns:
+        text.encode()
+    return turns
+
+
+def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
     """Returns the texts unless there is nothing to learn; a prompt may be empty."""
     if texts[-1]:
         return texts
@@ -229,7 +249,7 @@ def filled(fields: Fields, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
 
 
 def table_rows(
-    file: BinaryIO, path: Path, columns: Fields, delimiter: str, section: str = ""
+    file: BinaryIO, path: Path, columns: Names, delimiter: str, section: str = ""
 ) -> Iterator[tuple[int, tuple[str, ...] | NotText]]:
     """Reads columns of CSV, whose first row names them; a quoted cell may hold delimiters and line ends.
 
@@ -275,7 +295,7 @@ def table_rows(
             yield rows.line_num + 1, texts
 
 
-def _naming_key(columns: Fields, section: str) -> str:
+def _naming_key(columns: Names, section: str) -> str:
     return f"{section}text_field" if len(columns) == 1 else "prompt_field, response_field"
 
 
@@ -284,7 +304,7 @@ def _no_column(path: Path, column: str, names: list[str], key: str) -> str:
     return f"{path}: no column {column!r}; it has {shown}: name the one that holds the text with {key}"
 
 
-def parquet_rows(path: Path, columns: Fields, section: str = "") -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
+def parquet_rows(path: Path, columns: Names, section: str = "") -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
     """Reads columns of text in constant memory, however large the row groups are.
 
     Args:
@@ -324,7 +344,7 @@ def parquet_rows(path: Path, columns: Fields, section: str = "") -> Iterator[tup
         ) from error
 
 
-def _rows_of_batch(metadata: pq.FileMetaData, columns: Fields) -> int:
+def _rows_of_batch(metadata: pq.FileMetaData, columns: Names) -> int:
     """Rows that hold about _BATCH_BYTES where the rows are longest, and at most _ROWS."""
     longest = 1
     for number in range(metadata.num_row_groups):
@@ -351,7 +371,7 @@ def _require_text(file: pq.ParquetFile, path: Path, column: str, key: str) -> No
         )
 
 
-def _record(columns: Fields, texts: tuple[Text | NotText, ...]) -> tuple[Text, ...] | NotText:
+def _record(columns: Names, texts: tuple[Text | NotText, ...]) -> tuple[Text, ...] | NotText:
     fault = next((text for text in texts if isinstance(text, NotText)), None)
     return fault or filled(columns, tuple(text for text in texts if not isinstance(text, NotText)))
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
 from megads.data.indexed.sidecar import KEPT_EXAMPLES
+from megads.data.prepare.chat import Conversations
 from megads.data.prepare.decoding import COMPRESSED_ENDINGS, DAMAGED, UTF8, encoding_of, opened, text_fault
 from megads.data.prepare.records import Fields, NotText, Text, filled, json_turns, parquet_rows, table_rows
 from megads.data.prepare.text_files import (
@@ -192,8 +193,11 @@ class DocumentReader:
         found = find_text_files(patterns, key, extensions, any_kind=custom is not None)
         self.files, self.passed_over = found.files, found.passed_over
         plain = next((path for path in self.files if kind(path) is Kind.text or custom is not None), None)
-        if len(fields) > 1 and plain is not None:
-            raise DataError(f"{plain}: plain text has no fields {', '.join(fields)}: leave it out of {key}")
+        if has_turns(fields) and plain is not None:
+            raise DataError(f"{plain}: plain text has no fields {_shown(fields)}: leave it out of {key}")
+        table = next((path for path in self.files if kind(path) in (Kind.table, Kind.parquet)), None)
+        if isinstance(fields, Conversations) and table is not None:
+            raise DataError(f"{table}: messages are read from JSON lines only: convert it, or leave it out of {key}")
         self.custom = custom
         self.total_bytes = sum(path.stat().st_size for path in self.files)
         self.bytes_read = 0
@@ -208,6 +212,11 @@ class DocumentReader:
     def section(self) -> str:
         """The section of the config that the files come from, with a dot at its end; or empty."""
         return "".join(self.key.rpartition(".")[:2])
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        assert not isinstance(self.fields, Conversations), "tables are refused"
+        return self.fields
 
     def alone(self, path: Path) -> DocumentReader:
         """Returns a reader of one of the files, which counts for itself."""
@@ -298,13 +307,13 @@ class DocumentReader:
     def _table(self, path: Path, finished_bytes: int, last_cut: LastCut | None) -> Iterator[Document | RejectedLine]:
         delimiter = TABLE_DELIMITERS[uncompressed_ending(path)]
         with opened(path, self.encoding(path)) as (raw, file):
-            for number, texts in table_rows(file, path, self.fields, delimiter, self.section):
+            for number, texts in table_rows(file, path, self._columns, delimiter, self.section):
                 self.bytes_read = finished_bytes + raw.tell()
                 yield from rows_of(texts, str(path), number, last_cut)
 
     def _parquet(self, path: Path, finished_bytes: int, last_cut: LastCut | None) -> Iterator[Document | RejectedLine]:
         size = path.stat().st_size
-        for number, (share, texts) in enumerate(parquet_rows(path, self.fields, self.section), start=1):
+        for number, (share, texts) in enumerate(parquet_rows(path, self._columns, self.section), start=1):
             self.bytes_read = finished_bytes + int(share * size)
             yield from rows_of(texts, str(path), number, last_cut)
 
@@ -343,6 +352,15 @@ def _checked(text: str) -> tuple[str, ...] | NotText:
     return filled(("text",), (text,))
 
 
+def has_turns(fields: Fields) -> bool:
+    """Whether documents have several sequences, what is given and what is learnt by turns."""
+    return isinstance(fields, Conversations) or len(fields) > 1
+
+
+def _shown(fields: Fields) -> str:
+    return fields.field if isinstance(fields, Conversations) else ", ".join(fields)
+
+
 @contextmanager
 def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[None]:
     """Turns what reading a file raises into a DataError with the place in the file and the config key it comes from."""
@@ -365,9 +383,12 @@ def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields, se
         section: of the config that the files come from, see `DocumentReader.section`.
     """
     records = "JSON lines, CSV or parquet with the"
-    wanted = f"want text, or {records} field {fields[0]!r} (another is named with {section}text_field)"
-    if len(fields) > 1:
-        wanted = f"want {records} fields {fields} (prompt_field, response_field)"
+    if isinstance(fields, Conversations):
+        wanted = f"want JSON lines with messages in {fields.field!r} (another is named with {section}messages_field)"
+    elif len(fields) > 1:
+        wanted = f"want {records} fields {_shown(fields)} ({section}prompt_field, {section}response_field)"
+    else:
+        wanted = f"want text, or {records} field {fields[0]!r} (another is named with {section}text_field)"
     return DataError(f"{first_names(files)}: no documents, {rejected}; {wanted}")
 
 

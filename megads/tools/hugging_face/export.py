@@ -22,7 +22,7 @@ import megads
 from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint, read_into
 from megads.checkpoint.tensor_file import TensorLayout, write_tensor_file
 from megads.config import Precision
-from megads.data.indexed.sidecar import FoundTokenizer
+from megads.data.indexed.sidecar import FoundTokenizer, template_beside, template_path
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.frozen_config import config_of_start
@@ -207,6 +207,9 @@ def _write_tokenizer(folder: Path, tokenizer: FoundTokenizer, model: ModelConfig
         "clean_up_tokenization_spaces": False,
         **({} if end is None else {"eos_token": tokenizer.tokenizer.id_to_token(end)}),
     }
+    template = template_beside(tokenizer.path)
+    if template is not None:
+        template_path(folder / "tokenizer.json").write_text(template, encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", content)
 
 

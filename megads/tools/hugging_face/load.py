@@ -26,7 +26,7 @@ from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import save_parts
 from megads.data.config import TextSpecialTokens
 from megads.data.indexed.run_tokenizer import TokenizerRecord
-from megads.data.indexed.sidecar import embedding_rows, load_tokenizer, tokenizer_sha256
+from megads.data.indexed.sidecar import embedding_rows, load_tokenizer, template_beside, template_path, tokenizer_sha256
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError, DataError
 from megads.model.config import ModelConfig
@@ -196,6 +196,9 @@ def import_folder(config: ImportConfig) -> Imported:
         )
         save_parts(partial, _parts(files, names, architecture, model), record)
         shutil.copyfile(folder / TOKENIZER_FILE, partial / TOKENIZER_FILE)
+        template = template_beside(folder / TOKENIZER_FILE)
+        if template is not None:
+            template_path(partial / TOKENIZER_FILE).write_text(template, encoding="utf-8")
         preset = Path("model") / f"{config.name}.yaml"
         _write_preset(partial / preset, model, folder)
         write_origin(partial, _MADE_BY)
