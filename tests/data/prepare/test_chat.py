@@ -59,8 +59,12 @@ TALKS: list[list[dict[str, str]]] = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("data"))
+
+
+def write_tokenizer(folder: Path) -> Path:
     """A trained one with the tokens of the templates."""
-    path = Path(f"{write_dataset(tmp_path_factory.mktemp('data'))}.tokenizer.json")
+    path = Path(f"{write_dataset(folder)}.tokenizer.json")
     words = Tokenizer.from_file(str(path))
     words.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
     words.save(str(path))
