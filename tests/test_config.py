@@ -69,7 +69,7 @@ def test_good_config_passes() -> None:
         ([change("model.position", Position.learned), change("train.seq_len", 4096)], "model.max_seq_len = 2048"),
         ([change("parallel.cp", 3)], "train.seq_len = 128 is not divisible by 2"),
         ([change("parallel.cp", 3)], "change train.seq_len to 132, or lower parallel.cp"),
-        ([change("model.position", Position.rope), change("model.hidden_size", 60)], "= 15 is odd"),
+        ([change("model.position", Position.rope), change("model.hidden_size", 60)], "a head has 15 features"),
         ([change("model.rope_scaling.kind", RopeScaling.yarn)], "rope_scaling.kind = yarn scales rope's angles"),
         ([change("model.rope_scaling.factor", 0.5)], "model.rope_scaling.factor = 0.5"),
         ([change("model.rope_scaling.beta_slow", 32.0)], "beta_slow = 32.0, beta_fast = 32.0: want 0 < beta_slow"),

@@ -260,16 +260,7 @@ def plan_preparation(
     given_file = None if tokenizer.path is None else Path(tokenizer.path)
     fields = document_fields(data, given_file, tokenizer.end_of_document, tokenizer.text_special_tokens, "data.")
     reader = _reader(data, fields, data.raw_patterns)
-    given_content: bytes | None = None
-    if tokenizer.path is not None:
-        given = load_tokenizer(tokenizer.path)
-        given_content = Path(tokenizer.path).read_bytes()
-        end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
-        vocab_size = embedding_rows(given)
-    elif tokenizer.vocab_size is not None:
-        vocab_size = tokenizer.vocab_size
-    else:
-        vocab_size = min(default_vocab_size(text_bytes_estimate(reader.files)), model_vocab_size or 1 << 30)
+    given_content, vocab_size = _tokenizer_to_use(tokenizer, model_vocab_size, reader)
     digests = ContentDigests(cache_dir / "content-digests.json")
     contents = digests.of(reader.files)
     if remember:
@@ -300,6 +291,19 @@ def plan_preparation(
     return Preparation(
         cache_dir / key, data, tokenizer, states, vocab_size, given_content, fields, held_out, reader.passed_over
     )
+
+
+def _tokenizer_to_use(
+    tokenizer: TextTokenizerConfig, model_vocab_size: int | None, reader: DocumentReader
+) -> tuple[bytes | None, int]:
+    """Returns a given tokenizer's file and its vocabulary; None and the vocabulary to learn where none is given."""
+    if tokenizer.path is not None:
+        given = load_tokenizer(tokenizer.path)
+        end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
+        return Path(tokenizer.path).read_bytes(), embedding_rows(given)
+    if tokenizer.vocab_size is not None:
+        return None, tokenizer.vocab_size
+    return None, min(default_vocab_size(text_bytes_estimate(reader.files)), model_vocab_size or 1 << 30)
 
 
 def _reader(data: DataConfig, fields: Fields, patterns: Sequence[str]) -> DocumentReader:
