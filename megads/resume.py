@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megads.checkpoint.config import list_checkpoints, step_folder
-from megads.checkpoint.initial import open_source, read_weights
+from megads.checkpoint.initial import WeightSource, open_source, read_weights
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
 from megads.checkpoint.store import on_first
@@ -21,11 +21,63 @@ from megads.data.sampling.sampler import skips_of
 from megads.engine.interface import TrainEngine
 from megads.frozen_config import config_of_start
 from megads.identity import Change, changed_data, changed_keys, require_allowed_data
+from megads.runtime.distributed import ControlPlane
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a start takes its weights from.
+
+    Attributes:
+        checkpoint: that it continues, verified; None for a start at step 0.
+        weights: of another run, for a start at step 0; None draws them.
+        from_path: the checkpoint is the one that checkpoint.load names.
+    """
+
+    checkpoint: CheckpointHandle | None
+    weights: WeightSource | None
+    from_path: bool
+
+    @property
+    def gives_weights(self) -> bool:
+        """Whether every weight is read, so that none need be drawn."""
+        return self.checkpoint is not None or self.weights is not None
+
+
+def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane) -> Origin:
+    """Finds the checkpoint that the config names, else the newest usable one of this run, else weights; collective.
+
+    A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
+    came after.
+
+    Args:
+        config: of this start.
+        run_dir: the run's folder.
+        control: of all ranks.
+
+    Raises:
+        CheckpointError: a checkpoint is there but cannot be used, or is of another model.
+        ConfigError: its samples are not those that this config goes on with, or weights are of another model.
+        DataError: its data or its tokenizer is another one.
+    """
+    load = config.checkpoint.load
+    from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
+    handle = find_checkpoint(run_dir, load if from_path or load == "none" else "auto", control)
+    if handle is None:
+        given = config.checkpoint.init_from
+        return Origin(None, None if given is None else open_source(given, control), from_path=False)
+    check_model(handle, asdict(config.model))
+    now = read_record(run_dir)
+    if now is not None:
+        # The launcher has looked at the newest one; this one may be older.
+        changes_of_run(_past(handle.folder, handle.manifest), config, now)
+    return Origin(handle, None, from_path)
+
+
 def resume(
+    origin: Origin,
     config: RootConfig,
     run_dir: Path,
     engine: TrainEngine,
@@ -33,53 +85,46 @@ def resume(
     events: EventWriter,
     metrics: MetricsWriter,
 ) -> None:
-    """Continues from the checkpoint that the config names, else from the newest usable one of this run, else afresh.
-
-    A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
-    came after. The ledger goes on from the same step. A fresh start takes the weights that checkpoint.init_from names.
+    """Reads weights and state from where they come from; the ledger goes on from the same step.
 
     Raises:
-        CheckpointError: a checkpoint is there but cannot be used.
-        ConfigError: its samples are not those that this config goes on with, or weights are of another model.
-        DataError: its data or its tokenizer is another one.
+        CheckpointError: a tensor is missing, or was damaged meanwhile.
+        ConfigError: weights are of another model.
     """
-    load, control, note = config.checkpoint.load, engine.grid.control, ""
-    to_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
-    handle = find_checkpoint(run_dir, load if to_path or load == "none" else "auto", control)
+    load, handle = config.checkpoint.load, origin.checkpoint
     if handle is None:
         continue_ledger(metrics, events, 0, keep_copy=load == "none")
-        take_weights(config, engine, events)
+        if origin.weights is not None:
+            take_weights(origin.weights, config, engine, events)
         return
-    check_model(handle, asdict(config.model))
-    now = read_record(run_dir)
-    if now is not None:
-        # The launcher has looked at the newest one; this one may be older.
-        changes_of_run(_past(handle.folder, handle.manifest), config, now)
-    if to_path:
-        later = [step for step in list_checkpoints(run_dir) if step > handle.state["step"]]
-        if later:
-            note = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
-    elif load != "auto":
-        note = f"an earlier start went on from checkpoint.load={load}: this one takes what came after it"
     engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
     state.load_state_dict(handle.state)
     events.write(
         "resume",
         step=state.step,
         checkpoint=handle.folder.name,
-        note=note,
+        note=_note(origin, load, run_dir),
         passed_by=list(handle.passed_by),
         software_differences=handle.software_differences(),
     )
     own = handle.folder.parent.parent == run_dir.absolute()
-    continue_ledger(metrics, events, state.step, handle.manifest.run.ledger if own else None, keep_copy=to_path)
+    known = handle.manifest.run.ledger if own else None
+    continue_ledger(metrics, events, state.step, known, keep_copy=origin.from_path)
 
 
-def take_weights(config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
-    """Puts the weights that checkpoint.init_from names in place of the initial ones; optimizer and counters stay."""
-    if config.checkpoint.init_from is None:
-        return
-    source = open_source(config.checkpoint.init_from, engine.grid.control)
+def _note(origin: Origin, load: str, run_dir: Path) -> str:
+    """What a user who gave checkpoint.load might not expect."""
+    assert origin.checkpoint is not None
+    if origin.from_path:
+        later = [step for step in list_checkpoints(run_dir) if step > origin.checkpoint.state["step"]]
+        left = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
+        return left if later else ""
+    went = f"an earlier start went on from checkpoint.load={load}: this one takes what came after it"
+    return went if load != "auto" else ""
+
+
+def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
+    """Puts the weights of another run into a new one; optimizer and counters stay."""
     # The launcher has looked at the newest one; this one may be older, or newer.
     adapted = source.check_model(config.model)
     engine.load_shards(lambda shards: read_weights(source, shards), optimizer_steps=0)

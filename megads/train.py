@@ -39,7 +39,7 @@ from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience import NonFiniteHook
-from megads.resume import resume
+from megads.resume import find_origin, resume
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.heartbeat import Heartbeat, heartbeat
@@ -89,11 +89,13 @@ def train(config: RootConfig, run_dir: Path) -> int:
         attention = autotune_attention(config.model, work, grid, device, run_dir)
         kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
         record_tuning(events, attention, operators)
+        beats.enter("verifying a checkpoint")
+        origin = find_origin(config, run_dir, control)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention.kind)
+        engine = build_engine(config, grid, device, kernels, attention.kind, draws=not origin.gives_weights)
         state = TrainState()
         beats.enter("loading a checkpoint")
-        resume(config, run_dir, engine, state, events, metrics)
+        resume(origin, config, run_dir, engine, state, events, metrics)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
@@ -215,9 +217,15 @@ def operator_work(config: RootConfig) -> OperatorWork:
 
 
 def build_engine(
-    config: RootConfig, grid: ParallelGrid, device: torch.device, kernels: Kernels, attention: AttentionKind
+    config: RootConfig,
+    grid: ParallelGrid,
+    device: torch.device,
+    kernels: Kernels,
+    attention: AttentionKind,
+    *,
+    draws: bool = True,
 ) -> TrainEngine:
-    """The engine with its initial weights."""
+    """The engine with its initial weights, or with zeros for weights that are going to be read."""
     spec = EngineSpec(
         replace(config.model, attention=attention),
         config.parallel,
@@ -226,6 +234,7 @@ def build_engine(
         precision=weight_dtype(config.train.precision),
         micro_batch_size=config.train.micro_batch_size,
         seed=config.train.seed,
+        draws=draws,
         device=device,
         kernels=kernels,
         deepspeed=config.deepspeed,

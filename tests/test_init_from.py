@@ -14,6 +14,7 @@ import pytest
 
 import megads.resume
 from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.initial import open_source
 from megads.checkpoint.manifest import RunRecord, read_manifest
 from megads.checkpoint.read import open_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
@@ -60,7 +61,8 @@ def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], 
     scenario = parity.fitted(scenario, LAYOUTS[name])
     engine = build_engine(dataclasses.replace(scenario, seed=99), LAYOUTS[name])
     config = RootConfig(model=scenario.model, checkpoint=CheckpointConfig(init_from=str(run_dir)))
-    megads.resume.take_weights(config, engine, EventWriter(run_dir / "new", enabled=engine.grid.rank == 0))
+    events = EventWriter(run_dir / "new", enabled=engine.grid.rank == 0)
+    megads.resume.take_weights(open_source(str(run_dir), engine.grid.control), config, engine, events)
     owned, steps = parity.pieces(engine.named_shards()), engine.optimizer_steps
     evaluated = parity.evaluate(engine, scenario)
     batch = step_batches(scenario, 2, engine.grid.dp.rank, engine.grid.dp.size)

@@ -171,6 +171,32 @@ def test_longer_training_continues_the_run(corpus: Path, megads: StartCommand) -
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+COUNT_DRAWS = """
+from pathlib import Path
+import megads.model.gpt as gpt
+inner = gpt.parameter_generator
+def counted(seed, name):
+    with Path("drawn.txt").open("a") as file:
+        file.write(name + chr(10))
+    return inner(seed, name)
+gpt.parameter_generator = counted
+"""
+
+
+def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand) -> None:
+    """Catches a restart that draws what it overwrites: a minute and 14 GB for BLOOM-176B."""
+    (megads.folder / "count_draws.py").write_text(COUNT_DRAWS)
+    drawn = megads.folder / "drawn.txt"
+    first = (*small_model(corpus), "plugins=[count_draws]")
+    assert megads("train", *first, "train.steps=1", "run.id=first").end().code == 0
+    assert "embedding.word.weight" in drawn.read_text()
+    drawn.unlink()
+    ended = megads("train", *first, "train.steps=2", "run.id=first").end()
+    assert ended.code == 0 and not drawn.exists(), ended.err
+    ended = megads("train", *first, "train.steps=1", "run.id=second", "checkpoint.init_from=runs/first").end()
+    assert ended.code == 0 and not drawn.exists(), ended.err
+
+
 def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, megads: StartCommand) -> None:
     """Catches a flipped bit that is trained on, an older checkpoint that is not tried, and a load=none that loads."""
     run_dir = megads.folder / "run"

@@ -33,6 +33,7 @@ class EngineSpec:
         seed: of initial weights and dropout.
         device: where this rank computes.
         value: initial weights; None is `megads.model.gpt.initial_value`.
+        draws: weights get their initial values; else they are 0 until `TrainEngine.load_shards` gives all of them.
         kernels: which implementation computes each operator, as `megads.ops.resolve.load` has made them ready.
         deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
     """
@@ -46,12 +47,15 @@ class EngineSpec:
     seed: int
     device: torch.device
     value: InitialValue | None = None
+    draws: bool = True
     kernels: Kernels = TORCH
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def initial_value(self) -> InitialValue:
-        """Initial weights."""
+    def initial_value(self) -> InitialValue | None:
+        """Initial weights; None where they are not drawn."""
+        if not self.draws:
+            return None
         return self.value or initial_value(self.model, self.seed)
 
 

@@ -403,10 +403,12 @@ def shard_stage(
 def materialise(
     stage: nn.Module,
     placements: dict[str, ParameterPlacement],
-    value: Callable[[str, tuple[int, ...]], Tensor],
+    value: Callable[[str, tuple[int, ...]], Tensor] | None,
     device: torch.device,
 ) -> nn.Module:
     """Allocates a stage's parameters and gives each its slice of the full initial value, one full tensor at a time.
+
+    Without a value they are 0: a checkpoint is going to be read into them.
 
     Sharded parameters are marked `tensor_model_parallel`, which is what the gradient norm goes by; those whose
     gradients must be summed over tensor-parallel ranks are marked `gradient_partial`.
@@ -414,9 +416,11 @@ def materialise(
     _allocate(stage, device)
     for path, parameter in stage.named_parameters():
         place = placements[path]
-        full = value(place.key, place.global_shape)
+        full = None if value is None else value(place.key, place.global_shape)
         with torch.no_grad():
-            if place.dim is None:
+            if full is None:
+                parameter.zero_()
+            elif place.dim is None:
                 parameter.copy_(full)
             else:
                 parameter.zero_()
