@@ -224,6 +224,8 @@ def meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
         config["ffn_size"] = 4 * config["hidden_size"]
     if config["num_kv_heads"] is None:
         config["num_kv_heads"] = config["num_heads"]
+    if config["head_size"] is None:
+        config["head_size"] = config["hidden_size"] // config["num_heads"]
     if config.get("position") == "alibi":
         # ALiBi has no table of positions: the same weights serve any length.
         config.pop("max_seq_len", None)

@@ -24,6 +24,7 @@ from megads.runtime.terminal_text import escape_terminal_output
 VERBS = {
     "train": "pretrain a model, or continue a run",
     "generate": "continue a text with a trained model",
+    "evaluate": "lm-eval's tasks and perplexity of a checkpoint",
     "export": "a trained model for transformers and whatever reads its format",
     "import": "a model in Hugging Face's format, to start from",
     "why": "the documents and text that a step trained on",

@@ -20,6 +20,7 @@ __all__ = [
     "deepspeed_options",
     "interface",
     "operator_trials",
+    "scoring_engine",
     "timeline",
 ]
 

@@ -17,6 +17,7 @@ from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import ParallelGrid
+from megads.parallel.token_scores import RowScores
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,16 @@ class TrainEngine(Protocol):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """Sums the loss without dropout or gradients; every rank gets the total over all ranks."""
+        ...
+
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
+        """Scores every label without dropout; every rank gets the scores of all ranks' rows.
+
+        Args:
+            micro_batches: of this rank, as in `evaluate`, all rows of one length. Rows are numbered by their sample_ids
+                from 0 over all ranks.
+            num_rows: rows with a number from here on are filling.
+        """
         ...
 
     def named_shards(self, owned: bool = True) -> list[Shard]:

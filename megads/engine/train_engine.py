@@ -25,6 +25,7 @@ from megads.engine.timeline import Span
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
+from megads.parallel.token_scores import RowScores, ScoreRecorder
 from megads.runtime.distributed import ControlPlane
 
 SHOWN = 8
@@ -275,6 +276,16 @@ class BaseTrainEngine(ABC):
         loss_sum = self._engine.run_evaluation(micro_batches)
         return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
+        """See TrainEngine.score."""
+        recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
+        length = row_length(micro_batches)
+        try:
+            self._engine.run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+        finally:
+            self._loss.recorder = None
+        return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
+
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Tensor]:
         """This context rank's share of whole samples, and the unmasked tokens of all ranks."""
         own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
@@ -297,6 +308,13 @@ class BaseTrainEngine(ABC):
         fill(self.named_shards(owned=False))
         self._set_optimizer_steps(optimizer_steps)
         self._refresh_weights()
+
+
+def row_length(micro_batches: Sequence[MicroBatch]) -> int:
+    """Tokens of each of the whole rows that are scored together."""
+    tokens_bs = micro_batches[0].tokens_bs
+    assert tokens_bs is not None, "every stage is given the tokens of what is scored"
+    return tokens_bs.shape[1]
 
 
 def held_shards(held: Iterable[HeldTensors], owned: bool = True) -> list[Shard]:

@@ -16,5 +16,6 @@ __all__ = [
     "schedule",
     "schedule_simulation",
     "sharding",
+    "token_scores",
     "weight_gradients",
 ]

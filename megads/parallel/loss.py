@@ -13,7 +13,7 @@ tokens of a chunk, r = this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -371,6 +371,7 @@ class TokenMeanLoss:
     Attributes:
         scale: fp64 scalar on the engine's device, so that setting it never waits for the device. 1 / (unmasked tokens
             of the global batch), times what the engine divides losses and gradients by on its own.
+        recorder: what computes in the place of the loss while tokens are scored, see `megads.parallel.token_scores`.
 
     Args:
         vocab_size: true size of the vocabulary.
@@ -381,6 +382,7 @@ class TokenMeanLoss:
     def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH) -> None:
         self.vocab_size, self.grid, self.kernels = vocab_size, grid, kernels
         self.scale = torch.ones((), dtype=torch.float64)
+        self.recorder: Callable[[nn.Module, Tensor, BatchInfo, Tensor], Tensor] | None = None
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
@@ -400,6 +402,8 @@ class TokenMeanLoss:
             targets: labels and mask, [b, s].
         """
         labels_bs, mask_bs = targets
+        if self.recorder is not None:
+            return self.recorder(head, hidden_bth, info, labels_bs)
         tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
         chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.kernels.loss_chunk)
         if chunk >= tokens:

@@ -123,6 +123,11 @@ def cuda_home() -> str | None:
     return os.environ.get("CUDA_HOME") or None
 
 
+def hide_progress_bars() -> None:
+    """Makes tqdm's bars, which other libraries draw, invisible; before tqdm is imported."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
 def show_full_hydra_errors() -> None:
     """Makes Hydra raise its errors instead of printing them and exiting 1."""
     os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -1,0 +1,20 @@
+"""`megads evaluate`: lm-eval's tasks, perplexity and bits per byte of a checkpoint."""
+
+from __future__ import annotations
+
+from megads.cli.verb import Invocation, Verb
+from megads.runtime.environment import hide_progress_bars, wait_passively
+from megads.tools.evaluate.config import EvaluateConfig
+
+
+def run(config: EvaluateConfig, _invocation: Invocation) -> int:
+    """Loads the checkpoint in the layout that is asked for and evaluates it."""
+    # Before torch and tqdm are imported.
+    wait_passively()
+    hide_progress_bars()
+    from megads.tools.evaluate.command import evaluate
+
+    return evaluate(config)
+
+
+VERB = Verb("evaluate", EvaluateConfig, run)

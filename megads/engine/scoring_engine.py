@@ -1,0 +1,90 @@
+"""A model that is only asked, in a layout: forward passes over tensor, context, pipeline and data parallel ranks.
+
+No optimizer, no gradients: a rank holds its share of the weights, once, in the dtype that it computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megads.batch import MicroBatch, copy_to
+from megads.engine.deepspeed_adapter import prepare_deepspeed
+from megads.engine.interface import EngineSpec, EvaluationResult, Shard
+from megads.engine.stage_pipeline import StagePipeline, placement_of
+from megads.engine.train_engine import parameter_shards, row_length
+from megads.parallel.context import cut_micro_batch
+from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
+from megads.parallel.token_scores import RowScores, ScoreRecorder
+
+
+class LayoutScoringEngine:
+    """A rank of a layout of one stage a pipeline rank, whose weights are still to be filled; see `TrainEngine`.
+
+    Args:
+        spec: what it is built from; of `parallel` the sizes of the axes count. Nothing is drawn.
+
+    Attributes:
+        device: where this rank computes.
+        grid: the ranks.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        prepare_deepspeed()
+        self.device, self.grid = spec.device, spec.grid
+        self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
+        self._stages = StagePipeline(spec, self._loss).to(spec.precision).eval().requires_grad_(False)
+        self._last = spec.parallel.pp - 1
+        self._hidden_size, self._precision = spec.model.hidden_size, spec.precision
+
+    def load_weights(self, fill: Callable[[list[Shard]], None]) -> None:
+        """Lets `fill` write into every weight that this rank holds."""
+        shards: list[Shard] = []
+        for parameter in self._stages.parameters():
+            place, flat = placement_of(parameter), parameter.data.view(-1)
+            shards += parameter_shards("weight", place, tuple(parameter.shape), 0, flat)
+        fill(shards)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        """See TrainEngine.evaluate."""
+        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        tokens = global_tokens(own, self.grid, self.device, self._last)
+        self._loss.scale = torch.ones_like(tokens)
+        return EvaluationResult.of(share_loss(self._run(own), tokens, self.grid, self._last))
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
+        """See TrainEngine.score."""
+        recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
+        try:
+            self._run([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+        finally:
+            self._loss.recorder = None
+        return recorder.share(num_rows, row_length(micro_batches), self.grid, self._last, self.device)
+
+    def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Runs this rank's stage on one micro-batch after another; a rank is at the next while others go on with it."""
+        pp = self.grid.pp
+        total: Tensor | None = None
+        for batch in micro_batches:
+            assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+            info = batch.info.to(self.device)
+            if pp.is_first:
+                hidden = copy_to(batch.tokens_bs, self.device)
+            else:
+                hidden = torch.empty(
+                    *batch.tokens_bs.shape, self._hidden_size, dtype=self._precision, device=self.device
+                )
+                dist.recv(hidden, src=pp.ranks[pp.rank - 1], group=pp.group)
+            if pp.is_last:
+                targets = copy_to(batch.labels_bs, self.device), copy_to(batch.loss_mask_bs, self.device)
+                loss = self._stages.loss(hidden, info, targets)
+                total = loss if total is None else total + loss
+            else:
+                output = self._stages(pp.rank, hidden, info).contiguous()
+                dist.send(output, dst=pp.ranks[pp.rank + 1], group=pp.group)
+        return total

@@ -1,0 +1,270 @@
+"""A model of any layout as lm-eval asks it: requests of text to rows of tokens, and answers back.
+
+Texts are tokenized, cut and scored as lm-eval's own backend for transformers does it, so that a model has the same
+results here and after an export. Only what has lm-eval installed may import this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
+from megads.errors import ConfigError, DataError
+from megads.evaluate.generation import Sampling
+from megads.evaluate.scoring import Continuation, Scorer, TokenRow, rolling_rows
+from megads.runtime.files import atomic_writer, parse_json, read_regular
+
+LONGEST_COMPLETION = 256
+"""Of a task that says nothing, as in lm-eval's own backends."""
+_CHOICE_KEYS = {"do_sample", "temperature", "top_p", "top_k"}
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is done, how much of it, and of how much."""
+
+
+@dataclass
+class Answers:
+    """What a model answered before, by task: a task that was finished is not done again.
+
+    Attributes:
+        folder: where they are kept; None keeps nothing.
+        model: what determines an answer beside the request: the checkpoint and how it is computed.
+        kept: tasks whose answers were there.
+    """
+
+    folder: Path | None = None
+    model: str = ""
+    kept: set[str] = field(default_factory=set)
+
+    def of(self, task: str, kind: str, requests: Sequence[Instance], ask: Callable[[], list[Any]]) -> list[Any]:
+        """The answers to all requests of a task: those that are kept if the requests are the same, or new ones."""
+        if self.folder is None:
+            return ask()
+        # Requests hold all that a task's config, version, limit and examples amount to.
+        text = json.dumps([self.model, kind, [request.args for request in requests]], default=str)
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+        path = self.folder / f"{hashlib.sha256(task.encode()).hexdigest()[:8]}_{kind}.json"
+        try:
+            known = parse_json(read_regular(path))
+        except (OSError, ValueError, RecursionError):
+            known = None
+        if isinstance(known, dict) and known.get("requests") == digest:
+            self.kept.add(task)
+            return [tuple(answer) if isinstance(answer, list) else answer for answer in known["answers"]]
+        answers = ask()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_writer(path) as file:
+            file.write(json.dumps({"task": task, "requests": digest, "answers": answers}).encode())
+        return answers
+
+
+class HarnessModel(TemplateLM):
+    """What lm-eval asks.
+
+    Args:
+        scorer: of rows of tokens.
+        found: the model's tokenizer.
+        continuation: makes what continues sequences, given how to choose tokens and the sequences' numbers.
+        answers: of tasks that were finished before.
+        progress: shows what is done.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        found: FoundTokenizer,
+        continuation: Callable[[Sampling, Sequence[int]], Continuation],
+        answers: Answers | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__()
+        self._scorer, self._found, self._continuation = scorer, found, continuation
+        self._answers = answers or Answers()
+        self._progress = progress or (lambda _what, _done, _of: None)
+        self._task = ""
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that the model reads."""
+        return self._scorer.batching.max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document, after which a text without context begins."""
+        end = self._found.end_of_document_id
+        if end is None:
+            raise DataError(
+                f"task {self._task}: has texts without context, and {self._found.path} tells no end-of-document token "
+                "to begin them with"
+            )
+        return end
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
+        """Token ids of a text, with what the tokenizer itself puts before and behind it unless told otherwise."""
+        end = self._found.end_of_document_id
+        if add_special_tokens is None and end is not None and string.startswith(self._decode([end], special=True)):
+            add_special_tokens = False
+        with tokenizing(self._found.path):
+            ids: list[int] = self._found.tokenizer.encode(
+                string, add_special_tokens=add_special_tokens is not False
+            ).ids
+        return ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """See lm_eval.api.model.LM."""
+        return self._by_task(
+            "loglikelihood", requests, lambda some: super(HarnessModel, self).loglikelihood(some, True)
+        )
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """See lm_eval.api.model.LM."""
+        return self._by_task("loglikelihood_rolling", requests, self._rolling)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """See lm_eval.api.model.LM."""
+        return self._by_task("generate_until", requests, self._generate)
+
+    def _by_task(
+        self, kind: str, requests: Sequence[Instance], ask: Callable[[list[Instance]], list[Any]]
+    ) -> list[Any]:
+        places: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            places.setdefault(str(request.task_name), []).append(place)
+        found: dict[int, Any] = {}
+        for task, own in places.items():
+            some = [requests[place] for place in own]
+            with self._working_on(task):
+                found |= zip(own, self._answers.of(task, kind, some, partial(ask, some)), strict=True)
+        return [found[place] for place in range(len(requests))]
+
+    @contextmanager
+    def _working_on(self, task: str) -> Iterator[None]:
+        self._task = task
+        try:
+            yield
+        except (AssertionError, IndexError) as error:
+            # lm-eval's own code raises these for what it takes for granted of a task.
+            raise DataError(f"task {task}: lm-eval cannot make a request of one of its documents: {error}") from error
+
+    def _score(self, what: str, rows: Sequence[TokenRow]) -> list[tuple[float, bool]]:
+        found = self._scorer.score(rows, lambda done: self._progress(what, done, len(rows)))
+        pairs = zip(rows, found, strict=True)
+        return [(one.log_likelihood, one.likeliest == row.ids[-row.counted :]) for row, one in pairs]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_options: Any
+    ) -> list[tuple[float, bool]]:
+        return self._score(f"{self._task}, requests", [self._row(*request[1:]) for request in requests])
+
+    def _row(self, context: list[int], continuation: list[int]) -> TokenRow:
+        """Cut on the left to what the model reads, whose last token is only scored."""
+        if not context or not continuation or len(continuation) > self.max_length:
+            raise DataError(
+                f"task {self._task}: {len(context)} tokens of context and {len(continuation)} of continuation: want at "
+                f"least one of each, and a continuation of at most {self.max_length}, which the model reads "
+                "(model.max_seq_len)"
+            )
+        return TokenRow([*context, *continuation][-(self.max_length + 1) :], len(continuation))
+
+    def _rolling(self, requests: Sequence[Instance]) -> list[float]:
+        rows, counts = list[TokenRow](), list[int]()
+        for request in requests:
+            windows = rolling_rows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
+            counts.append(len(windows))
+            rows += windows
+        scores = iter(self._score(f"{self._task}, windows", rows))
+        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def _generate(self, requests: Sequence[Instance]) -> list[str]:
+        groups: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
+        found: dict[int, str] = {}
+        size = self._scorer.batching.micro_batch_size
+        for places in groups.values():
+            asked = _Asked.of(requests[places[0]].args[1], self._task, self._end_text(), self.max_length)
+            prompts = {place: self.tok_encode(requests[place].args[0])[-asked.longest_context :] for place in places}
+            by_length = sorted(places, key=lambda place: len(prompts[place]), reverse=True)
+            for start in range(0, len(by_length), size):
+                batch = by_length[start : start + size]
+                texts = self._continue([prompts[place] or [self.eot_token_id] for place in batch], batch, asked)
+                found |= zip(batch, texts, strict=True)
+                self._progress(f"{self._task}, texts", len(found), len(requests))
+        return [found[place] for place in range(len(requests))]
+
+    def _continue(self, prompts: list[list[int]], numbers: Sequence[int], asked: _Asked) -> list[str]:
+        """Continues a batch of prompts; a row that has come to its end leaves the batch."""
+        continuation = self._continuation(asked.sampling, numbers)
+        made: list[list[int]] = [[] for _ in prompts]
+        rows, pieces = list(range(len(prompts))), prompts
+        continuation.start(len(rows))
+        for _ in range(asked.max_new_tokens):
+            tokens = continuation.append(pieces)
+            for row, token in zip(rows, tokens, strict=True):
+                made[row].append(token)
+            going = [place for place, row in enumerate(rows) if not self._has_ended(made[row], asked)]
+            if not going:
+                break
+            if len(going) < len(rows):
+                continuation.keep(going)
+            rows, pieces = [rows[place] for place in going], [[tokens[place]] for place in going]
+        texts = (self._decode(ids, special=False) for ids in made)
+        return [postprocess_generated_text(text, asked.until, None) for text in texts]
+
+    def _has_ended(self, ids: Sequence[int], asked: _Asked) -> bool:
+        if ids[-1] == self._found.end_of_document_id:
+            return True
+        text = self._decode(ids, special=True)
+        return any(end in text for end in asked.until if end)
+
+    def _end_text(self) -> str | None:
+        end = self._found.end_of_document_id
+        return None if end is None else self._decode([end], special=True)
+
+    def _decode(self, ids: Sequence[int], *, special: bool) -> str:
+        with tokenizing(self._found.path):
+            text: str = self._found.tokenizer.decode(list(ids), skip_special_tokens=not special)
+        return text
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """How a task wants its texts."""
+
+    sampling: Sampling
+    until: list[str]
+    max_new_tokens: int
+    longest_context: int
+
+    @classmethod
+    def of(cls, given: dict[str, Any], task: str, end: str | None, max_length: int) -> _Asked:
+        kwargs = dict(normalize_gen_kwargs(given, LONGEST_COMPLETION))
+        until = handle_stop_sequences(kwargs.pop("until", None), eos=end)
+        longest = int(kwargs.pop("max_gen_toks"))
+        others = kwargs.keys() - _CHOICE_KEYS
+        if others:
+            raise ConfigError(
+                f"task {task}: generation_kwargs has {', '.join(sorted(others))}: known are until, max_gen_toks, "
+                f"{', '.join(sorted(_CHOICE_KEYS))}"
+            )
+        if not 0 < longest < max_length:
+            raise ConfigError(
+                f"task {task}: max_gen_toks = {longest} tokens to generate, but the model reads {max_length} "
+                "(model.max_seq_len): set a smaller one in the task's generation_kwargs"
+            )
+        temperature = float(kwargs.get("temperature") or 0.0)
+        if kwargs.get("do_sample") and not temperature:
+            temperature = 1.0
+        sampling = Sampling(temperature, float(kwargs.get("top_p", 1.0)), int(kwargs.get("top_k", 0)))
+        return cls(sampling, until, longest, max_length - longest)

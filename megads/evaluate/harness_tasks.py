@@ -1,0 +1,265 @@
+"""lm-eval's tasks: found in folders of YAML files, loaded, and run on a model.
+
+lm-eval is imported where it is needed: what does not evaluate has no need of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import importlib.util
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megads.errors import ConfigError, DataError, MegadsError
+from megads.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from megads.evaluate.harness import HarnessModel
+
+EXAMPLES = Path(__file__).parent / "tasks"
+"""Tasks that come with megads."""
+EXTRA = "pip install 'megads[evaluate]'"
+_SHOWN = 8
+_FEWSHOT_SEED = 1234
+"""lm-eval's own."""
+
+
+def require_lm_eval() -> None:
+    """Raises ConfigError where lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"tasks are evaluated by lm-eval, which is not installed: {EXTRA}")
+
+
+@dataclass(frozen=True)
+class LoadedTasks:
+    """Tasks with their documents.
+
+    Attributes:
+        tasks: lm-eval's own by their names, those in groups too.
+        groups: lm-eval's groups by their names.
+        children: names of what is directly in each group.
+    """
+
+    tasks: Mapping[str, Any]
+    groups: Mapping[str, Any]
+    children: Mapping[str, Sequence[str]]
+
+
+def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | None = None) -> LoadedTasks:
+    """Loads tasks by their names.
+
+    Args:
+        names: of tasks, groups or tags.
+        folder: of the user's YAML files; None for megads' examples and lm-eval's own tasks only. Files that a task
+            names are relative to the folder of its YAML file.
+        num_fewshot: examples before each document; None leaves that to the tasks.
+
+    Raises:
+        ConfigError: lm-eval is not installed, the folder holds no task, or there is no such task.
+        DataError: a task cannot be loaded, or has no documents.
+    """
+    require_lm_eval()
+    if folder is not None and not any(folder.glob("**/*.yaml")):
+        what = "holds no YAML file of a task" if folder.is_dir() else "there is no such folder"
+        raise ConfigError(f"tasks_folder = {folder}: {what}")
+    with _quiet():
+        manager = _manager(names, [EXAMPLES, *([folder.absolute()] if folder is not None else [])])
+        groups, tasks, children = dict[str, Any](), dict[str, Any](), dict[str, Sequence[str]]()
+        for name in names:
+            loaded = _load(manager, name)
+            tasks |= loaded["tasks"]
+            groups |= loaded.get("groups", {})
+            children |= loaded.get("group_map", {})
+        for name, task in tasks.items():
+            _settle(name, task, num_fewshot)
+    return LoadedTasks(tasks, groups, children)
+
+
+def _manager(names: Sequence[str], own: list[Path]) -> Any:
+    """Knows lm-eval's own thousands of tasks only where one of them may be meant: to read them takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=own, include_defaults=False)
+    if set(names) <= set(manager.all_tasks):
+        return _with_relative_paths(manager)
+    local = list(manager.all_tasks)
+    with Progress("reading lm-eval's own tasks"):
+        manager = TaskManager(include_path=own)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, _SHOWN) or local[:_SHOWN]
+            raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
+    return _with_relative_paths(manager)
+
+
+def _with_relative_paths(manager: Any) -> Any:
+    """Makes a manager read the files that a task names from the folder of its YAML file."""
+    from lm_eval.tasks import _factory
+
+    class Factory(_factory.TaskFactory):
+        def _build_task(self, entry: Any, overrides: dict[str, Any] | None) -> Any:
+            with _beside(entry):
+                return super()._build_task(entry, overrides)
+
+    manager._factory = Factory(meta=manager.metadata)
+    return manager
+
+
+def _beside(entry: Any) -> contextlib.AbstractContextManager[None]:
+    source = entry.yaml_path
+    return contextlib.chdir(source.parent) if source is not None else contextlib.nullcontext()
+
+
+def _load(manager: Any, name: str) -> Any:
+    try:
+        with _beside(manager.task_index[name]):
+            return manager.load([name])
+    except MegadsError:
+        raise
+    # What datasets and lm-eval raise where there is no first row.
+    except (StopIteration, IndexError) as error:
+        raise DataError(f"task {name}: has no documents") from error
+    # Whatever a YAML file, a function beside it, a reader of files or a download meets.
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"task {name}: lm-eval cannot load it: {type(error).__name__}: {first}; a dataset_path of json, csv, "
+            "parquet or text reads the files of dataset_kwargs.data_files, relative to the task's YAML file"
+        ) from error
+
+
+def _settle(name: str, task: Any, num_fewshot: int | None) -> None:
+    """What lm-eval's command line sets before it evaluates."""
+    if not len(task.eval_docs):
+        raise DataError(f"task {name}: has no documents")
+    given = task.get_config("num_fewshot")
+    if num_fewshot is not None and given != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    elif given is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps to itself what lm-eval and datasets say of their work."""
+    import datasets
+
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def run_tasks(model: HarnessModel, loaded: LoadedTasks, limit: int | None = None) -> dict[str, Any]:
+    """Evaluates tasks in mid-run: no random state of the process is touched, nothing is drawn.
+
+    Args:
+        model: what is asked.
+        loaded: the tasks.
+        limit: documents of each; None is all.
+
+    Returns:
+        Values by "<task>/<metric>", with the filter's name behind it where it is not "none".
+    """
+    with _quiet():
+        return metric_values(_results(model, loaded, limit, bootstrap_iters=0, log_samples=False))
+
+
+def _results(
+    model: HarnessModel, loaded: LoadedTasks, limit: int | None, bootstrap_iters: int, *, log_samples: bool
+) -> dict[str, Any]:
+    from lm_eval.evaluator import evaluate
+
+    tasks = {"tasks": dict(loaded.tasks), "groups": dict(loaded.groups), "group_map": dict(loaded.children)}
+    results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=bootstrap_iters, log_samples=log_samples)
+    return dict(results)
+
+
+def run_harness(
+    model: HarnessModel,
+    loaded: LoadedTasks,
+    output: Path,
+    about: Mapping[str, Any],
+    limit: int | None,
+    batch_size: int,
+    log_samples: bool,
+    bootstrap_iters: int,
+) -> Path:
+    """Evaluates tasks as lm-eval's command line does and writes its files.
+
+    Args:
+        model: what is asked.
+        loaded: the tasks.
+        output: folder of the files, which appear whole.
+        about: the model, for people and lm-eval's records; `pretrained` is its name.
+        limit: documents of each task; None is all.
+        batch_size: for the records.
+        log_samples: write every document and answer, too.
+        bootstrap_iters: draws for errors of metrics that have no formula for one.
+
+    Returns:
+        The file of the results.
+    """
+    from lm_eval.loggers import EvaluationTracker
+
+    partial = output / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        with _quiet():
+            tracker = EvaluationTracker(output_path=str(partial / "results.json"))
+            tracker.general_config_tracker.log_experiment_args("megads", dict(about), None, None, False)
+            results = _results(model, loaded, limit, bootstrap_iters, log_samples=True)
+            samples = results.pop("samples")
+            results["config"] = {
+                "model": "megads",
+                "model_args": dict(about),
+                "batch_size": batch_size,
+                "limit": limit,
+                "bootstrap_iters": bootstrap_iters,
+                "fewshot_seed": _FEWSHOT_SEED,
+            }
+            results["date"], results["lm_eval_version"] = time.time(), importlib.metadata.version("lm_eval")
+            # Hashes of all samples are in the results either way.
+            tracker.save_results_aggregated(results=results, samples=samples)
+            for name in results["configs"] if log_samples else ():
+                tracker.save_results_samples(task_name=name, samples=samples[name])
+        return _appeared(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _appeared(partial: Path, output: Path) -> Path:
+    """Moves lm-eval's files to their place, the results last; returns where those are."""
+    files = sorted(partial.glob("*.json*"), key=lambda path: path.suffix == ".json")
+    if not files or files[-1].suffix != ".json":
+        raise ConfigError(f"output = {output}: lm-eval could not write its results there")
+    for path in files:
+        path.replace(output / path.name)
+    return output / files[-1].name
+
+
+def metric_values(results: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of lm-eval's results as "<task>/<metric>", with the filter's name behind it where there is one."""
+    found = {}
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items():
+            metric, _, chosen = key.partition(",")
+            if chosen and isinstance(value, (int, float)) and not isinstance(value, bool):
+                found[f"{task}/{metric}" if chosen == "none" else f"{task}/{metric}/{chosen}"] = float(value)
+    return found

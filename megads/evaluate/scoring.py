@@ -1,0 +1,332 @@
+"""Rows of tokens and how likely a model holds them: batched by length, dealt to the ranks of any layout.
+
+One rank, the first, has the requests. The others serve it: they wait for work, and all compute it together.
+
+Shape suffixes: b = batch, s = tokens of a row.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.data.sampling.sampler import micro_batch_ids
+from megads.engine.interface import EvaluationResult
+from megads.errors import ConfigError, NumericalError
+from megads.evaluate.generation import Sampling, draws, next_tokens
+from megads.model.config import ModelConfig, Position
+from megads.model.gpt import GPT, token_losses
+from megads.model.kv_cache import with_cache
+from megads.parallel.grid import ParallelGrid
+from megads.parallel.token_scores import RowScores
+from megads.runtime.distributed import ALONE
+
+_LAYOUT_MICRO_BATCHES = 8
+"""Micro-batches of one call on several ranks: enough to fill a pipeline, few enough to hold."""
+
+
+class ScoringEngine(Protocol):
+    """What scores; see `megads.engine.interface.TrainEngine` for the methods."""
+
+    device: torch.device
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult: ...
+
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores: ...
+
+
+class ModelScoringEngine:
+    """The unsharded model of one process.
+
+    Args:
+        model: in evaluation mode.
+
+    Attributes:
+        model: the same.
+        device: where its weights are.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        """See TrainEngine.evaluate."""
+        loss_sum, tokens = 0.0, 0.0
+        for batch in (batch.to(self.device) for batch in micro_batches):
+            assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+            losses_bs = token_losses(self.model(batch.tokens_bs, batch.info), batch.labels_bs)
+            loss_sum += float((losses_bs * batch.loss_mask_bs).sum(dtype=torch.float64))
+            tokens += float(batch.loss_mask_bs.sum(dtype=torch.float64))
+        return EvaluationResult(loss_sum, int(tokens))
+
+    @torch.inference_mode()
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
+        """See TrainEngine.score."""
+        found = []
+        for batch in (batch.to(self.device) for batch in micro_batches):
+            assert batch.tokens_bs is not None and batch.labels_bs is not None
+            logits_bsv = self.model(batch.tokens_bs, batch.info)
+            losses_bs = token_losses(logits_bsv, batch.labels_bs)
+            found.append((-losses_bs.double().cpu(), logits_bsv.argmax(dim=-1).cpu()))
+        log_likelihoods, likeliest = zip(*found, strict=True)
+        return RowScores(torch.cat(log_likelihoods)[:num_rows], torch.cat(likeliest)[:num_rows])
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens of which the last ones are scored.
+
+    Attributes:
+        ids: all of them, two at least.
+        counted: how many are scored; the first token has nothing before it and cannot be.
+    """
+
+    ids: list[int]
+    counted: int
+
+
+def rolling_rows(ids: Sequence[int], prefix: int, max_length: int) -> list[TokenRow]:
+    """Windows in which every token of a text is scored once, the last one with as much before it as the model reads.
+
+    Args:
+        ids: of the text.
+        prefix: token before it.
+        max_length: most tokens that the model reads.
+    """
+    rows, text = [], [prefix, *ids]
+    for start in range(1, len(text), max_length):
+        end = min(start + max_length, len(text))
+        rows.append(TokenRow(text[max(0, end - max_length - 1) : end], end - start))
+    return rows
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """What a model makes of a row.
+
+    Attributes:
+        log_likelihood: of its counted tokens together, in nats.
+        likeliest: the token that the model holds likeliest in the place of each counted one.
+    """
+
+    log_likelihood: float
+    likeliest: list[int]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How rows become micro-batches.
+
+    Attributes:
+        micro_batch_size: rows in one forward pass of one rank.
+        max_length: most tokens that the model reads of a row.
+        unit: layouts cut rows of a multiple of so many tokens.
+        lengths: the only lengths of rows, ascending; empty for any.
+    """
+
+    micro_batch_size: int
+    max_length: int
+    unit: int = 1
+    lengths: tuple[int, ...] = ()
+
+    def padded(self, tokens: int) -> int:
+        """Length of rows of which the longest has so many tokens."""
+        if self.lengths:
+            return next(length for length in self.lengths if length >= tokens)
+        return -(-tokens // self.unit) * self.unit
+
+
+class Scorer:
+    """Scores rows on all ranks; the first asks, the others serve.
+
+    Args:
+        engine: of this rank.
+        model: its shape.
+        batching: how.
+        grid: the ranks; None for one process.
+    """
+
+    def __init__(
+        self,
+        engine: ScoringEngine,
+        model: ModelConfig,
+        batching: Batching,
+        grid: ParallelGrid | None = None,
+    ) -> None:
+        self.engine, self.model, self.batching = engine, model, batching
+        self._control = ALONE if grid is None else grid.control
+        self._dp_rank, self._dp = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
+        alone = grid is None or grid.world_size == 1
+        self._rows_per_call = batching.micro_batch_size * self._dp * (1 if alone else _LAYOUT_MICRO_BATCHES)
+
+    def score(self, rows: Sequence[TokenRow], progress: Callable[[int], None] | None = None) -> list[ScoredRow]:
+        """Scores rows, the longest first, so that what does not fit the memory fails at once; on the first rank only.
+
+        Args:
+            rows: to score.
+            progress: is told after every call how many are done.
+
+        Raises:
+            NumericalError: the model computes NaN.
+        """
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
+        found: dict[int, ScoredRow] = {}
+        for start in range(0, len(order), self._rows_per_call):
+            batch = order[start : start + self._rows_per_call]
+            found |= zip(batch, self._ask([rows[index] for index in batch]), strict=True)
+            if progress is not None:
+                progress(len(found))
+        return [found[index] for index in range(len(rows))]
+
+    def serve(self) -> None:
+        """Computes with the first rank until it is done."""
+        while True:
+            rows: list[TokenRow] = self._control.broadcast([], list[TokenRow])
+            if not rows:
+                return
+            self._compute(rows)
+
+    @contextmanager
+    def served(self) -> Iterator[bool]:
+        """Whether this rank asks; the others serve meanwhile, and all leave together."""
+        if self._control.rank:
+            self.serve()
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._control.broadcast([], list[TokenRow])
+
+    def _ask(self, rows: list[TokenRow]) -> Iterator[ScoredRow]:
+        scores = self._compute(self._control.broadcast(rows, list[TokenRow]))
+        for index, row in enumerate(rows):
+            counted = slice(len(row.ids) - 1 - row.counted, len(row.ids) - 1)
+            log_likelihood = float(scores.log_likelihoods_nl[index, counted].sum())
+            if log_likelihood != log_likelihood:
+                raise NumericalError(
+                    "the model computes NaN: its weights are damaged or not finite; try another checkpoint"
+                )
+            yield ScoredRow(log_likelihood, scores.likeliest_nl[index, counted].tolist())
+
+    def _compute(self, rows: Sequence[TokenRow]) -> RowScores:
+        """Collective over the world."""
+        micro, dp = self.batching.micro_batch_size, self._dp
+        length = self.batching.padded(max(len(row.ids) - 1 for row in rows))
+        filled = -(-len(rows) // (micro * dp)) * micro * dp
+        if dp == 1 and self._control.world_size == 1:
+            # Nobody else has to make as many passes of as many rows.
+            filled, micro = len(rows), min(micro, len(rows))
+            numbers = [list(range(start, min(start + micro, filled))) for start in range(0, filled, micro)]
+        else:
+            numbers = micro_batch_ids(0, filled, micro, self._dp_rank, dp).tolist()
+        return self.engine.score([self._micro_batch(rows, ids, length) for ids in numbers], len(rows))
+
+    def _micro_batch(self, rows: Sequence[TokenRow], numbers: Sequence[int], length: int) -> MicroBatch:
+        tokens_bs, labels_bs = torch.zeros(2, len(numbers), length, dtype=torch.int64).unbind()
+        for place, number in enumerate(numbers):
+            if number < len(rows):
+                ids = torch.tensor(rows[number].ids)
+                tokens_bs[place, : len(ids) - 1], labels_bs[place, : len(ids) - 1] = ids[:-1], ids[1:]
+        info = BatchInfo(torch.tensor(numbers), self._positions(len(numbers), length))
+        return MicroBatch(info, tokens_bs, labels_bs, torch.ones(len(numbers), length))
+
+    def _positions(self, batch: int, length: int) -> Tensor | None:
+        """Padding may lie beyond the table of learned positions."""
+        if self.model.position is not Position.learned or length <= self.model.max_seq_len:
+            return None
+        return torch.arange(length).clamp(max=self.model.max_seq_len - 1).expand(batch, -1).contiguous()
+
+
+class Continuation(Protocol):
+    """Reads sequences and says what comes next."""
+
+    def start(self, num_rows: int) -> None:
+        """Forgets everything and begins so many empty sequences."""
+        ...
+
+    def append(self, pieces: Sequence[Sequence[int]]) -> list[int]:
+        """Reads the next tokens of every row; returns the token after each."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows only."""
+        ...
+
+
+class CachedContinuation:
+    """By one process, which keeps keys and values.
+
+    Args:
+        model: stays as it is; its weights are shared.
+        sampling: how tokens are chosen.
+        numbers: of all sequences, which seed their draws.
+    """
+
+    def __init__(self, model: GPT, sampling: Sampling, numbers: Sequence[int]) -> None:
+        shared = {id(weight): weight for weight in model.parameters()}
+        # A cache replaces the attention cores.
+        self._model = with_cache(copy.deepcopy(model, dict[int, Any](shared)))
+        self._sampling, self._numbers = sampling, list(numbers)
+        self._place = 0
+
+    def start(self, num_rows: int) -> None:
+        assert num_rows == len(self._numbers)
+        self._model.start(num_rows)
+
+    def append(self, pieces: Sequence[Sequence[int]]) -> list[int]:
+        """See Continuation.append; raises NumericalError where the model computes NaN."""
+        logits_bv = self._model.append(pieces)
+        if bool(torch.isnan(logits_bv).any()):
+            raise NumericalError(
+                "the model computes NaN: its weights are damaged or not finite; try another checkpoint"
+            )
+        draws_b = draws(self._sampling.seed, self._numbers, self._place)
+        self._place += 1
+        tokens: list[int] = next_tokens(logits_bv, draws_b, self._sampling).tolist()
+        return tokens
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._model.keep(rows)
+        self._numbers = [self._numbers[row] for row in rows]
+
+
+class RescoredContinuation:
+    """By a scorer of any layout, which reads every sequence again for each token.
+
+    Args:
+        scorer: what scores.
+        sampling: how tokens are chosen.
+
+    Raises:
+        ConfigError: tokens are to be drawn, for which their probabilities would have to travel.
+    """
+
+    def __init__(self, scorer: Scorer, sampling: Sampling) -> None:
+        if sampling.temperature:
+            raise ConfigError(
+                f"a task draws tokens at temperature {sampling.temperature}: several ranks take the likeliest only; "
+                "evaluate it with layout.tp, pp, cp and dp at 1"
+            )
+        self._scorer, self._rows = scorer, list[list[int]]()
+
+    def start(self, num_rows: int) -> None:
+        self._rows = [[] for _ in range(num_rows)]
+
+    def append(self, pieces: Sequence[Sequence[int]]) -> list[int]:
+        for row, piece in zip(self._rows, pieces, strict=True):
+            row.extend(piece)
+        # What stands in the place of the next token is not looked at.
+        return [scored.likeliest[0] for scored in self._scorer.score([TokenRow([*row, 0], 1) for row in self._rows])]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]

@@ -1,0 +1,115 @@
+"""How likely a model holds given tokens, place by place, and which token it holds likeliest; over cut vocabularies.
+
+Shape suffixes: b = batch, s = tokens of this context rank, t = this rank's share of them, h = hidden size, r = rows of
+the vocabulary that this rank holds, n = rows that are scored together, l = their whole length.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megads.batch import BatchInfo
+from megads.parallel.grid import Axis, ParallelGrid, own_rows, padded_rows
+from megads.parallel.loss import chunk_tokens, vocab_parallel_token_losses
+
+
+class RowScores(NamedTuple):
+    """What a model makes of rows of tokens.
+
+    Attributes:
+        log_likelihoods_nl: fp64, log-probability in nats of the label of each place.
+        likeliest_nl: int64, the likeliest token of each place, the first of several.
+    """
+
+    log_likelihoods_nl: Tensor
+    likeliest_nl: Tensor
+
+
+class ScoreRecorder:
+    """Computes scores where the loss would be computed, and keeps them.
+
+    Args:
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+    """
+
+    def __init__(self, vocab_size: int, axis: Axis) -> None:
+        self._vocab_size, self._axis = vocab_size, axis
+        self._found: list[tuple[BatchInfo, Tensor, Tensor]] = []
+
+    def __call__(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, labels_bs: Tensor) -> Tensor:
+        """Scores a micro-batch, a few rows at a time, as all their logits may be too many.
+
+        Args:
+            head: the output projection, which closes no region.
+            hidden_bth: its input.
+            info: of the micro-batch.
+            labels_bs: int64, token ids.
+
+        Returns:
+            The sum of the losses, fp64 scalar.
+        """
+        rows = padded_rows(self._vocab_size, self._axis.size)
+        room = chunk_tokens(labels_bs.numel(), rows * hidden_bth.element_size(), hidden_bth.device.type)
+        step = max(1, room // labels_bs.shape[1])
+        losses, likeliest = [], []
+        for part_bth, part_bs in zip(hidden_bth.split(step), labels_bs.split(step), strict=True):
+            logits_bsr = head(part_bth, info)
+            likeliest.append(likeliest_tokens(logits_bsr, self._vocab_size, self._axis))
+            losses.append(vocab_parallel_token_losses(logits_bsr, part_bs, self._vocab_size, self._axis).double())
+        losses_bs = torch.cat(losses)
+        self._found.append((info, -losses_bs, torch.cat(likeliest)))
+        return losses_bs.sum()
+
+    def share(self, num_rows: int, length: int, grid: ParallelGrid, loss_rank: int, device: torch.device) -> RowScores:
+        """Gives every rank the scores of all rows, on the CPU; collective over the world.
+
+        Args:
+            num_rows: rows are numbered by their sample_ids from 0; what has a higher one is filling.
+            length: of a whole row.
+            grid: the ranks.
+            loss_rank: pipeline rank that holds the last stage.
+            device: of this rank.
+        """
+        values_2nl = torch.zeros(2, num_rows, length, dtype=torch.float64, device=device)
+        # Of tensor-parallel ranks all know the same.
+        if grid.pp.rank == loss_rank and grid.tp.is_first:
+            for info, log_likelihoods_bs, likeliest_bs in self._found:
+                counted_b = info.sample_ids < num_rows
+                places_s = info.sequence_index
+                if places_s is None:
+                    places_s = torch.arange(length, device=device)
+                where = info.sample_ids[counted_b][:, None], places_s
+                values_2nl[0][where] = log_likelihoods_bs[counted_b]
+                values_2nl[1][where] = likeliest_bs[counted_b].double()
+        if grid.world_size > 1:
+            dist.all_reduce(values_2nl)
+        log_likelihoods_nl, likeliest_nl = values_2nl.cpu().unbind()
+        return RowScores(log_likelihoods_nl, likeliest_nl.long())
+
+
+def likeliest_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """The token with the largest logit, of several the first, int64 [b, s], the same on all ranks of the axis.
+
+    Args:
+        logits_bsr: this rank's rows, those beyond the vocabulary included.
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+    """
+    start, valid = own_rows(vocab_size, axis)
+    if not valid:
+        own_bs = logits_bsr.new_full(logits_bsr.shape[:-1], float("-inf"), dtype=torch.float32)
+        tokens_bs = torch.full_like(own_bs, vocab_size, dtype=torch.int64)
+    else:
+        largest = logits_bsr[..., :valid].max(dim=-1)
+        own_bs, tokens_bs = largest.values.float(), largest.indices + start
+    if axis.size > 1:
+        largest_bs = own_bs.clone()
+        dist.all_reduce(largest_bs, op=dist.ReduceOp.MAX, group=axis.group)
+        tokens_bs = tokens_bs.masked_fill(own_bs != largest_bs, vocab_size)
+        dist.all_reduce(tokens_bs, op=dist.ReduceOp.MIN, group=axis.group)
+    return tokens_bs

@@ -1,0 +1,58 @@
+"""One rank of an evaluation, started by its command: `python -m megads.tools.evaluate.rank <folder>`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from megads.errors import EXIT_OK
+from megads.launch.rank import run_rank, start_rank
+
+
+def main() -> NoReturn:
+    """Reads the job, does it and writes what came out."""
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.rank")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    start_rank(folder)
+    run_rank(folder, lambda: _work(folder))
+
+
+def _work(folder: Path) -> int:
+    # Imported after the log is open, so that a failing import is in it.
+    from megads.checkpoint.read import open_checkpoint
+    from megads.parallel.grid import build_grid
+    from megads.runtime.distributed import decode, world
+    from megads.runtime.environment import rank_environment
+    from megads.runtime.heartbeat import heartbeat
+    from megads.tools.evaluate.command import RESULT_FILE, RankJob
+    from megads.tools.evaluate.job import as_plain, evaluate_checkpoint, load_layout, tasks_of
+    from megads.tools.generate import checkpoint_tokenizer
+    from megads.train import rank_device
+
+    job: RankJob = decode((folder / "job.json").read_bytes(), RankJob, 0)
+    config = job.config
+    config.settle_plugins()
+    environment = rank_environment()
+    device = rank_device(environment, deterministic=True)
+
+    with heartbeat(environment.heartbeats, environment.rank) as beats, world(device, config.timeout_s) as control:
+
+        def progress(what: str, done: int, of: int) -> None:
+            beats.enter(f"{what}, {done:,} of {of:,}")
+
+        beats.enter("loading the checkpoint")
+        grid = build_grid(config.layout.parallel, environment.rank, environment.world_size, control)
+        handle = open_checkpoint(job.checkpoint, control)
+        found = checkpoint_tokenizer(handle, config.tokenizer)
+        loaded = load_layout(config, handle, grid, device)
+        tasks = tasks_of(config) if environment.rank == 0 else None
+        result = evaluate_checkpoint(config, handle, found, loaded, tasks, job.output, progress)
+        if result is not None:
+            (folder / RESULT_FILE).write_text(as_plain(result))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Answers to lm-eval's requests, held to lm-eval's own backend for transformers on the export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megads.checkpoint.read import open_checkpoint
+from megads.data.indexed.sidecar import FoundTokenizer
+from megads.evaluate.config import WeightPrecision
+from megads.model.config import ModelConfig, Position
+from megads.parallel.grid import build_grid
+from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
+from megads.tools.evaluate.job import LoadedScorer, load_alone, load_layout
+from megads.tools.generate import checkpoint_tokenizer
+from tests.distributed import run_ranks
+from tests.tools.hugging_face.test_formats import BASE, GPT_LIKE, LLAMA_LIKE, exported, hot_model, tokenizer
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("accelerate")
+
+from lm_eval.api.instance import Instance
+
+from megads.evaluate.harness import HarnessModel
+
+__all__ = ["tokenizer"]
+
+# Absolute, in nats.
+TOLERANCE = 1e-5
+LENGTH = 40
+MODELS: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "bloom-untied": {"num_heads": 12, "tie_embeddings": False},
+    "llama": {**LLAMA_LIKE, "num_kv_heads": 2, "tie_embeddings": False},
+    "mistral": {**LLAMA_LIKE, "window": 5, "num_kv_heads": 2, "bias": False},
+    "gpt_neox": {**GPT_LIKE, "position": Position.rope},
+    "gpt2": {**GPT_LIKE, "position": Position.learned},
+}
+PAIRS = [
+    ("def attention_3(query", ", key)"),
+    ("", "def"),
+    ("def attention_1(query, key): return ", "softmax(query @ key)"),
+    ("query, key " * 12, "key"),
+    ("naïve 漢字 🚀", "\n"),
+    ("a", "b"),
+]
+TEXTS = ["def attention_7(query, key)", "softmax(query @ key)  # naïve 漢字 🚀\n" * 4, "x", ""]
+PROMPTS = [
+    ("def attention_3(query", {"until": ["\n"], "max_gen_toks": 12}),
+    ("return softmax(query @ key) and so on " * 5, {"until": ["\n"], "max_gen_toks": 12}),
+    ("a", {"until": ["\n"], "max_gen_toks": 12}),
+    ("def", {"until": ["q", "k"], "max_gen_toks": 7, "do_sample": False}),
+]
+
+
+class Said(NamedTuple):
+    """Answers to all requests, in their order."""
+
+    pairs: list[tuple[float, bool]]
+    rolling: list[float]
+    texts: list[str]
+
+
+def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
+    return [
+        Instance(kind, {}, given, number, metadata=("some", number, 1))  # type: ignore[arg-type]
+        for number, given in enumerate(arguments)
+    ]
+
+
+def ask(model: Any) -> Said:
+    return Said(
+        [(float(value), bool(greedy)) for value, greedy in model.loglikelihood(requests("loglikelihood", PAIRS))],
+        [float(x) for x in model.loglikelihood_rolling(requests("loglikelihood_rolling", [(t,) for t in TEXTS if t]))],
+        list(model.generate_until(requests("generate_until", PROMPTS))),
+    )
+
+
+def model_config(name: str) -> ModelConfig:
+    return ModelConfig(**(BASE | {"max_seq_len": LENGTH} | MODELS[name]))
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Iterator[Any]:
+    """Returns the folder of a model's run and what lm-eval's own backend says of its export; each is made once."""
+    from lm_eval.models.huggingface import HFLM
+
+    made: dict[str, tuple[Path, Said]] = {}
+
+    def of(name: str) -> tuple[Path, Said]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            export = exported(folder, tokenizer, hot_model(model_config(name)))
+            made[name] = folder / "run", ask(HFLM(str(export), device="cpu", dtype="float32", batch_size=3))
+        return made[name]
+
+    yield of
+
+
+def config_of(run: Path, **sizes: int) -> EvaluateConfig:
+    layout = EvaluationLayoutConfig(**sizes)
+    return EvaluateConfig(str(run), batch_size=2, device="cpu", precision=WeightPrecision.fp32, layout=layout)
+
+
+def harness(loaded: LoadedScorer, found: FoundTokenizer) -> HarnessModel:
+    return HarnessModel(loaded.scorer, found, loaded.continuation)
+
+
+def require_equal(ours: Said, theirs: Said) -> None:
+    for (value, greedy), (wanted, wanted_greedy) in zip(ours.pairs, theirs.pairs, strict=True):
+        assert abs(value - wanted) <= TOLERANCE, (ours.pairs, theirs.pairs)
+        assert greedy == wanted_greedy
+    for value, wanted in zip(ours.rolling, theirs.rolling, strict=True):
+        # Of up to 600 nats, of which theirs are added up in fp32.
+        assert abs(value - wanted) <= max(TOLERANCE, 2e-7 * abs(wanted)), (ours.rolling, theirs.rolling)
+    assert ours.texts == theirs.texts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_the_export(name: str, theirs: Any) -> None:
+    """Catches labels that are off by one, padding that is scored, a context that is cut on the wrong side, windows that
+    score a token twice, a completion that goes on behind its end, and what is in the batch changing an answer."""
+    run, wanted = theirs(name)
+    handle = open_checkpoint(run)
+    ours = ask(harness(load_alone(config_of(run), handle), checkpoint_tokenizer(handle)))
+    require_equal(ours, wanted)
+
+
+def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
+    """On one rank; the first has the answers."""
+    found = []
+    for run in runs:
+        config = config_of(run, **sizes)
+        grid = build_grid(config.layout.parallel, dist.get_rank(), dist.get_world_size())
+        handle = open_checkpoint(run, grid.control)
+        loaded = load_layout(config, handle, grid, torch.device("cpu"))
+        with loaded.scorer.served() as asks:
+            found += [ask(harness(loaded, checkpoint_tokenizer(handle)))] if asks else []
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("axis", ["tp", "pp", "dp", "cp"])
+def test_answers_are_the_same_in_every_layout(axis: str, theirs: Any) -> None:
+    """Catches a softmax over a part of the vocabulary or its padding, a greedy token of another rank, chunks of a
+    sample that are put together in the wrong order, and rows that come back to another request."""
+    runs, wanted = zip(*(theirs(name) for name in ("bloom", "llama", "gpt2")), strict=True)
+    first, second = run_ranks(ask_in_layout, 2, runs, {axis: 2})
+    assert second == []
+    for ours, export in zip(first, wanted, strict=True):
+        require_equal(ours, export)
