@@ -1,4 +1,4 @@
-"""What `megads export` and `megads import` can be told."""
+"""What `megads export` can be told."""
 
 from __future__ import annotations
 
@@ -50,22 +50,3 @@ class ExportConfig:
         """Raises ConfigError on sizes below one."""
         if self.shard_mib < 1:
             raise ConfigError(f"shard_mib = {self.shard_mib}: must be at least 1")
-
-
-@dataclass
-class ImportConfig:
-    """Everything `megads import` can be told."""
-
-    input: str = "???"
-    """Folder with config.json and the weights, safetensors or pytorch_model.bin."""
-    output: str = "???"
-    """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
-    name: str = "imported"
-    """Name of the preset that is written, for model=<name> with --config-dir=<output>."""
-    overwrite: bool = False
-    """Replace an earlier import in that folder."""
-
-    def check(self) -> None:
-        """Raises ConfigError on a name that is no file's."""
-        if not self.name.isidentifier():
-            raise ConfigError(f"name = {self.name}: want letters, digits and underscores, as in my_llama")
