@@ -43,7 +43,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 # Which tool uses another one; none is used by a storey below.
 TOOLS = {
     "doctor": set(),
-    "exchange": {"hugging_face"},
+    "exchange": {"generate", "hugging_face"},
     "generate": set(),
     "hugging_face": {"generate"},
     "inspect": {"report"},

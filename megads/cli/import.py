@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
+from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.exchange.config import ImportConfig
 
 
@@ -15,7 +16,9 @@ def run(config: ImportConfig, _invocation: Invocation) -> int:
     print(found)
     train = f"megads train --config-dir={found.folder} model={config.name}"
     if found.has_moments:
-        print(f"go on:     {train} checkpoint.load={found.folder} data.raw=<text> train.steps=<more than so far>")
+        path = found.folder / TOKENIZER_FILE
+        tokenizer = f"tokenizer.path={path} " if path.is_file() else ""
+        print(f"go on:     {train} checkpoint.load={found.folder} data.raw=<text> {tokenizer}train.steps=<more>")
     print(f"train it:  {train} checkpoint.init_from={found.folder} data.raw=<text> train.steps=auto")
     print(f"try it:    megads generate run={found.folder} prompt='...'")
     return EXIT_OK

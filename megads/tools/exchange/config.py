@@ -14,6 +14,7 @@ class ImportFormat(StrEnum):
     auto = "auto"
     hugging_face = "hugging_face"
     megatron_deepspeed = "megatron_deepspeed"
+    universal = "universal"
 
 
 @dataclass
@@ -25,7 +26,8 @@ class ImportConfig:
     output: str = "???"
     """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
     format: ImportFormat = ImportFormat.auto
-    """hugging_face, megatron_deepspeed (BigScience's fork and Microsoft's), or auto: told by the files."""
+    """hugging_face, megatron_deepspeed (BigScience's fork and Microsoft's), universal (DeepSpeed's universal
+    checkpoints), or auto: told by the files."""
     tokenizer: str | None = None
     """tokenizer.json that the model was trained with; null is the one in the folder, or none: nobody then compares it
     with that of the data."""
@@ -33,6 +35,9 @@ class ImportConfig:
     """Rows of the embedding to keep, from the first: others pad it for tensor parallelism. null: as many as the
     tokenizer has tokens; without one as many as the checkpoint says it had before padding, else all. All of a Hugging
     Face folder."""
+    optimizer: bool = True
+    """Take the optimizer's state and the step too, where they are there: checkpoint.load=<output> goes on. Then weights
+    are those of the optimizer, in fp32."""
     name: str = "imported"
     """Name of the preset that is written, for model=<name> with --config-dir=<output>."""
     overwrite: bool = False

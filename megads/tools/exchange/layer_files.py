@@ -24,6 +24,8 @@ from megads.tools.exchange.pickles import load_mapping
 from megads.tools.exchange.source import Stored, held, joined, replicated, some, split_rows
 from megads.tools.hugging_face.weights import Names
 
+POINTERS = ("latest_universal", "latest")
+"""Files that name the newest checkpoint of a folder; a universal one is made of the other, and has more."""
 FIRST_STATE_FILE = "mp_rank_00_model_states.pt"
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _FINAL_NORM = {"weight", "bias", "scale", "norm.weight", "norm.bias", "norm.scale"}
@@ -78,9 +80,9 @@ class Layer:
     shards: Mapping[str, Sequence[Stored]]
 
 
-def step_folder_of(folder: Path, pointers: Sequence[str] = ("latest",)) -> Path:
-    """The folder of the checkpoint that a path means: itself, or the one that `latest` in it names."""
-    for pointer in pointers:
+def step_folder_of(folder: Path) -> Path:
+    """The folder of the checkpoint that a path means: itself, or the one that a pointer in it names."""
+    for pointer in POINTERS:
         path = folder / pointer
         if path.is_file():
             name = path.read_text(errors="replace").strip()
@@ -114,9 +116,23 @@ def read_layers(folder: Path, tp: int | None) -> list[Layer]:
                 f"{folder / named} is {'missing' if missing else 'one too many'}: the model was trained with tensor "
                 f"parallelism of {ranks}"
             )
-        layers.append(_layer(index, [files[rank] for rank in range(ranks)]))
-    _require_order(folder, layers)
-    return layers
+        shards = _shards([files[rank] for rank in range(ranks)])
+        layers.append(Layer(index, _kind(str(files[0]), set(shards)), shards))
+    return _ordered(folder, layers)
+
+
+def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]]) -> list[Layer]:
+    """The layers that tensors are of, in order.
+
+    Args:
+        folder: for messages.
+        tensors: shards of each tensor of each layer, by its index in the pipeline.
+
+    Raises:
+        CheckpointError: they are not those of a decoder.
+    """
+    layers = [Layer(index, _kind(f"{folder}: layer {index}", set(of)), of) for index, of in sorted(tensors.items())]
+    return _ordered(folder, layers)
 
 
 def decoder_tensors(layers: Sequence[Layer], gated: bool) -> dict[str, Stored]:
@@ -163,8 +179,8 @@ def _full_name(kind: LayerKind, number: int, name: str) -> str:
     return f"final_layernorm.{name.removeprefix('norm.')}" if kind is LayerKind.final_norm else name
 
 
-def _layer(index: int, paths: Sequence[Path]) -> Layer:
-    """One layer of all ranks of tensor parallelism."""
+def _shards(paths: Sequence[Path]) -> dict[str, Sequence[Stored]]:
+    """The tensors of one layer, of all ranks of tensor parallelism."""
     held_by_rank: list[dict[str, Any]] = []
     for path in paths:
         content = {name: item for name, item in load_mapping(path).items() if not name.endswith(_BUFFERS)}
@@ -177,14 +193,13 @@ def _layer(index: int, paths: Sequence[Path]) -> Layer:
         if content.keys() != names:
             wrong = sorted(content.keys() ^ names)
             raise CheckpointError(f"{path} and {paths[0].name} hold other tensors: {some(wrong)} in one of them only")
-    shards = {
+    return {
         name: [held(content[name], f"{path}: {name}") for path, content in zip(paths, held_by_rank, strict=True)]
         for name in names
     }
-    return Layer(index, _kind(paths[0], set(names)), shards)
 
 
-def _kind(path: Path, names: set[str]) -> LayerKind:
+def _kind(where: str, names: set[str]) -> LayerKind:
     if "word_embeddings.weight" in names:
         return LayerKind.embedding
     if any(name.startswith(("self_attention.", "attention.")) for name in names):
@@ -193,11 +208,15 @@ def _kind(path: Path, names: set[str]) -> LayerKind:
         return LayerKind.final_norm
     if names and names <= _HEADS:
         return LayerKind.head
-    raise CheckpointError(f"{path}: holds no layer of a decoder, but {', '.join(sorted(names)[:3]) or 'nothing'}")
+    raise CheckpointError(f"{where}: holds no layer of a decoder, but {', '.join(sorted(names)[:3]) or 'nothing'}")
 
 
-def _require_order(folder: Path, layers: Sequence[Layer]) -> None:
-    """Raises CheckpointError unless there is an embedding, then blocks without a gap, a norm, and a head or none."""
+def _ordered(folder: Path, layers: list[Layer]) -> list[Layer]:
+    """Returns the layers.
+
+    Raises:
+        CheckpointError: they are not an embedding, then blocks without a gap, a norm, and a head or none.
+    """
     kinds = [layer.kind for layer in layers]
     blocks = [layer.index for layer in layers if layer.kind is LayerKind.block]
     middle = [LayerKind.embedding, *[LayerKind.block] * len(blocks), LayerKind.final_norm]
@@ -207,5 +226,6 @@ def _require_order(folder: Path, layers: Sequence[Layer]) -> None:
         order = ", ".join(f"{layer.index} {layer.kind}" for layer in layers) or "none"
         raise CheckpointError(
             f"{folder}: the layers are not an embedding, blocks without a gap, a norm and at most a head: a "
-            f"layer_*-model_* file is missing or one too many (found: {order})"
+            f"layer is missing or one too many (found: {order})"
         )
+    return layers

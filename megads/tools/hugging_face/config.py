@@ -9,7 +9,10 @@ from megads.errors import ConfigError
 
 
 class ExportFormat(StrEnum):
-    """The published architecture that an exported model becomes; auto takes the one that can express it."""
+    """The published architecture that an exported model becomes; auto takes the one that can express it.
+
+    universal is DeepSpeed's universal checkpoint, with the names of that architecture and the optimizer's state.
+    """
 
     auto = "auto"
     bloom = "bloom"
@@ -17,6 +20,7 @@ class ExportFormat(StrEnum):
     mistral = "mistral"
     gpt_neox = "gpt_neox"
     gpt2 = "gpt2"
+    universal = "universal"
 
 
 class ExportPrecision(StrEnum):
@@ -36,7 +40,8 @@ class ExportConfig:
     output: str = "???"
     """Folder to make."""
     format: ExportFormat = ExportFormat.auto
-    """bloom, llama, mistral, gpt_neox, gpt2, or auto: the one that can express the model."""
+    """bloom, llama, mistral, gpt_neox, gpt2, or auto: the one that can express the model; universal: DeepSpeed's
+    universal checkpoint, for a training of that one to go on from (docs/other-trainers.md)."""
     precision: ExportPrecision = ExportPrecision.auto
     """bf16, fp32, or auto: what the run computed in. Checkpoints hold fp32."""
     tokenizer: str | None = None
