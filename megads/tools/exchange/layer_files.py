@@ -30,7 +30,7 @@ FIRST_STATE_FILE = "mp_rank_00_model_states.pt"
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _FINAL_NORM = {"weight", "bias", "scale", "norm.weight", "norm.bias", "norm.scale"}
 _HEADS = {"lm_head.weight", "final_linear.weight"}
-_COLUMN = re.compile(r"(word_embeddings|lm_head|query_key_value|dense_h_to_4h)\.(weight|bias)$")
+_COLUMN = re.compile(r"(word_embeddings|lm_head|query_key_value|dense_h_to_4h|mlp\.gate|mlp\.up)\.(weight|bias)$")
 """What tensor parallelism cuts along the first dimension."""
 _ROW = re.compile(r"(self_attention\.dense|dense_4h_to_h)\.weight$")
 """What it cuts along the second."""
@@ -54,6 +54,21 @@ NAMES = Names(
     prefix="layers.{}",
 )
 """Megatron's names of a whole model; gates and ups, which are stacked in its files, apart."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A projection whose rows, on each rank of tensor parallelism, are those of several projections.
+
+    Attributes:
+        name: of the projection.
+        parts: names of those in it, from the first row on.
+        shares: of the rows, in proportion.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shares: tuple[int, ...]
 
 
 class LayerKind(StrEnum):
@@ -135,12 +150,15 @@ def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]
     return _ordered(folder, layers)
 
 
-def decoder_tensors(layers: Sequence[Layer], gated: bool) -> dict[str, Stored]:
+GATES_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
+
+
+def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
     """The tensors of a decoder by `NAMES`, each joined over the ranks of tensor parallelism.
 
     Args:
         layers: with the names of Megatron-DeepSpeed.
-        gated: mlp.dense_h_to_4h holds gates above ups.
+        stacks: projections that are one in the files, and several here.
 
     Raises:
         CheckpointError: shards do not fit together.
@@ -149,25 +167,26 @@ def decoder_tensors(layers: Sequence[Layer], gated: bool) -> dict[str, Stored]:
     number = 0
     for layer in layers:
         for name, parts in layer.shards.items():
-            found |= merged(_full_name(layer.kind, number, name), parts, gated)
+            found |= merged(_full_name(layer.kind, number, name), parts, stacks)
         number += layer.kind is LayerKind.block
     return found
 
 
-def merged(name: str, parts: Sequence[Stored], gated: bool) -> dict[str, Stored]:
+def merged(name: str, parts: Sequence[Stored], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
     """A tensor of Megatron's, joined over tensor parallelism, by `NAMES`.
 
     Args:
-        name: as in `NAMES`, but for stacked gates and ups.
+        name: as in `NAMES`, but for stacks.
         parts: of the ranks.
-        gated: mlp.dense_h_to_4h holds gates above ups.
+        stacks: projections that are one in the files, and several here.
 
     Raises:
         CheckpointError: they do not fit together.
     """
-    if gated and ".dense_h_to_4h." in name:
-        both = split_rows(parts, (1, 1))
-        return {name.replace("dense_h_to_4h", kind): part for kind, part in zip(("gate", "up"), both, strict=True)}
+    for stack in stacks:
+        if f".{stack.name}." in name:
+            apart = split_rows(parts, stack.shares)
+            return {name.replace(stack.name, of): part for of, part in zip(stack.parts, apart, strict=True)}
     if _COLUMN.search(name):
         return {name: joined(parts)}
     return {name: joined(parts, 1) if _ROW.search(name) else replicated(parts)}

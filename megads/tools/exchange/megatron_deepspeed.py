@@ -13,7 +13,9 @@ from megads.tools.exchange.arguments import Arguments
 from megads.tools.exchange.config import ImportConfig
 from megads.tools.exchange.layer_files import (
     FIRST_STATE_FILE,
+    GATES_FIRST,
     NAMES,
+    Stack,
     decoder_tensors,
     read_layers,
     step_folder_of,
@@ -43,7 +45,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     arguments = arguments_of(state, found / FIRST_STATE_FILE)
     model = model_of(arguments)
     tp = arguments.integer("tensor_model_parallel_size", None)
-    tensors = decoder_tensors(read_layers(found, tp), model.mlp is MLPKind.swiglu)
+    tensors = decoder_tensors(read_layers(found, tp), stacks_of(model))
     pp = arguments.integer("pipeline_model_parallel_size", 1)
     return Source(
         title=f"Megatron-DeepSpeed, {found.name}, tensor parallel {tp or 1}, pipeline parallel {pp}",
@@ -54,6 +56,11 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
         unpadded=unpadded_vocabulary(state),
         progress=progress_of(state, arguments),
     )
+
+
+def stacks_of(model: ModelConfig) -> tuple[Stack, ...]:
+    """Projections that are one in the files."""
+    return (GATES_FIRST,) if model.mlp is MLPKind.swiglu else ()
 
 
 def arguments_of(state: Mapping[str, Any], path: Path) -> Arguments:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,19 +20,19 @@ from typing import Any
 from torch import Tensor
 
 from megads.errors import CheckpointError, ConfigError
-from megads.model.config import MLPKind
 from megads.tools.exchange.arguments import Arguments
 from megads.tools.exchange.config import ImportConfig
 from megads.tools.exchange.hugging_face import read_json_object
 from megads.tools.exchange.layer_files import (
     FIRST_STATE_FILE,
     NAMES,
+    Stack,
     decoder_tensors,
     layers_of,
     merged,
     step_folder_of,
 )
-from megads.tools.exchange.megatron_deepspeed import arguments_of, model_of, progress_of, unpadded_vocabulary
+from megads.tools.exchange.megatron_deepspeed import arguments_of, model_of, progress_of, stacks_of, unpadded_vocabulary
 from megads.tools.exchange.pickles import load_inert, load_mapping
 from megads.tools.exchange.source import MOMENTS, WEIGHT, Source, Stored, Tensors, TrainedSoFar, held
 from megads.tools.hugging_face.architectures import architecture_of
@@ -76,8 +76,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         return _of_transformers(folder, found, by_kind, progress)
     arguments = arguments_of(state, state_file)
     model, unpadded = model_of(arguments), unpadded_vocabulary(state)
-    gated = model.mlp is MLPKind.swiglu
-    tensors = {kind: _of_megatron(found, stored, gated) for kind, stored in by_kind.items()}
+    tensors = {kind: _of_megatron(found, stored, stacks_of(model)) for kind, stored in by_kind.items()}
     word = tensors[WEIGHT].get("word_embeddings.weight")
     if word is not None and unpadded is not None and word.shape[:1] == (unpadded,):
         # Its writer has removed the padding.
@@ -114,7 +113,7 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
     )
 
 
-def _of_megatron(found: Path, stored: Tensors, gated: bool) -> dict[str, Stored]:
+def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[Stack]) -> dict[str, Stored]:
     """The tensors by Megatron's names, of a model that was a pipeline, or one that was not."""
     layers: dict[int, dict[str, list[Stored]]] = defaultdict(dict)
     tensors: dict[str, Stored] = {}
@@ -125,11 +124,11 @@ def _of_megatron(found: Path, stored: Tensors, gated: bool) -> dict[str, Stored]
             continue
         for start, ours in _OF_LANGUAGE_MODEL:
             if name.startswith(start):
-                tensors |= merged(ours + name.removeprefix(start), [item], gated)
+                tensors |= merged(ours + name.removeprefix(start), [item], stacks)
                 break
         else:
             tensors[name] = item
-    return tensors | (decoder_tensors(layers_of(found, layers), gated) if layers else {})
+    return tensors | (decoder_tensors(layers_of(found, layers), stacks) if layers else {})
 
 
 def _has_moments(found: Path, parameters: list[str]) -> bool:
