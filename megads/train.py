@@ -85,14 +85,11 @@ def train(config: RootConfig, run_dir: Path) -> int:
         step_lines = metrics_hook(config, environment, device, metrics, control)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
-        work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
-        attention = autotune_attention(config.model, work, grid, device, run_dir)
-        kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
-        record_tuning(events, attention, operators)
+        kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("verifying a checkpoint")
         origin = find_origin(config, run_dir, control)
         beats.enter("building the engine")
-        engine = build_engine(config, grid, device, kernels, attention.kind, draws=not origin.gives_weights)
+        engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
         state = TrainState()
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
@@ -201,6 +198,17 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
         "what ops.impl stands for", kernels.text, "install a C++ compiler everywhere, or use ops.impl=torch"
     )
     return kernels
+
+
+def tuned_kernels(
+    config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
+) -> tuple[Kernels, AttentionKind]:
+    """What computes each operator, and attention: on a GPU what is quickest there, measured once."""
+    work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
+    attention = autotune_attention(config.model, work, grid, device, run_dir)
+    kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
+    record_tuning(events, attention, operators)
+    return kernels, attention.kind
 
 
 def operator_work(config: RootConfig) -> OperatorWork:

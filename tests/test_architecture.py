@@ -44,6 +44,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 TOOLS = {
     "doctor": set(),
     "evaluate": {"generate"},
+    "exchange": {"generate", "hugging_face"},
     "generate": set(),
     "hugging_face": {"generate"},
     "inspect": {"report"},

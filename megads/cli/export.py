@@ -1,14 +1,19 @@
-"""`megads export`: writes a trained model in Hugging Face's format."""
+"""`megads export`: writes a trained model in Hugging Face's format, or as a checkpoint that DeepSpeed goes on from."""
 
 from __future__ import annotations
 
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
-from megads.tools.hugging_face.config import ExportConfig
+from megads.tools.hugging_face.config import ExportConfig, ExportFormat
 
 
 def run(config: ExportConfig, _invocation: Invocation) -> int:
     """Exports, and says what was written."""
+    if config.format is ExportFormat.universal:
+        from megads.tools.exchange.universal_export import export_universal
+
+        print(export_universal(config))
+        return EXIT_OK
     from megads.tools.hugging_face.export import export_checkpoint
 
     print(export_checkpoint(config))

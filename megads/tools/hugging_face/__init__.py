@@ -1,3 +1,3 @@
-"""Models to Hugging Face's format and from it: safetensors, config.json and the tokenizer's files."""
+"""Models to Hugging Face's format, and the names of its architectures."""
 
-__all__ = ["config", "export", "load"]
+__all__ = ["architectures", "config", "export", "weights"]

@@ -1,4 +1,4 @@
-"""What `megads export` and `megads import` can be told."""
+"""What `megads export` can be told."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from megads.errors import ConfigError
 
 
 class ExportFormat(StrEnum):
-    """The published architecture that an exported model becomes; auto takes the one that can express it."""
+    """The published architecture that an exported model becomes; auto takes the one that can express it.
+
+    universal is DeepSpeed's universal checkpoint, with the names of that architecture and the optimizer's state.
+    """
 
     auto = "auto"
     bloom = "bloom"
@@ -18,6 +21,7 @@ class ExportFormat(StrEnum):
     qwen3 = "qwen3"
     gpt_neox = "gpt_neox"
     gpt2 = "gpt2"
+    universal = "universal"
 
 
 class ExportPrecision(StrEnum):
@@ -37,7 +41,8 @@ class ExportConfig:
     output: str = "???"
     """Folder to make."""
     format: ExportFormat = ExportFormat.auto
-    """bloom, llama, mistral, qwen3, gpt_neox, gpt2, or auto: the one that can express the model."""
+    """bloom, llama, mistral, qwen3, gpt_neox, gpt2, or auto: the one that can express the model; universal:
+    DeepSpeed's universal checkpoint, for a training of that one to go on from (docs/other-trainers.md)."""
     precision: ExportPrecision = ExportPrecision.auto
     """bf16, fp32, or auto: what the run computed in. Checkpoints hold fp32."""
     tokenizer: str | None = None
@@ -51,22 +56,3 @@ class ExportConfig:
         """Raises ConfigError on sizes below one."""
         if self.shard_mib < 1:
             raise ConfigError(f"shard_mib = {self.shard_mib}: must be at least 1")
-
-
-@dataclass
-class ImportConfig:
-    """Everything `megads import` can be told."""
-
-    input: str = "???"
-    """Folder with config.json and the weights, safetensors or pytorch_model.bin."""
-    output: str = "???"
-    """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
-    name: str = "imported"
-    """Name of the preset that is written, for model=<name> with --config-dir=<output>."""
-    overwrite: bool = False
-    """Replace an earlier import in that folder."""
-
-    def check(self) -> None:
-        """Raises ConfigError on a name that is no file's."""
-        if not self.name.isidentifier():
-            raise ConfigError(f"name = {self.name}: want letters, digits and underscores, as in my_llama")

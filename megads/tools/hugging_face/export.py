@@ -107,7 +107,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     dtype = _DTYPES[_precision(config.precision, handle)]
     files = plan_files(model, architecture, dtype, config.shard_mib << 20)
     nbytes = sum(piece.nbytes for pieces in files.values() for piece in pieces)
-    _require_room(output, nbytes)
+    require_room(output, nbytes)
     with new_folder(output) as partial:
         for name, pieces in files.items():
             layouts = [layout for piece in pieces for layout in piece.layouts]
@@ -116,9 +116,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
             )
             if len(files) > 1:
                 print(f"{name}: {sum(piece.nbytes for piece in pieces) / 1e6:,.0f} MB", flush=True)
-        _write_json(partial / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
-        _write_json(partial / "generation_config.json", {**_ids(tokenizer), "do_sample": True})
-        _write_tokenizer(partial, tokenizer, model)
+        write_settings(partial, architecture, model, tokenizer, dtype)
         write_origin(partial, _MADE_BY)
         if len(files) > 1:
             names = {layout.name: name for name, pieces in files.items() for p in pieces for layout in p.layouts}
@@ -165,16 +163,42 @@ def _tensors(
     """The tensors of a file in the order of its layouts; those of one stage are in memory."""
     shapes = parameter_shapes(model)
     for piece in pieces:
-        names = [name for link in piece.links for name in link.ours]
-        weights = {name: torch.empty(shapes[name]) for name in names}
-        shards = [Shard(f"weight/{name}", shapes[name], (0,) * len(shapes[name]), weights[name]) for name in names]
-        read_into(handle, shards)
-        del shards
+        weights = read_stage(handle, piece.links, shapes)
         for link in piece.links:
             for tensor in link.to_theirs([weights.pop(name) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)
+
+
+def read_stage(
+    handle: CheckpointHandle, links: Sequence[Link], shapes: Mapping[str, tuple[int, ...]], kind: str = "weight"
+) -> dict[str, Tensor]:
+    """Some parameters of a checkpoint, fp32, by their names.
+
+    Args:
+        handle: the checkpoint.
+        links: of the parameters.
+        shapes: of all parameters.
+        kind: "weight", or the part of the optimizer's state that is meant.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    names = [name for link in links for name in link.ours]
+    found = {name: torch.empty(shapes[name]) for name in names}
+    shards = [Shard(f"{kind}/{name}", shapes[name], (0,) * len(shapes[name]), found[name]) for name in names]
+    read_into(handle, shards)
+    return found
+
+
+def write_settings(
+    folder: Path, architecture: Architecture, model: ModelConfig, tokenizer: FoundTokenizer, dtype: torch.dtype
+) -> None:
+    """Writes config.json, generation_config.json and the tokenizer's files."""
+    _write_json(folder / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
+    _write_json(folder / "generation_config.json", {**_ids(tokenizer), "do_sample": True})
+    _write_tokenizer(folder, tokenizer, model)
 
 
 def _precision(wanted: ExportPrecision, handle: CheckpointHandle) -> ExportPrecision:
@@ -320,7 +344,8 @@ def _bring_to_disk(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _require_room(output: Path, nbytes: int) -> None:
+def require_room(output: Path, nbytes: int) -> None:
+    """Raises CheckpointError where a folder's disk has no room for so many bytes."""
     parent = next(folder for folder in (output.absolute().parent, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
     if free < nbytes:

@@ -36,8 +36,10 @@ from megads.model.config import (
     RopeScalingConfig,
 )
 from megads.model.gpt import GPT, parameter_generator
-from megads.tools.hugging_face import export, load
-from megads.tools.hugging_face.config import ExportConfig, ExportFormat, ExportPrecision, ImportConfig
+from megads.tools.exchange import load
+from megads.tools.exchange.config import ImportConfig
+from megads.tools.hugging_face import export
+from megads.tools.hugging_face.config import ExportConfig, ExportFormat, ExportPrecision
 from tests.small_run import TOKENS, write_dataset
 
 transformers = pytest.importorskip("transformers")

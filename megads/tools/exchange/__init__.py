@@ -1,0 +1,3 @@
+"""Checkpoints of other trainers and models of Hugging Face, read into a run of megads; and universal checkpoints."""
+
+__all__ = ["config", "load", "universal_export"]

@@ -1,0 +1,250 @@
+"""The weights of DeepSpeed's pipeline module: a file for each layer and rank of tensor parallelism.
+
+    global_step100/layer_03-model_00-model_states.pt    layer 3 of the pipeline, rank 0 of tensor parallelism
+    global_step100/mp_rank_00_model_states.pt           what the trainer saved beside the weights
+    latest                                              global_step100
+
+Layers count functions without weights too, in each trainer's own way: which layer is which is told by what is in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megads.errors import CheckpointError
+from megads.tools.exchange.pickles import load_mapping
+from megads.tools.exchange.source import Stored, held, joined, replicated, some, split_rows
+from megads.tools.hugging_face.weights import Names
+
+POINTERS = ("latest_universal", "latest")
+"""Files that name the newest checkpoint of a folder; a universal one is made of the other, and has more."""
+FIRST_STATE_FILE = "mp_rank_00_model_states.pt"
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+_FINAL_NORM = {"weight", "bias", "scale", "norm.weight", "norm.bias", "norm.scale"}
+_HEADS = {"lm_head.weight", "final_linear.weight"}
+_COLUMN = re.compile(r"(word_embeddings|lm_head|query_key_value|dense_h_to_4h|mlp\.gate|mlp\.up)\.(weight|bias)$")
+"""What tensor parallelism cuts along the first dimension."""
+_ROW = re.compile(r"(self_attention\.dense|dense_4h_to_h)\.weight$")
+"""What it cuts along the second."""
+_BUFFERS = ("._extra_state", ".inv_freq", ".rotary_emb.inv_freq")
+NAMES = Names(
+    outer={
+        "embedding.word": "word_embeddings",
+        "embedding.position": "position_embeddings",
+        "embedding.norm": "word_embeddings.norm",
+        "final_norm": "final_layernorm",
+    },
+    block={
+        "input_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attention.query_key_value",),
+        "attention.dense": ("self_attention.dense",),
+        "post_attention_norm": ("post_attention_layernorm",),
+        "mlp.up": ("mlp.dense_h_to_4h",),
+        "mlp.gate_up": ("mlp.gate", "mlp.up"),
+        "mlp.down": ("mlp.dense_4h_to_h",),
+    },
+    prefix="layers.{}",
+)
+"""Megatron's names of a whole model; gates and ups, which are stacked in its files, apart."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A projection whose rows, on each rank of tensor parallelism, are those of several projections.
+
+    Attributes:
+        name: of the projection.
+        parts: names of those in it, from the first row on.
+        shares: of the rows, in proportion.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    shares: tuple[int, ...]
+
+
+class LayerKind(StrEnum):
+    """What a layer of the pipeline is."""
+
+    embedding = "embedding"
+    block = "block"
+    final_norm = "final norm"
+    head = "head"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the pipeline.
+
+    Attributes:
+        index: in the pipeline.
+        kind: what it is.
+        shards: of each tensor, by the names in the files.
+    """
+
+    index: int
+    kind: LayerKind
+    shards: Mapping[str, Sequence[Stored]]
+
+
+def step_folder_of(folder: Path) -> Path:
+    """The folder of the checkpoint that a path means: itself, or the one that a pointer in it names."""
+    for pointer in POINTERS:
+        path = folder / pointer
+        if path.is_file():
+            name = path.read_text(errors="replace").strip()
+            if name and Path(name).name == name and (folder / name).is_dir():
+                return folder / name
+    return folder
+
+
+def read_layers(folder: Path, tp: int | None) -> list[Layer]:
+    """The layers of a checkpoint, in order.
+
+    Args:
+        folder: of its files.
+        tp: ranks of tensor parallelism; None: as many as there are files.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or holds no layer of a decoder.
+    """
+    found: dict[int, dict[int, Path]] = defaultdict(dict)
+    for path in folder.iterdir():
+        match = LAYER_FILE.fullmatch(path.name)
+        if match:
+            found[int(match[1])][int(match[2])] = path
+    ranks = tp if tp is not None else 1 + max((rank for ranks in found.values() for rank in ranks), default=0)
+    layers = []
+    for index, files in sorted(found.items()):
+        missing = [rank for rank in range(ranks) if rank not in files]
+        if missing or len(files) > ranks:
+            named = f"layer_{index:02d}-model_{missing[0] if missing else max(files):02d}-model_states.pt"
+            raise CheckpointError(
+                f"{folder / named} is {'missing' if missing else 'one too many'}: the model was trained with tensor "
+                f"parallelism of {ranks}"
+            )
+        shards = _shards([files[rank] for rank in range(ranks)])
+        layers.append(Layer(index, _kind(str(files[0]), set(shards)), shards))
+    return _ordered(folder, layers)
+
+
+def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]]) -> list[Layer]:
+    """The layers that tensors are of, in order.
+
+    Args:
+        folder: for messages.
+        tensors: shards of each tensor of each layer, by its index in the pipeline.
+
+    Raises:
+        CheckpointError: they are not those of a decoder.
+    """
+    layers = [Layer(index, _kind(f"{folder}: layer {index}", set(of)), of) for index, of in sorted(tensors.items())]
+    return _ordered(folder, layers)
+
+
+GATES_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
+
+
+def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
+    """The tensors of a decoder by `NAMES`, each joined over the ranks of tensor parallelism.
+
+    Args:
+        layers: with the names of Megatron-DeepSpeed.
+        stacks: projections that are one in the files, and several here.
+
+    Raises:
+        CheckpointError: shards do not fit together.
+    """
+    found: dict[str, Stored] = {}
+    number = 0
+    for layer in layers:
+        for name, parts in layer.shards.items():
+            found |= merged(_full_name(layer.kind, number, name), parts, stacks)
+        number += layer.kind is LayerKind.block
+    return found
+
+
+def merged(name: str, parts: Sequence[Stored], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
+    """A tensor of Megatron's, joined over tensor parallelism, by `NAMES`.
+
+    Args:
+        name: as in `NAMES`, but for stacks.
+        parts: of the ranks.
+        stacks: projections that are one in the files, and several here.
+
+    Raises:
+        CheckpointError: they do not fit together.
+    """
+    for stack in stacks:
+        if f".{stack.name}." in name:
+            apart = split_rows(parts, stack.shares)
+            return {name.replace(stack.name, of): part for of, part in zip(stack.parts, apart, strict=True)}
+    if _COLUMN.search(name):
+        return {name: joined(parts)}
+    return {name: joined(parts, 1) if _ROW.search(name) else replicated(parts)}
+
+
+def _full_name(kind: LayerKind, number: int, name: str) -> str:
+    if kind is LayerKind.block:
+        return f"layers.{number}.{name}"
+    return f"final_layernorm.{name.removeprefix('norm.')}" if kind is LayerKind.final_norm else name
+
+
+def _shards(paths: Sequence[Path]) -> dict[str, Sequence[Stored]]:
+    """The tensors of one layer, of all ranks of tensor parallelism."""
+    held_by_rank: list[dict[str, Any]] = []
+    for path in paths:
+        content = {name: item for name, item in load_mapping(path).items() if not name.endswith(_BUFFERS)}
+        other = [name for name, item in content.items() if not isinstance(item, Tensor)]
+        if other:
+            raise CheckpointError(f"{path}: {other[0]} is no tensor")
+        held_by_rank.append(content)
+    names = held_by_rank[0].keys()
+    for path, content in zip(paths, held_by_rank, strict=True):
+        if content.keys() != names:
+            wrong = sorted(content.keys() ^ names)
+            raise CheckpointError(f"{path} and {paths[0].name} hold other tensors: {some(wrong)} in one of them only")
+    return {
+        name: [held(content[name], f"{path}: {name}") for path, content in zip(paths, held_by_rank, strict=True)]
+        for name in names
+    }
+
+
+def _kind(where: str, names: set[str]) -> LayerKind:
+    if "word_embeddings.weight" in names:
+        return LayerKind.embedding
+    if any(name.startswith(("self_attention.", "attention.")) for name in names):
+        return LayerKind.block
+    if names and names <= _FINAL_NORM:
+        return LayerKind.final_norm
+    if names and names <= _HEADS:
+        return LayerKind.head
+    raise CheckpointError(f"{where}: holds no layer of a decoder, but {', '.join(sorted(names)[:3]) or 'nothing'}")
+
+
+def _ordered(folder: Path, layers: list[Layer]) -> list[Layer]:
+    """Returns the layers.
+
+    Raises:
+        CheckpointError: they are not an embedding, then blocks without a gap, a norm, and a head or none.
+    """
+    kinds = [layer.kind for layer in layers]
+    blocks = [layer.index for layer in layers if layer.kind is LayerKind.block]
+    middle = [LayerKind.embedding, *[LayerKind.block] * len(blocks), LayerKind.final_norm]
+    if not blocks or blocks != list(range(blocks[0], blocks[0] + len(blocks))) or kinds not in (
+        middle, [*middle, LayerKind.head],
+    ):  # fmt: skip
+        order = ", ".join(f"{layer.index} {layer.kind}" for layer in layers) or "none"
+        raise CheckpointError(
+            f"{folder}: the layers are not an embedding, blocks without a gap, a norm and at most a head: a "
+            f"layer is missing or one too many (found: {order})"
+        )
+    return layers

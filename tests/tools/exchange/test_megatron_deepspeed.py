@@ -1,0 +1,224 @@
+"""Checkpoints of Megatron-DeepSpeed, held to transformers' models whose weights they hold."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megads.batch import BatchInfo
+from megads.checkpoint.read import load_unsharded, open_checkpoint
+from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
+from megads.tools.exchange.config import ImportConfig, ImportFormat
+from megads.tools.exchange.load import import_folder
+from tests.small_run import TOKENS, write_dataset
+from tests.tools.exchange import megatron_files as files
+
+PADDED = 360
+TOLERANCE = 2e-5
+"""Of logits, absolute, which have a size of up to 10."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained one."""
+    return Path(f"{write_dataset(tmp_path_factory.mktemp('data'))}.tokenizer.json")
+
+
+def ids() -> Tensor:
+    return torch.randint(0, TOKENS, (2, 17), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def our_logits(run: Path) -> Tensor:
+    model = load_unsharded(open_checkpoint(run), torch.device("cpu"), torch.float32)
+    return model(ids(), BatchInfo(torch.arange(2)))
+
+
+@torch.no_grad()
+def their_logits(model: Any) -> Tensor:
+    return model(ids()).logits  # type: ignore[no-any-return]
+
+
+def write_bloom(folder: Path, model: Any, tp: int = 2, pp: int = 1, **changes: Any) -> Path:
+    return files.write(
+        folder, files.bloom_layers(model), files.bloom_arguments(model, tp, pp, **changes), TOKENS, lambdas=1
+    )
+
+
+def imported(folder: Path, output: Path, **options: Any) -> Path:
+    return import_folder(ImportConfig(str(folder), str(output), **options)).folder
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 1), (3, 2), (12, 1), (12, 2)])
+def test_bloom(tp: int, pp: int, tmp_path: Path) -> None:
+    """Catches shards in another order (10 before 2), a cut along the other dimension, blocks that are off by a layer,
+    and padding that stays."""
+    model = files.bloom(PADDED)
+    folder = write_bloom(tmp_path / "theirs", model, tp, pp)
+    run = imported(folder, tmp_path / "run")
+    torch.testing.assert_close(our_logits(run), their_logits(model)[..., :TOKENS], atol=TOLERANCE, rtol=0)
+    whole = imported(folder / "global_step10", tmp_path / "whole", vocab_size=PADDED)
+    torch.testing.assert_close(our_logits(whole), their_logits(model), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("tp", "kv"), [(1, 12), (2, 6), (3, 3), (12, 12)])
+def test_microsofts_llama(tp: int, kv: int, tmp_path: Path) -> None:
+    """Catches gates of one rank above gates of the next, groups of queries taken for single heads, and a head that is
+    dropped; layers are counted without a function before the blocks here."""
+    model = files.llama(PADDED, kv)
+    arguments = files.llama_arguments(model, tp, 1)
+    folder = files.write(tmp_path / "theirs", files.llama_layers(model), arguments, TOKENS, lambdas=0)
+    run = imported(folder, tmp_path / "run", vocab_size=PADDED)
+    torch.testing.assert_close(our_logits(run), their_logits(model), atol=TOLERANCE, rtol=0)
+
+
+def test_the_tokenizer_tells_the_vocabulary(tmp_path: Path, tokenizer: Path) -> None:
+    """Catches a vocabulary other than the tokenizer's, and one that is cut below it."""
+    folder = write_bloom(tmp_path / "theirs", files.bloom(PADDED))
+    run = imported(folder, tmp_path / "run", tokenizer=str(tokenizer))
+    handle = open_checkpoint(run)
+    assert handle.manifest.run.model["vocab_size"] == TOKENS and handle.manifest.run.tokenizer is not None
+    assert (run / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    with pytest.raises(ConfigError, match=rf"vocab_size = {TOKENS - 1}"):
+        imported(folder, tmp_path / "more", tokenizer=str(tokenizer), vocab_size=TOKENS - 1)
+    with pytest.raises(ConfigError, match=r"vocab_size = 361: the model has 360 rows"):
+        imported(folder, tmp_path / "more", vocab_size=361)
+
+
+def test_norms_that_drifted_apart(tmp_path: Path) -> None:
+    """Catches one rank's norms that are taken for all: BLOOM's differ between ranks, and its release has the mean."""
+    model = files.bloom(PADDED)
+    folder = write_bloom(tmp_path / "theirs", model)
+    for rank, shift in ((0, 0.5), (1, -0.5)):
+        path = folder / "global_step10" / f"layer_04-model_{rank:02d}-model_states.pt"
+        state = torch.load(path)
+        state["input_layernorm.weight"] += shift
+        torch.save(state, path)
+    run = imported(folder, tmp_path / "run", vocab_size=PADDED)
+    torch.testing.assert_close(our_logits(run), their_logits(model), atol=TOLERANCE, rtol=0)
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("run.by.a.pickle",))
+
+
+BLOCK, FIRST = "layer_04-model_01-model_states.pt", "mp_rank_00_model_states.pt"
+
+
+def _change(path: Path, changes: dict[str, Any]) -> None:
+    state = torch.load(path, weights_only=False)
+    torch.save({name: value for name, value in (state | changes).items() if value is not None}, path)
+
+
+def _without_layer(step: Path, layer: int) -> None:
+    for path in step.glob(f"layer_{layer:02d}-*"):
+        path.unlink()
+
+
+def _with_an_extra(step: Path) -> None:
+    for rank in (0, 1):
+        _change(step / f"layer_04-model_{rank:02d}-model_states.pt", {"mlp.gate_bias": torch.zeros(4)})
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no shard": lambda step: (step / BLOCK).unlink(),
+    "a shard more": lambda step: shutil.copyfile(step / BLOCK, step / BLOCK.replace("01-", "02-")),
+    "no layer": lambda step: _without_layer(step, 4),
+    "no last layer": lambda step: _without_layer(step, 5),
+    "no norm": lambda step: _without_layer(step, 7),
+    "no tensor": lambda step: _change(step / BLOCK, {"mlp.dense_4h_to_h.bias": None}),
+    "a shard of another shape": lambda step: _change(step / BLOCK, {"mlp.dense_4h_to_h.weight": torch.zeros(47, 96)}),
+    "an extra tensor": _with_an_extra,
+    "truncated": lambda step: (step / BLOCK).write_bytes((step / BLOCK).read_bytes()[:-400]),
+    "integers": lambda step: _change(step / BLOCK, {"mlp.dense_4h_to_h.weight": torch.zeros(48, 96, dtype=torch.int8)}),
+    "a pickle that runs": lambda step: _change(step / BLOCK, {"mlp.dense_4h_to_h.bias": _Runs()}),
+    "settings that run": lambda step: _change(step / FIRST, {"args": _Runs()}),
+    "no settings": lambda step: (step / FIRST).unlink(),
+    "no args": lambda step: _change(step / FIRST, {"args": None}),
+    "no format": shutil.rmtree,
+    "no format, it is said": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "told"),
+    [
+        ("no shard", CheckpointError, f"{BLOCK} is missing: .* tensor parallelism of 2"),
+        ("a shard more", CheckpointError, r"model_02-model_states.pt is one too many"),
+        ("no layer", CheckpointError, r"blocks without a gap.*found: 1 embedding, 3 block, 5 block, 7 final norm"),
+        ("no last layer", CheckpointError, r"layers\.2.*missing, which Megatron-DeepSpeed.* has by args of mp_rank_00"),
+        ("no norm", CheckpointError, "blocks without a gap"),
+        ("no tensor", CheckpointError, f"{BLOCK} and .*: mlp.dense_4h_to_h.bias is in one of them only"),
+        ("another shape", CheckpointError, "has shape .*, by args of mp_rank_00_model_states.pt it has"),
+        ("a shard of another shape", CheckpointError, "does not fit"),
+        ("an extra tensor", CheckpointError, r"layers\.1\.mlp\.gate_bias is left over"),
+        ("truncated", CheckpointError, f"{BLOCK} cannot be read"),
+        ("integers", CheckpointError, "is torch.int8: want float32"),
+        ("a pickle that runs", CheckpointError, r"nothing was run \(posix.mkdir"),
+        ("settings that run", CheckpointError, r"mp_rank_00.*nothing was run \(posix.mkdir"),
+        ("no settings", CheckpointError, "mp_rank_00_model_states.pt cannot be read: No such file"),
+        ("no args", CheckpointError, "holds no args"),
+        ("a width in words", ConfigError, "hidden_size = 'wide': want an integer"),
+        ("rotary of a part", ConfigError, r"rotary_percent = 0\.5"),
+        ("exact gelu", ConfigError, r"bias_gelu_fusion = False: megads computes True only"),
+        ("a gated unit", ConfigError, "glu_activation = 'geglu'"),
+        ("another position", ConfigError, "position_embedding_type = 'relative'"),
+        ("a larger tokenizer", DataError, "tokens, by args of mp_rank_00"),
+        ("no format", ConfigError, "config.json cannot be read"),
+        ("no format, it is said", ConfigError, "has no files of format=megatron_deepspeed"),
+    ],
+)
+def test_bad_folders(
+    damage: str, error: type[MegadsError], told: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a folder that is believed, a pickle that is run, and an import that leaves a half-made run."""
+    monkeypatch.chdir(tmp_path)
+    arguments: dict[str, dict[str, Any]] = {
+        "a width in words": {"hidden_size": "wide"}, "rotary of a part": {"rotary_percent": 0.5},
+        "exact gelu": {"bias_gelu_fusion": False}, "a gated unit": {"glu_activation": "geglu"},
+        "another position": {"position_embedding_type": "relative"}, "another shape": {"ffn_hidden_size": 96},
+    }  # fmt: skip
+    model = files.bloom(PADDED if damage != "a larger tokenizer" else 288)
+    step = write_bloom(tmp_path / "theirs", model, **arguments.get(damage, {})) / "global_step10"
+    DAMAGES.get(damage, bool)(step)
+    options: dict[str, Any] = {
+        "a larger tokenizer": {"tokenizer": str(tokenizer)},
+        "no format, it is said": {"format": ImportFormat.megatron_deepspeed},
+    }.get(damage, {})
+    with pytest.raises(error, match=told):
+        imported(tmp_path / "theirs", tmp_path / "run", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def _as_one_stack(layer: dict[str, Tensor]) -> None:
+    weight = layer["self_attention.query_key_value.weight"]
+    layer["self_attention.query_key_value.weight"] = weight.view(12, 3, 4, 48).transpose(0, 1).reshape(144, 48)
+
+
+def _as_old_versions(layer: dict[str, Tensor]) -> None:
+    weight = layer["self_attention.query_key_value.weight"]
+    layer["self_attention.query_key_value.weight"] = weight.view(12, 3, 4, 48).transpose(1, 2).reshape(144, 48)
+
+
+def _dense_by_rows(layer: dict[str, Tensor]) -> None:
+    weight = layer["self_attention.dense.weight"]
+    layer["self_attention.dense.weight"] = weight.view(48, 2, 24).transpose(0, 1).reshape(48, 48)
+
+
+@pytest.mark.parametrize("defect", [_as_one_stack, _as_old_versions, _dense_by_rows])
+def test_a_defect_shows(defect: Any, tmp_path: Path) -> None:
+    """Catches a comparison that would not see queries, keys and values in another order, or another cut."""
+    model = files.bloom(PADDED)
+    layers = files.bloom_layers(model)
+    defect(layers[2])
+    folder = files.write(tmp_path / "theirs", layers, files.bloom_arguments(model, 2, 1), TOKENS, lambdas=1)
+    run = imported(folder, tmp_path / "run", vocab_size=PADDED)
+    assert (our_logits(run) - their_logits(model)).abs().max() > 1e3 * TOLERANCE
