@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 import xxhash
@@ -52,7 +53,7 @@ class TensorLayout:
 def write_tensor_file(
     path: Path,
     layouts: Sequence[TensorLayout],
-    tensors: Iterable[Tensor],
+    tensors: Iterable[Tensor | Iterator[Tensor]],
     metadata: Mapping[str, str] = {},
     wait: bool = True,
 ) -> list[str]:
@@ -61,7 +62,8 @@ def write_tensor_file(
     Args:
         path: a file that does not exist yet.
         layouts: what the file holds.
-        tensors: the tensors in that order, on any device; each is asked for when the one before is written.
+        tensors: the tensors in that order, on any device; each is asked for when the one before is written. An
+            iterator gives a tensor in blocks of its rows.
         metadata: of the file.
         wait: until all is on disk.
 
@@ -85,16 +87,26 @@ def write_tensor_file(
         with path.open("xb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
             for layout, tensor in zip(layouts, tensors, strict=True):
-                assert (tensor.dtype, tuple(tensor.shape)) == (layout.dtype, layout.shape), layout.name
-                data = _row_major_bytes(tensor)
-                checksums.append(xxhash.xxh3_128_hexdigest(data))
-                file.write(data)
+                checksums.append(_write(file, layout, iter((tensor,)) if isinstance(tensor, Tensor) else tensor))
             file.flush()
             if wait:
                 os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
     return checksums
+
+
+def _write(file: BinaryIO, layout: TensorLayout, blocks: Iterator[Tensor]) -> str:
+    """Writes a tensor in blocks of its rows; returns its checksum."""
+    digest, written = xxhash.xxh3_128(), 0
+    for block in blocks:
+        assert (block.dtype, tuple(block.shape[1:])) == (layout.dtype, layout.shape[1:]), layout.name
+        data = _row_major_bytes(block)
+        digest.update(data)
+        file.write(data)
+        written += len(data)
+    assert written == layout.nbytes, layout.name
+    return str(digest.hexdigest())
 
 
 def checksum(tensor: Tensor) -> str:

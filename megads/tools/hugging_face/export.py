@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,19 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.frozen_config import config_of_start
 from megads.model.config import ModelConfig
+from megads.model.gpt import EMBEDDING, HEAD
 from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.runtime.files import parse_json, read_regular, sync_directory
 from megads.runtime.run_dir import CONFIG_FILE as RUN_CONFIG_FILE
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
-from megads.tools.hugging_face.weights import Link, links_by_stage, missing_biases, tensor_shapes
+from megads.tools.hugging_face.weights import Link, links_by_stage, missing_biases, same, tensor_shapes
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _ORIGIN_FILE, _MADE_BY = "megads.json", "megads export"
+_BLOCK_ELEMENTS = 1 << 24
+"""Of a table of words that are in memory: 64 MiB."""
 _DTYPES = {ExportPrecision.bf16: torch.bfloat16, ExportPrecision.fp32: torch.float32}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -159,16 +163,29 @@ def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) 
 
 def _tensors(
     handle: CheckpointHandle, model: ModelConfig, pieces: Sequence[Piece], dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """The tensors of a file in the order of its layouts; those of one stage are in memory."""
+) -> Iterator[Tensor | Iterator[Tensor]]:
+    """The tensors of a file in the order of its layouts; one is in memory, of a table some rows."""
     shapes = parameter_shapes(model)
     for piece in pieces:
-        weights = read_stage(handle, piece.links, shapes)
         for link in piece.links:
+            if link.to_theirs is same and link.stage in (EMBEDDING, HEAD):
+                for name in link.ours:
+                    yield _row_blocks(handle, name, shapes[name], dtype)
+                continue
+            weights = read_stage(handle, [link], shapes)
             for tensor in link.to_theirs([weights.pop(name) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)
+
+
+def _row_blocks(handle: CheckpointHandle, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+    """A parameter in blocks of its rows: a table of words may be larger than many blocks of the model."""
+    rows = max(1, _BLOCK_ELEMENTS // prod(shape[1:]))
+    for start in range(0, shape[0], rows):
+        block = torch.empty(min(rows, shape[0] - start), *shape[1:])
+        read_into(handle, [Shard(f"weight/{name}", shape, (start, *(0 for _ in shape[1:])), block)])
+        yield block.to(dtype)
 
 
 def read_stage(

@@ -218,9 +218,10 @@ def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> No
         torch.testing.assert_close(our_logits(ours), wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches shards that transformers does not put together, weights of another dtype than config.json says, and a
-    tokenizer without its end of document."""
+def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches shards that transformers does not put together, weights of another dtype than config.json says, a table
+    whose blocks of rows are out of order, and a tokenizer without its end of document."""
+    monkeypatch.setattr(export, "_BLOCK_ELEMENTS", 192 * 300)
     model = hot_model(ModelConfig(**(BASE | {"hidden_size": 192, "vocab_size": 2000, "num_layers": 3})))
     whole = exported(tmp_path, tokenizer, model, precision=ExportPrecision.bf16)
     shards = exported(tmp_path / "more", tokenizer, model, shard_mib=1)
