@@ -42,6 +42,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 
 # Which tool uses another one; none is used by a storey below.
 TOOLS = {
+    "checkpoints": {"generate", "hugging_face"},
     "doctor": set(),
     "evaluate": {"generate"},
     "exchange": {"generate", "hugging_face"},

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
 
 from megads.errors import ConfigError
 
@@ -48,6 +52,53 @@ class CheckpointConfig:
     def load_path(self) -> str | None:
         """The path in checkpoint.load; None where it is auto or none."""
         return None if self.load in ("auto", "none") else self.load
+
+
+class CheckpointAction(Enum):
+    """What `megads checkpoint` does."""
+
+    list = "list"
+    verify = "verify"
+    average = "average"
+
+
+@dataclass
+class CheckpointActionConfig:
+    """`megads checkpoint`: lists, verifies and averages the checkpoints of a run."""
+
+    action: CheckpointAction = MISSING
+    """What to do; the word alone is enough: megads checkpoint list."""
+    run: str = MISSING
+    """A run's folder, or its name in runs/."""
+    steps: Any = None
+    """Steps to verify or to average; null is all of them to verify, the last ones to average."""
+    last: int = 3
+    """Checkpoints to average where steps are not given."""
+    output: str | None = None
+    """Folder to make of an average: a run without training, for generate, evaluate, export and checkpoint.init_from."""
+    overwrite: bool = False
+    """Replace an earlier average in that folder."""
+
+    @property
+    def wanted_steps(self) -> list[int] | None:
+        """steps as a list."""
+        return [self.steps] if isinstance(self.steps, int) else self.steps
+
+    def check(self) -> None:
+        """Raises ConfigError on steps that are none, and on an average without an output."""
+        steps = self.wanted_steps
+        if steps is not None and (
+            not isinstance(steps, list)
+            or not steps
+            or not all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
+            or len(set(steps)) < len(steps)
+        ):
+            raise ConfigError(f"steps = {self.steps!r}: want numbers, each once, as in steps='[100, 200]'")
+        if self.last < 1:
+            raise ConfigError(f"last = {self.last}: must be at least 1")
+        if (self.output is None) == (self.action is CheckpointAction.average):
+            told = "needs output=<folder>" if self.output is None else f"writes nothing: leave output={self.output} out"
+            raise ConfigError(f"{self.action.value} {told}")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:

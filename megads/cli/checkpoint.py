@@ -1,0 +1,30 @@
+"""`megads checkpoint`: lists, verifies and averages the checkpoints of a run."""
+
+from __future__ import annotations
+
+from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
+from megads.cli.verb import Invocation, Verb
+from megads.errors import EXIT_OK
+
+
+def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
+    """Does one of them, and says what it did or found."""
+    config.check()
+    from megads.tools.checkpoints import average, list_all, verify
+
+    match config.action:
+        case CheckpointAction.list:
+            list_all(config.run)
+        case CheckpointAction.verify:
+            return verify(config.run, config.wanted_steps)
+        case CheckpointAction.average:
+            print(average(config))
+    return EXIT_OK
+
+
+VERB = Verb(
+    "checkpoint",
+    CheckpointActionConfig,
+    run,
+    flags={action.value: f"action={action.name}" for action in CheckpointAction},
+)
