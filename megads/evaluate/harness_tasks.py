@@ -5,6 +5,7 @@ lm-eval is imported where it is needed: what does not evaluate has no need of it
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
 import importlib.metadata
@@ -14,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from megads.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from megads.evaluate.harness import HarnessModel
+    from megads.evaluate.scoring import TokenCounter
 
 EXAMPLES = Path(__file__).parent / "tasks"
 """Tasks that come with megads."""
@@ -165,28 +168,83 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def run_tasks(model: HarnessModel, loaded: LoadedTasks, limit: int | None = None) -> dict[str, Any]:
+def run_tasks(model: HarnessModel, loaded: LoadedTasks, documents: Mapping[str, int]) -> dict[str, float]:
     """Evaluates tasks in mid-run: no random state of the process is touched, nothing is drawn.
 
     Args:
         model: what is asked.
         loaded: the tasks.
-        limit: documents of each; None is all.
+        documents: how many of each task's, its first ones.
 
     Returns:
-        Values by "<task>/<metric>", with the filter's name behind it where it is not "none".
+        See `metric_values`.
     """
     with _quiet():
-        return metric_values(_results(model, loaded, limit, bootstrap_iters=0, log_samples=False))
+        samples = {name: list(range(count)) for name, count in documents.items()}
+        results = _results(model, loaded, None, bootstrap_iters=0, log_samples=False, samples=samples)
+        return metric_values(results)
+
+
+def documents_within(
+    model: HarnessModel, counter: TokenCounter, loaded: LoadedTasks, most_tokens: int | None, limit: int | None
+) -> dict[str, int]:
+    """How many documents of each task a model may be asked, so that it reads only so many tokens.
+
+    Args:
+        model: of a scorer that counts.
+        counter: what it counts with.
+        loaded: the tasks, which share the tokens out evenly.
+        most_tokens: of all tasks together; None goes by the limit.
+        limit: most documents of each; None is all.
+
+    Raises:
+        ConfigError: one document of a task is too much.
+    """
+    found = {}
+    for name, task in loaded.tasks.items():
+        most = min(len(task.eval_docs), len(task.eval_docs) if limit is None else limit)
+        share = None if most_tokens is None else most_tokens // len(loaded.tasks)
+        # No document is read in fewer tokens than one.
+        most = most if share is None else min(most, max(share, 1))
+        with _quiet():
+            task.build_all_requests(limit=most, rank=0, world_size=1)
+        cost = partial(_tokens_of, model, counter, list(task.instances))
+        found[name] = most if share is None else bisect.bisect_right(range(1, most + 1), share, key=cost)
+        if not found[name]:
+            raise ConfigError(
+                f"evaluation.tasks: one document of {name} takes {cost(1):,} tokens where the tasks may take "
+                f"{most_tokens:,} together, so as not to take longer than a validation: take tasks with shorter texts "
+                "or completions, or a larger validation set (evaluation.max_tokens)"
+            )
+    return found
+
+
+def _tokens_of(model: HarnessModel, counter: TokenCounter, instances: Sequence[Any], documents: int) -> int:
+    counter.tokens = 0
+    kinds: dict[str, list[Any]] = {}
+    for instance in instances:
+        if instance.doc_id < documents:
+            kinds.setdefault(instance.request_type, []).extend([instance] * (instance.repeats or 1))
+    for kind, some in kinds.items():
+        getattr(model, kind)(some)
+    return counter.tokens
 
 
 def _results(
-    model: HarnessModel, loaded: LoadedTasks, limit: int | None, bootstrap_iters: int, *, log_samples: bool
+    model: HarnessModel,
+    loaded: LoadedTasks,
+    limit: int | None,
+    bootstrap_iters: int,
+    *,
+    log_samples: bool,
+    samples: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:
     from lm_eval.evaluator import evaluate
 
     tasks = {"tasks": dict(loaded.tasks), "groups": dict(loaded.groups), "group_map": dict(loaded.children)}
-    results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=bootstrap_iters, log_samples=log_samples)
+    results: Any = evaluate(
+        model, tasks, limit=limit, samples=samples, bootstrap_iters=bootstrap_iters, log_samples=log_samples
+    )
     return dict(results)
 
 
