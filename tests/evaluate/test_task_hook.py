@@ -11,11 +11,15 @@ import pytest
 
 from megads.data.indexed.sidecar import FoundTokenizer, load_tokenizer
 from megads.errors import ConfigError
+from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.harness_tasks import documents_within, load_tasks, metric_values
 from megads.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
+from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
-from megads.runtime.metrics import read_json_lines
+from megads.parallel.grid import single_rank_grid
+from megads.runtime.hooks import TrainState
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.report.charts import draw_tasks
@@ -60,7 +64,11 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [("parallel.pp=2",), ("parallel.dp=2", "parallel.zero_stage=3")], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [("parallel.pp=2",), pytest.param(("parallel.dp=2", "parallel.zero_stage=3"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_in_mid_run(
     tasks: Path, megads: StartCommand, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,3 +154,31 @@ def test_lines_of_tasks_are_shown() -> None:
     assert render_validation(line) == "tasks at step 7 | a/acc 0.5"
     assert numbers(line) == {"eval/a/acc": 0.5, "eval/a/acc_stderr": 0.1, "eval/a/documents": 9.0}
     assert render_validation({"step": 7, "valid/x/loss": 1.0}).startswith("validation at step 7 | x: loss 1.0000")
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_path: Path) -> None:
+    """Catches a step without its line after a resume, a line that is written twice, and a step that is not due."""
+    prefix = write_dataset(tmp_path / "data")
+    tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
+    found = FoundTokenizer(tokenizer, prefix, TOKENS, tokenizer.token_to_id("<|endoftext|>"), verified=True)
+    scorer = Scorer(ModelScoringEngine(hot_model(model_config())), model_config(), Batching(2, 32))
+    model = HarnessModel(scorer, found, lambda sampling, _numbers: RescoredContinuation(scorer, sampling))
+
+    def resume(step: int) -> list[int]:
+        metrics, events = MetricsWriter(tmp_path, enabled=True), EventWriter(tmp_path)
+        hook = TaskEvaluationHook(
+            scorer,
+            single_rank_grid(),
+            lambda: AskedTasks(model, load_tasks(["choose"], tasks), {"choose": 3}),
+            EvaluationConfig(tasks=["choose"], tasks_every_steps=2),
+            5,
+            metrics,
+            events,
+        )
+        hook.on_start(TrainState(step=step))
+        metrics.close()
+        return [line["step"] for line in lines_of(tmp_path)]
+
+    assert resume(0) == [] and resume(3) == []
+    assert resume(4) == [4] and resume(4) == [4]
+    assert resume(5) == [4, 5]

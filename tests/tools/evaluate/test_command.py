@@ -238,7 +238,7 @@ def test_bytes_of_tokens(folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
-    """Catches ranks that do not come to an end, results that stay on a rank, and an error of one that nobody reads."""
+    """Catches ranks that do not come to an end, and results that stay on a rank."""
     done = evaluate(config(tasks=["choose"], data=["data/text.jsonl"], output="alone"))
     assert done == EXIT_OK
     arguments = ("run=run", "device=cpu", "tasks=[choose]", "tasks_folder=tasks", "data=[data/text.jsonl]")
@@ -247,5 +247,11 @@ def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
     (alone,), (together,) = (list((folder / name).glob("results_*.json")) for name in ("alone", "together"))
     metrics = [json.loads(path.read_text())["results"]["choose"] for path in (alone, together)]
     assert metrics[0] == metrics[1] and "choose" in started.out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_a_rank_refuses(folder: Path, megads: Callable[..., Any]) -> None:
+    """Catches the first rank's error that is lost among those of its peers."""
     refused = megads("evaluate", "run=run", "device=cpu", "tasks=[long]", "tasks_folder=tasks", "layout.tp=2").end()
     assert refused.code == 2 and "max_gen_toks = 256" in refused.err and "Traceback" not in refused.err
