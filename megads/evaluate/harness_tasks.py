@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,10 @@ EXAMPLES = Path(__file__).parent / "tasks"
 """Tasks that come with megads."""
 EXTRA = "pip install 'megads[evaluate]'"
 _SHOWN = 8
+_NAMED = re.compile(
+    r"""^[ \t]*(?:-[ \t]*)?["']?(?:task|group|tag)["']?[ \t]*:([^#\n]+)|^[ \t]*-([^#\n:]+)""", re.MULTILINE
+)
+_NAME = re.compile(r"""[^\s"'`\[\],]+""")
 _FEWSHOT_SEED = 1234
 """lm-eval's own."""
 
@@ -86,20 +91,35 @@ def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | Non
 
 
 def _manager(names: Sequence[str], own: list[Path]) -> Any:
-    """Knows lm-eval's own thousands of tasks only where one of them may be meant: to read them takes seconds."""
+    """Knows lm-eval's own thousands of tasks only where one of them is meant: to load their files takes seconds."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=own, include_defaults=False)
     if set(names) <= set(manager.all_tasks):
         return _with_relative_paths(manager)
-    local = list(manager.all_tasks)
-    with Progress("reading lm-eval's own tasks"):
-        manager = TaskManager(include_path=own)
-    for name in names:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, _SHOWN) or local[:_SHOWN]
-            raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
+    local, named = list(manager.all_tasks), _names_of_lm_eval()
+    unknown = [name for name in names if name not in local and name not in named]
+    if not unknown:
+        with Progress("reading lm-eval's own tasks"):
+            manager = TaskManager(include_path=own)
+        unknown = [name for name in names if name not in manager.all_tasks]
+    for name in unknown:
+        near = difflib.get_close_matches(name, [*local, *named], _SHOWN) or local[:_SHOWN]
+        raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
     return _with_relative_paths(manager)
+
+
+def _names_of_lm_eval() -> set[str]:
+    """Every name of a task, group or tag of lm-eval's own, at a glance, among other words of its files."""
+    from lm_eval import tasks
+
+    found: set[str] = set()
+    for path in Path(str(tasks.__file__)).parent.rglob("*"):
+        # What other files include has names of its own, and any suffix.
+        if path.suffix != ".py" and path.is_file():
+            for value, item in _NAMED.findall(path.read_text(encoding="utf-8", errors="replace")):
+                found.update(_NAME.findall(value or item))
+    return found
 
 
 def _with_relative_paths(manager: Any) -> Any:
