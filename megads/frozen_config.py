@@ -48,6 +48,8 @@ def derive_run_id(config: RootConfig, name: str) -> str:
         del content[room]
     for length in LENGTHS:
         del content["train"][length]
+    for watching in ("tasks", "tasks_folder", "tasks_every_steps", "tasks_limit", "tasks_fewshot"):
+        del content["evaluation"][watching]
     del content["model"]["attention"]
     del content["optim"]["impl"]
     if config.checkpoint.init_from is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,6 +17,8 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import RunRecord
 from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
+from megads.data.indexed.run_tokenizer import open_run_tokenizer
+from megads.data.indexed.sidecar import FoundTokenizer
 from megads.data.sampling.blend import BlendedSamples
 from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, num_validation_batches, validation_batches
 from megads.data.sampling.packed import PackedSamples
@@ -27,12 +29,15 @@ from megads.engine.autotune import autotune_attention, autotune_operators, recor
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.timeline import TimelineHook
-from megads.errors import Preempted, StopRequested
+from megads.errors import ConfigError, DataError, Preempted, StopRequested
+from megads.evaluate.harness_tasks import documents_within, load_tasks
+from megads.evaluate.scoring import Batching, RescoredContinuation, Scorer
+from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import config_digest
 from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Kernels
+from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import load
 from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
@@ -42,7 +47,7 @@ from megads.resilience import NonFiniteHook
 from megads.resume import find_origin, resume
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
-from megads.runtime.heartbeat import Heartbeat, heartbeat
+from megads.runtime.heartbeat import VALIDATING, Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -51,6 +56,10 @@ from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
 
 VALIDATION_MICRO_BATCHES = 8
 """Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
+TASK_SHARE = 0.75
+"""Of the tokens of a validation, how many the tasks may read together: lm-eval takes time of its own."""
+_SHORTEST_ROWS = 16
+"""Tokens to which rows of a task are padded at least."""
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
@@ -99,9 +108,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats),
         ]
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
-        hooks += [
-            validation_hook(config, grid, engine, name, valid, metrics, beats) for name, valid in valid_sets.items()
-        ]
+        hooks += evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)
         hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
         record_start(config, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
@@ -343,6 +350,22 @@ def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> li
     return [] if every_steps is None else [TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid)]
 
 
+def evaluation_hooks(
+    config: RootConfig,
+    run_dir: Path,
+    engine: TrainEngine,
+    valid_sets: Mapping[str, ValidationSource],
+    metrics: MetricsWriter,
+    events: EventWriter,
+    beats: Heartbeat,
+) -> list[Hook]:
+    """Validations of every set, then lm-eval's tasks."""
+    validations = [
+        validation_hook(config, engine.grid, engine, name, valid, metrics, beats) for name, valid in valid_sets.items()
+    ]
+    return [*validations, *task_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)]
+
+
 def validation_hook(
     config: RootConfig,
     grid: ParallelGrid,
@@ -353,8 +376,7 @@ def validation_hook(
     beats: Heartbeat,
 ) -> ValidationHook:
     """Validates on one set, or a fixed part of it."""
-    most = config.evaluation.max_tokens
-    shown = valid if most is None else WindowSubset(valid, most)
+    shown = validated(config, valid)
 
     def batches() -> Iterator[list[MicroBatch]]:
         return validation_batches(
@@ -375,6 +397,82 @@ def validation_hook(
     return ValidationHook(
         engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics, num_batches, beats
     )
+
+
+def validated(config: RootConfig, valid: ValidationSource) -> ValidationSource:
+    """What of a set a validation reads."""
+    most = config.evaluation.max_tokens
+    return valid if most is None else WindowSubset(valid, most)
+
+
+def task_hooks(
+    config: RootConfig,
+    run_dir: Path,
+    engine: TrainEngine,
+    valid_sets: Mapping[str, ValidationSource],
+    metrics: MetricsWriter,
+    events: EventWriter,
+    beats: Heartbeat,
+) -> list[Hook]:
+    """Evaluates lm-eval's tasks, where that is asked for."""
+    evaluation, grid = config.evaluation, engine.grid
+    if not evaluation.tasks:
+        return []
+    lengths = row_lengths(config)
+    batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
+    scorer = Scorer(engine, config.model, batching, grid)
+
+    def open_tasks() -> AskedTasks:
+        # lm-eval is imported where it is asked, by the first rank.
+        from megads.evaluate.harness import HarnessModel
+
+        found = run_tokenizer(run_dir, config)
+        folder = Path(evaluation.tasks_folder) if evaluation.tasks_folder is not None else None
+        loaded = load_tasks(evaluation.tasks, folder, evaluation.tasks_fewshot)
+
+        def model(of: Scorer) -> HarnessModel:
+            return HarnessModel(
+                of,
+                found,
+                lambda sampling, _numbers: RescoredContinuation(of, sampling),
+                progress=lambda what, done, total: beats.enter(f"{VALIDATING}, {what}, {done:,} of {total:,}"),
+            )
+
+        windows = [validated(config, valid) for valid in valid_sets.values()]
+        if not windows and evaluation.tasks_limit is None:
+            raise ConfigError(
+                "evaluation.tasks_limit = null with evaluation.tasks: takes as many documents as a validation reads "
+                "tokens, but there is no validation set; give a number, or data.valid or data.split"
+            )
+        most_tokens = int(TASK_SHARE * sum(len(valid) * valid.seq_len for valid in windows)) if windows else None
+        alone, counter = scorer.counting()
+        documents = documents_within(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
+        return AskedTasks(model(scorer), loaded, documents)
+
+    return [TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events)]
+
+
+def row_lengths(config: RootConfig) -> tuple[int, ...]:
+    """Lengths that rows of a task are padded to: few of them, each of which the layout can cut."""
+    parallel, length = config.parallel, config.train.seq_len
+    unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
+    found = [length]
+    # What is compiled is compiled for one length.
+    while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
+        length //= 2
+        found.append(length)
+    return tuple(reversed(found))
+
+
+def run_tokenizer(run_dir: Path, config: RootConfig) -> FoundTokenizer:
+    """The tokenizer of a run that trains; raises DataError where nobody knows it."""
+    data = read_record(run_dir)
+    if data is None or data.tokenizer is None:
+        raise DataError(
+            f"evaluation.tasks = {', '.join(config.evaluation.tasks)}: texts need the tokenizer of the run's data, "
+            "which carries none; make the data with `megads preprocess`, or give tokenizer.path"
+        )
+    return open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])
 
 
 def exit_code(stop_reason: str) -> int:

@@ -153,7 +153,7 @@ class TrainEngine(Protocol):
         ...
 
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
-        """Scores every label without dropout; every rank gets the scores of all ranks' rows.
+        """Scores every unmasked label without dropout; every rank gets the scores of all ranks' rows.
 
         Args:
             micro_batches: of this rank, as in `evaluate`, all rows of one length. Rows are numbered by their sample_ids

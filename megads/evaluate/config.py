@@ -23,9 +23,26 @@ class EvaluationConfig:
     max_tokens: int | None = None
     """Tokens of each validation set, rounded up to whole windows that are evenly spaced over it; null is all of it. The
     metrics say how many were validated on (valid/<name>/tokens)."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks, groups or tags of lm-eval to evaluate in mid-run (pip install 'megads[evaluate]'; docs/evaluate.md)."""
+    tasks_folder: str | None = None
+    """Folder of your own tasks' YAML files."""
+    tasks_every_steps: int = 0
+    """Steps between evaluations of the tasks; 0 evaluates them at the end only, if at_end says so."""
+    tasks_limit: int | None = None
+    """Most documents of each task. All tasks together never read more than three quarters of a validation's tokens, so
+    as not to take longer; null is as many documents as that allows, and needs a validation set."""
+    tasks_fewshot: int | None = None
+    """Examples before each document; null leaves that to the task."""
 
     def check(self) -> None:
         """Raises ConfigError on a negative interval or a subset of nothing."""
+        for name in ("tasks_every_steps", "tasks_fewshot"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"evaluation.{name} = {value}: must not be negative")
+        if self.tasks_limit is not None and self.tasks_limit < 1:
+            raise ConfigError(f"evaluation.tasks_limit = {self.tasks_limit}: must be at least 1, or null")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"evaluation.max_tokens = {self.max_tokens}: must be at least 1, or null for all")
         if self.every_steps < 0:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -144,18 +143,15 @@ class HarnessModel(TemplateLM):
         found: dict[int, Any] = {}
         for task, own in places.items():
             some = [requests[place] for place in own]
-            with self._working_on(task):
-                found |= zip(own, self._answers.of(task, kind, some, partial(ask, some)), strict=True)
+            self._task = task
+            found |= zip(own, self._answers.of(task, kind, some, partial(ask, some)), strict=True)
         return [found[place] for place in range(len(requests))]
 
-    @contextmanager
-    def _working_on(self, task: str) -> Iterator[None]:
-        self._task = task
-        try:
-            yield
-        except (AssertionError, IndexError) as error:
-            # lm-eval's own code raises these for what it takes for granted of a task.
-            raise DataError(f"task {task}: lm-eval cannot make a request of one of its documents: {error}") from error
+    def _pairs(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        empty = next((request for request in requests if not request.args[1]), None)
+        if empty is not None:
+            raise DataError(f"task {self._task}: document {empty.doc_id} has an empty answer, which has no likelihood")
+        return super().loglikelihood(requests)
 
     def _score(self, what: str, rows: Sequence[TokenRow]) -> list[tuple[float, bool]]:
         found = self._scorer.score(rows, lambda done: self._progress(what, done, len(rows)))

@@ -5,15 +5,18 @@ lm-eval is imported where it is needed: what does not evaluate has no need of it
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +25,16 @@ from megads.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from megads.evaluate.harness import HarnessModel
+    from megads.evaluate.scoring import TokenCounter
 
 EXAMPLES = Path(__file__).parent / "tasks"
 """Tasks that come with megads."""
 EXTRA = "pip install 'megads[evaluate]'"
 _SHOWN = 8
+_NAMED = re.compile(
+    r"""^[ \t]*(?:-[ \t]*)?["']?(?:task|group|tag)["']?[ \t]*:([^#\n]+)|^[ \t]*-([^#\n:]+)""", re.MULTILINE
+)
+_NAME = re.compile(r"""[^\s"'`\[\],]+""")
 _FEWSHOT_SEED = 1234
 """lm-eval's own."""
 
@@ -83,20 +91,35 @@ def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | Non
 
 
 def _manager(names: Sequence[str], own: list[Path]) -> Any:
-    """Knows lm-eval's own thousands of tasks only where one of them may be meant: to read them takes seconds."""
+    """Knows lm-eval's own thousands of tasks only where one of them is meant: to load their files takes seconds."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=own, include_defaults=False)
     if set(names) <= set(manager.all_tasks):
         return _with_relative_paths(manager)
-    local = list(manager.all_tasks)
-    with Progress("reading lm-eval's own tasks"):
-        manager = TaskManager(include_path=own)
-    for name in names:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, _SHOWN) or local[:_SHOWN]
-            raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
+    local, named = list(manager.all_tasks), _names_of_lm_eval()
+    unknown = [name for name in names if name not in local and name not in named]
+    if not unknown:
+        with Progress("reading lm-eval's own tasks"):
+            manager = TaskManager(include_path=own)
+        unknown = [name for name in names if name not in manager.all_tasks]
+    for name in unknown:
+        near = difflib.get_close_matches(name, [*local, *named], _SHOWN) or local[:_SHOWN]
+        raise ConfigError(f"tasks = {name}: there is no such task; there are {', '.join(near)}")
     return _with_relative_paths(manager)
+
+
+def _names_of_lm_eval() -> set[str]:
+    """Every name of a task, group or tag of lm-eval's own, at a glance, among other words of its files."""
+    from lm_eval import tasks
+
+    found: set[str] = set()
+    for path in Path(str(tasks.__file__)).parent.rglob("*"):
+        # What other files include has names of its own, and any suffix.
+        if path.suffix != ".py" and path.is_file():
+            for value, item in _NAMED.findall(path.read_text(encoding="utf-8", errors="replace")):
+                found.update(_NAME.findall(value or item))
+    return found
 
 
 def _with_relative_paths(manager: Any) -> Any:
@@ -165,28 +188,83 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def run_tasks(model: HarnessModel, loaded: LoadedTasks, limit: int | None = None) -> dict[str, Any]:
+def run_tasks(model: HarnessModel, loaded: LoadedTasks, documents: Mapping[str, int]) -> dict[str, float]:
     """Evaluates tasks in mid-run: no random state of the process is touched, nothing is drawn.
 
     Args:
         model: what is asked.
         loaded: the tasks.
-        limit: documents of each; None is all.
+        documents: how many of each task's, its first ones.
 
     Returns:
-        Values by "<task>/<metric>", with the filter's name behind it where it is not "none".
+        See `metric_values`.
     """
     with _quiet():
-        return metric_values(_results(model, loaded, limit, bootstrap_iters=0, log_samples=False))
+        samples = {name: list(range(count)) for name, count in documents.items()}
+        results = _results(model, loaded, None, bootstrap_iters=0, log_samples=False, samples=samples)
+        return metric_values(results)
+
+
+def documents_within(
+    model: HarnessModel, counter: TokenCounter, loaded: LoadedTasks, most_tokens: int | None, limit: int | None
+) -> dict[str, int]:
+    """How many documents of each task a model may be asked, so that it reads only so many tokens.
+
+    Args:
+        model: of a scorer that counts.
+        counter: what it counts with.
+        loaded: the tasks, which share the tokens out evenly.
+        most_tokens: of all tasks together; None goes by the limit.
+        limit: most documents of each; None is all.
+
+    Raises:
+        ConfigError: one document of a task is too much.
+    """
+    found = {}
+    for name, task in loaded.tasks.items():
+        most = min(len(task.eval_docs), len(task.eval_docs) if limit is None else limit)
+        share = None if most_tokens is None else most_tokens // len(loaded.tasks)
+        # No document is read in fewer tokens than one.
+        most = most if share is None else min(most, max(share, 1))
+        with _quiet():
+            task.build_all_requests(limit=most, rank=0, world_size=1)
+        cost = partial(_tokens_of, model, counter, list(task.instances))
+        found[name] = most if share is None else bisect.bisect_right(range(1, most + 1), share, key=cost)
+        if not found[name]:
+            raise ConfigError(
+                f"evaluation.tasks: one document of {name} takes {cost(1):,} tokens where the tasks may take "
+                f"{most_tokens:,} together, so as not to take longer than a validation: take tasks with shorter texts "
+                "or completions, or a larger validation set (evaluation.max_tokens)"
+            )
+    return found
+
+
+def _tokens_of(model: HarnessModel, counter: TokenCounter, instances: Sequence[Any], documents: int) -> int:
+    counter.tokens = 0
+    kinds: dict[str, list[Any]] = {}
+    for instance in instances:
+        if instance.doc_id < documents:
+            kinds.setdefault(instance.request_type, []).extend([instance] * (instance.repeats or 1))
+    for kind, some in kinds.items():
+        getattr(model, kind)(some)
+    return counter.tokens
 
 
 def _results(
-    model: HarnessModel, loaded: LoadedTasks, limit: int | None, bootstrap_iters: int, *, log_samples: bool
+    model: HarnessModel,
+    loaded: LoadedTasks,
+    limit: int | None,
+    bootstrap_iters: int,
+    *,
+    log_samples: bool,
+    samples: dict[str, list[int]] | None = None,
 ) -> dict[str, Any]:
     from lm_eval.evaluator import evaluate
 
     tasks = {"tasks": dict(loaded.tasks), "groups": dict(loaded.groups), "group_map": dict(loaded.children)}
-    results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=bootstrap_iters, log_samples=log_samples)
+    results: Any = evaluate(
+        model, tasks, limit=limit, samples=samples, bootstrap_iters=bootstrap_iters, log_samples=log_samples
+    )
     return dict(results)
 
 

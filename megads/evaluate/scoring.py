@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,6 @@ from megads.model.gpt import GPT, token_losses
 from megads.model.kv_cache import with_cache
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.token_scores import RowScores
-from megads.runtime.distributed import ALONE
 
 _LAYOUT_MICRO_BATCHES = 8
 """Micro-batches of one call on several ranks: enough to fill a pipeline, few enough to hold."""
@@ -81,6 +80,38 @@ class ModelScoringEngine:
         return RowScores(torch.cat(log_likelihoods)[:num_rows], torch.cat(likeliest)[:num_rows])
 
 
+class TokenCounter:
+    """Stands for an engine whose passes are counted and not made.
+
+    Args:
+        rows_at_once: rows of a length that all ranks read at a time.
+
+    Attributes:
+        device: of nothing.
+        tokens: that all ranks would have read so far, filling included.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, rows_at_once: Callable[[int], int]) -> None:
+        self._rows_at_once, self.tokens = rows_at_once, 0
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
+        """Not asked."""
+        raise NotImplementedError
+
+    def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
+        """Counts."""
+        tokens_bs = micro_batches[0].tokens_bs
+        assert tokens_bs is not None
+        length = tokens_bs.shape[1]
+        rows = self._rows_at_once(length)
+        self.tokens += -(-num_rows // rows) * rows * length
+        nothing_nl = torch.zeros(num_rows, length, dtype=torch.float64)
+        # No tokenizer has that token, so no text ends with it.
+        return RowScores(nothing_nl, torch.full((num_rows, length), 2**31 - 1))
+
+
 @dataclass(frozen=True)
 class TokenRow:
     """Tokens of which the last ones are scored.
@@ -92,6 +123,11 @@ class TokenRow:
 
     ids: list[int]
     counted: int
+
+    @property
+    def places(self) -> slice:
+        """Of the labels that are scored; the label of a place is the token after it."""
+        return slice(len(self.ids) - 1 - self.counted, len(self.ids) - 1)
 
 
 def rolling_rows(ids: Sequence[int], prefix: int, max_length: int) -> list[TokenRow]:
@@ -127,7 +163,8 @@ class Batching:
     """How rows become micro-batches.
 
     Attributes:
-        micro_batch_size: rows in one forward pass of one rank.
+        micro_batch_size: rows in one forward pass of one rank; with `lengths`, of the longest of them, and more of
+            shorter ones, so that a pass has as many tokens.
         max_length: most tokens that the model reads of a row.
         unit: layouts cut rows of a multiple of so many tokens.
         lengths: the only lengths of rows, ascending; empty for any.
@@ -137,6 +174,10 @@ class Batching:
     max_length: int
     unit: int = 1
     lengths: tuple[int, ...] = ()
+
+    def rows(self, length: int) -> int:
+        """Rows of a length in one forward pass of one rank."""
+        return self.micro_batch_size * (self.lengths[-1] // length if self.lengths else 1)
 
     def padded(self, tokens: int) -> int:
         """Length of rows of which the longest has so many tokens."""
@@ -163,10 +204,19 @@ class Scorer:
         grid: ParallelGrid | None = None,
     ) -> None:
         self.engine, self.model, self.batching = engine, model, batching
-        self._control = ALONE if grid is None else grid.control
+        self._control = None if grid is None else grid.control
         self._dp_rank, self._dp = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
         alone = grid is None or grid.world_size == 1
-        self._rows_per_call = batching.micro_batch_size * self._dp * (1 if alone else _LAYOUT_MICRO_BATCHES)
+        self._micro_batches = 1 if alone else _LAYOUT_MICRO_BATCHES
+
+    def counting(self) -> tuple[Scorer, TokenCounter]:
+        """A scorer that scores nothing, alone, and what counts the tokens that this one would read."""
+        dp = self._dp
+        counter = TokenCounter(lambda length: self.batching.rows(length) * dp)
+        alone = copy.copy(self)
+        alone.engine, alone._control, alone._dp_rank, alone._dp = counter, None, 0, 1
+        alone.batching = replace(self.batching, micro_batch_size=self.batching.micro_batch_size * dp)
+        return alone, counter
 
     def score(self, rows: Sequence[TokenRow], progress: Callable[[int], None] | None = None) -> list[ScoredRow]:
         """Scores rows, the longest first, so that what does not fit the memory fails at once; on the first rank only.
@@ -180,8 +230,10 @@ class Scorer:
         """
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
         found: dict[int, ScoredRow] = {}
-        for start in range(0, len(order), self._rows_per_call):
-            batch = order[start : start + self._rows_per_call]
+        while len(found) < len(order):
+            length = self._length(rows[order[len(found)]])
+            rows_at_once = self.batching.rows(length) * self._dp * self._micro_batches
+            batch = order[len(found) : len(found) + rows_at_once]
             found |= zip(batch, self._ask([rows[index] for index in batch]), strict=True)
             if progress is not None:
                 progress(len(found))
@@ -190,7 +242,7 @@ class Scorer:
     def serve(self) -> None:
         """Computes with the first rank until it is done."""
         while True:
-            rows: list[TokenRow] = self._control.broadcast([], list[TokenRow])
+            rows = self._shared([])
             if not rows:
                 return
             self._compute(rows)
@@ -198,32 +250,38 @@ class Scorer:
     @contextmanager
     def served(self) -> Iterator[bool]:
         """Whether this rank asks; the others serve meanwhile, and all leave together."""
-        if self._control.rank:
+        if self._control is not None and self._control.rank:
             self.serve()
             yield False
             return
         try:
             yield True
         finally:
-            self._control.broadcast([], list[TokenRow])
+            self._shared([])
+
+    def _shared(self, rows: list[TokenRow]) -> list[TokenRow]:
+        """The first rank's rows, on all of them; none are the end."""
+        return rows if self._control is None else self._control.broadcast(rows, list[TokenRow])
 
     def _ask(self, rows: list[TokenRow]) -> Iterator[ScoredRow]:
-        scores = self._compute(self._control.broadcast(rows, list[TokenRow]))
+        scores = self._compute(self._shared(rows))
         for index, row in enumerate(rows):
-            counted = slice(len(row.ids) - 1 - row.counted, len(row.ids) - 1)
-            log_likelihood = float(scores.log_likelihoods_nl[index, counted].sum())
+            log_likelihood = float(scores.log_likelihoods_nl[index, row.places].sum())
             if log_likelihood != log_likelihood:
                 raise NumericalError(
                     "the model computes NaN: its weights are damaged or not finite; try another checkpoint"
                 )
-            yield ScoredRow(log_likelihood, scores.likeliest_nl[index, counted].tolist())
+            yield ScoredRow(log_likelihood, scores.likeliest_nl[index, row.places].tolist())
+
+    def _length(self, *rows: TokenRow) -> int:
+        return self.batching.padded(max(len(row.ids) - 1 for row in rows))
 
     def _compute(self, rows: Sequence[TokenRow]) -> RowScores:
         """Collective over the world."""
-        micro, dp = self.batching.micro_batch_size, self._dp
-        length = self.batching.padded(max(len(row.ids) - 1 for row in rows))
+        length, dp = self._length(*rows), self._dp
+        micro = self.batching.rows(length)
         filled = -(-len(rows) // (micro * dp)) * micro * dp
-        if dp == 1 and self._control.world_size == 1:
+        if self._control is None or self._control.world_size == 1:
             # Nobody else has to make as many passes of as many rows.
             filled, micro = len(rows), min(micro, len(rows))
             numbers = [list(range(start, min(start + micro, filled))) for start in range(0, filled, micro)]
@@ -233,12 +291,14 @@ class Scorer:
 
     def _micro_batch(self, rows: Sequence[TokenRow], numbers: Sequence[int], length: int) -> MicroBatch:
         tokens_bs, labels_bs = torch.zeros(2, len(numbers), length, dtype=torch.int64).unbind()
+        mask_bs = torch.zeros(len(numbers), length)
         for place, number in enumerate(numbers):
             if number < len(rows):
                 ids = torch.tensor(rows[number].ids)
                 tokens_bs[place, : len(ids) - 1], labels_bs[place, : len(ids) - 1] = ids[:-1], ids[1:]
+                mask_bs[place, rows[number].places] = 1.0
         info = BatchInfo(torch.tensor(numbers), self._positions(len(numbers), length))
-        return MicroBatch(info, tokens_bs, labels_bs, torch.ones(len(numbers), length))
+        return MicroBatch(info, tokens_bs, labels_bs, mask_bs)
 
     def _positions(self, batch: int, length: int) -> Tensor | None:
         """Padding may lie beyond the table of learned positions."""

@@ -14,6 +14,8 @@ from megads.config import RootConfig, batch_size_schedule, check_attention, open
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import ConfigError, DataError, StopRequested
+from megads.evaluate.config import EvaluationConfig
+from megads.evaluate.harness_tasks import load_tasks
 from megads.frozen_config import derive_run_id
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
@@ -155,9 +157,9 @@ def refuse_early(run: ResolvedRun) -> None:
 
     Raises:
         StopRequested: somebody stopped the run.
-        ConfigError: there are too few GPUs, a tracker is not installed, kernels that were asked for cannot be had, or
-            the run does not fit the machine's memory.
-        DataError: the dataset is missing, damaged or too little.
+        ConfigError: there are too few GPUs, a tracker is not installed, kernels that were asked for cannot be had,
+            there is no such task, or the run does not fit the machine's memory.
+        DataError: the dataset is missing, damaged or too little, or a task's is.
     """
     from megads.launch.preflight_memory import refuse_unfit
 
@@ -167,8 +169,16 @@ def refuse_early(run: ResolvedRun) -> None:
     wanted_trackers(run.config.logging)
     chosen_kernels(run.config, run.machine)
     refuse_unfit(run.planned, run.machine)
+    require_tasks(run.config.evaluation)
     if run.data.preparation is None:
         require_data(run.config)
+
+
+def require_tasks(config: EvaluationConfig) -> None:
+    """Raises MegadsError where a task that is to be evaluated in mid-run cannot be loaded here."""
+    if config.tasks:
+        folder = Path(config.tasks_folder) if config.tasks_folder is not None else None
+        load_tasks(config.tasks, folder, config.tasks_fewshot)
 
 
 def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:

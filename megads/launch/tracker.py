@@ -335,7 +335,7 @@ def _final_table(
         "tokens": step.get("tokens"),
         "loss": step.get("loss"),
     }
-    rows |= {key: value for key, value in validation.items() if key.startswith("valid/")}
+    rows |= {key: value for key, value in validation.items() if key.startswith(("valid/", "eval/"))}
     rows |= {
         "tokens_per_s": step.get("tokens_per_s"),
         "mfu": step.get("mfu"),

@@ -269,7 +269,10 @@ def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float
 
 
 def render_validation(record: Mapping[str, Any]) -> str:
-    """Returns one line for a validation: every set's loss, perplexity and unigram loss."""
+    """Returns one line for a validation: every set's loss, perplexity and unigram loss; or every metric of tasks."""
+    if not is_validation(record):
+        metrics = (f"{key.removeprefix('eval/')} {value:.4g}" for key, value in record.items() if _is_task_value(key))
+        return " | ".join([f"tasks at step {record.get('step', '?')}", *metrics])
     parts = [f"validation at step {record.get('step', '?')}"]
     for key, loss in record.items():
         if not (key.startswith("valid/") and key.endswith("/loss")):
@@ -280,6 +283,15 @@ def render_validation(record: Mapping[str, Any]) -> str:
         unigram = record.get(f"valid/{name}/unigram_loss")
         parts.append(part if unigram is None else f"{part} | unigram loss {unigram:.4f}")
     return " | ".join(parts)
+
+
+def is_validation(record: Mapping[str, Any]) -> bool:
+    """Tells a validation's line of metrics.jsonl from that of tasks; it is no step's."""
+    return any(key.startswith("valid/") for key in record) or not any(key.startswith("eval/") for key in record)
+
+
+def _is_task_value(key: str) -> bool:
+    return key.startswith("eval/") and not key.endswith(("_stderr", "/documents"))
 
 
 def render_event(event: Mapping[str, Any]) -> str:

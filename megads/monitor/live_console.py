@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import ConfigError
-from megads.monitor.console import Console, render_step, render_validation, smoothed
+from megads.monitor.console import Console, is_validation, render_step, render_validation, smoothed
 from megads.runtime import environment
 from megads.runtime.config import ConsoleKind, LoggingConfig
 from megads.runtime.files import read_end
@@ -103,7 +103,7 @@ class RunProgress:
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Takes a line of metrics.jsonl."""
         if "loss" not in record:
-            self.validation = record
+            self.validation = record if is_validation(record) else self.validation
             return
         self.record, self.step = record, int(record.get("step", 0))
         self.losses.append((self.step, float(record["loss"])))

@@ -17,6 +17,7 @@ from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 WANDB, TENSORBOARD = "wandb", "tensorboard"
 _STATE_DIRECTORY = "logs"
+_MEASURED = ("valid/", "eval/")
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ def state_path(run_dir: Path, name: str) -> Path:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what can be drawn of a line of metrics.jsonl, steps under train/, validations as they are named."""
+    """Returns what can be drawn of a line of metrics.jsonl, steps under train/, the rest as it is named."""
     prefix = "train/" if "loss" in record else ""
     return {
-        key if key.startswith("valid/") else f"{prefix}{key}": float(value)
+        key if key.startswith(_MEASURED) else f"{prefix}{key}": float(value)
         for key, value in record.items()
-        if isinstance(value, bool | int | float) and key != "step" and (prefix or key.startswith("valid/"))
+        if isinstance(value, bool | int | float) and key != "step" and (prefix or key.startswith(_MEASURED))
     }
 
 
@@ -245,7 +246,9 @@ class Feed:
             if is_step(record):
                 self.position.step, self.position.last_step = step, record
             else:
-                self.position.validation_step, self.position.last_validation = step, record
+                # Sets and tasks have a line each; a run that went back forgets what came later.
+                known = self.position.last_validation if self.position.validation_step <= step else {}
+                self.position.validation_step, self.position.last_validation = step, {**known, **record}
 
 
 def is_step(record: Mapping[str, Any]) -> bool:

@@ -382,7 +382,7 @@ class TokenMeanLoss:
     def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH) -> None:
         self.vocab_size, self.grid, self.kernels = vocab_size, grid, kernels
         self.scale = torch.ones((), dtype=torch.float64)
-        self.recorder: Callable[[nn.Module, Tensor, BatchInfo, Tensor], Tensor] | None = None
+        self.recorder: Callable[[nn.Module, Tensor, BatchInfo, tuple[Tensor, Tensor]], Tensor] | None = None
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         """The logits are the loss's to overwrite."""
@@ -403,7 +403,7 @@ class TokenMeanLoss:
         """
         labels_bs, mask_bs = targets
         if self.recorder is not None:
-            return self.recorder(head, hidden_bth, info, labels_bs)
+            return self.recorder(head, hidden_bth, info, targets)
         tokens, rows = labels_bs.numel(), padded_rows(self.vocab_size, self.grid.tp.size)
         chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.kernels.loss_chunk)
         if chunk >= tokens:

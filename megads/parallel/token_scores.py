@@ -21,8 +21,8 @@ class RowScores(NamedTuple):
     """What a model makes of rows of tokens.
 
     Attributes:
-        log_likelihoods_nl: fp64, log-probability in nats of the label of each place.
-        likeliest_nl: int64, the likeliest token of each place, the first of several.
+        log_likelihoods_nl: fp64, log-probability in nats of the label of each counted place.
+        likeliest_nl: int64, the likeliest token of each counted place, the first of several.
     """
 
     log_likelihoods_nl: Tensor
@@ -41,29 +41,47 @@ class ScoreRecorder:
         self._vocab_size, self._axis = vocab_size, axis
         self._found: list[tuple[BatchInfo, Tensor, Tensor]] = []
 
-    def __call__(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, labels_bs: Tensor) -> Tensor:
-        """Scores a micro-batch, a few rows at a time, as all their logits may be too many.
+    def __call__(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """Scores the counted tokens of a micro-batch, a part of them at a time, as all their logits may be too many.
 
         Args:
             head: the output projection, which closes no region.
             hidden_bth: its input.
             info: of the micro-batch.
-            labels_bs: int64, token ids.
+            targets: labels and mask, [b, s].
 
         Returns:
             The sum of the losses, fp64 scalar.
         """
+        labels_bs, mask_bs = targets
+        batch, tokens = labels_bs.shape
+        log_likelihoods_bs = torch.zeros(batch, tokens, dtype=torch.float64, device=labels_bs.device)
+        likeliest_bs = torch.zeros_like(labels_bs)
         rows = padded_rows(self._vocab_size, self._axis.size)
         room = chunk_tokens(labels_bs.numel(), rows * hidden_bth.element_size(), hidden_bth.device.type)
-        step = max(1, room // labels_bs.shape[1])
-        losses, likeliest = [], []
-        for part_bth, part_bs in zip(hidden_bth.split(step), labels_bs.split(step), strict=True):
-            logits_bsr = head(part_bth, info)
-            likeliest.append(likeliest_tokens(logits_bsr, self._vocab_size, self._axis))
-            losses.append(vocab_parallel_token_losses(logits_bsr, part_bs, self._vocab_size, self._axis).double())
-        losses_bs = torch.cat(losses)
-        self._found.append((info, -losses_bs, torch.cat(likeliest)))
-        return losses_bs.sum()
+        if hidden_bth.shape[1] != tokens:
+            # Sequence parallelism: a rank has its share of every row.
+            step = max(1, room // tokens)
+            for first in range(0, batch, step):
+                part = slice(first, first + step)
+                log_likelihoods_bs[part], likeliest_bs[part] = self._scores(
+                    head(hidden_bth[part], info), labels_bs[part]
+                )
+        else:
+            counted_m = mask_bs.flatten().nonzero()[:, 0]
+            # One at least: ranks that share the head's weights call it together.
+            counted_m = counted_m if len(counted_m) else counted_m.new_zeros(1)
+            flat_mh = hidden_bth.flatten(0, 1)
+            for part_c in counted_m.split(room):
+                found = self._scores(head(flat_mh[part_c][None], info), labels_bs.flatten()[part_c][None])
+                log_likelihoods_bs.view(-1)[part_c], likeliest_bs.view(-1)[part_c] = found[0][0], found[1][0]
+        self._found.append((info, log_likelihoods_bs, likeliest_bs))
+        return -(log_likelihoods_bs * mask_bs).sum()
+
+    def _scores(self, logits_bsr: Tensor, labels_bs: Tensor) -> tuple[Tensor, Tensor]:
+        likeliest_bs = likeliest_tokens(logits_bsr, self._vocab_size, self._axis)
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self._vocab_size, self._axis)
+        return -losses_bs.double(), likeliest_bs
 
     def share(self, num_rows: int, length: int, grid: ParallelGrid, loss_rank: int, device: torch.device) -> RowScores:
         """Gives every rank the scores of all rows, on the CPU; collective over the world.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -94,6 +94,7 @@ def axis_top(values: FloatArray) -> float | None:
 
 
 _MOST_RESTART_MARKS = 50
+_TASK_LOOKS = tuple(product(("o", "s", "D", "^"), (BLUE, GREEN, ORANGE, RED, INK)))
 _VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
 
 
@@ -104,6 +105,7 @@ def run_charts(history: RunHistory) -> list[Chart]:
         Chart(
             "loss", "Training loss, validation loss and unigram loss over steps", partial(draw_loss, history), wide=True
         ),
+        Chart("tasks", "Metrics of lm-eval's tasks over steps", partial(draw_tasks, history)),
         Chart("learning_rate", "Learning rate over steps", partial(draw_learning_rate, history)),
         Chart("grad_norm", "Gradient norm over steps, skipped steps marked", partial(draw_grad_norm, history)),
         Chart("throughput", "Tokens per second and MFU over steps", partial(draw_throughput, history)),
@@ -153,6 +155,16 @@ def _draw_validations(axes: Axes, history: RunHistory) -> Iterator[FloatArray]:
                 "unigram", (1, validation.unigram_loss), xycoords=("axes fraction", "data"), xytext=(-2, 2.5),
                 textcoords="offset points", horizontalalignment="right", color=MUTED,
             )  # fmt: skip
+
+
+def draw_tasks(history: RunHistory, wide: bool = False) -> Figure | None:
+    """Every metric of the tasks that were evaluated in mid-run."""
+    if not history.tasks:
+        return None
+    figure, axes = open_panel("Tasks", wide)
+    for task, (marker, color) in zip(history.tasks, cycle(_TASK_LOOKS), strict=False):
+        axes.plot(task.step, finite(task.value), color=color, marker=marker, markersize=4, linewidth=1, label=task.name)
+    return _finish(figure, axes, history, "")
 
 
 def draw_learning_rate(history: RunHistory, wide: bool = False) -> Figure | None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,21 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class TaskMetric:
+    """What a metric of an lm-eval task was in mid-run.
+
+    Attributes:
+        name: "<task>/<metric>".
+        step: after which step, ascending.
+        value: the metric.
+    """
+
+    name: str
+    step: FloatArray
+    value: FloatArray
+
+
+@dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint on disk.
 
@@ -74,6 +89,7 @@ class RunHistory:
         step: step numbers, ascending and each once.
         columns: one array a key of STEP_KEYS, as long as `step`.
         validations: one a set.
+        tasks: one a metric of a task.
         events: in the order of the file.
         config: the frozen config, empty when it cannot be read.
         config_text: the file as it is.
@@ -86,6 +102,7 @@ class RunHistory:
     step: FloatArray
     columns: Mapping[str, FloatArray]
     validations: tuple[Validation, ...] = ()
+    tasks: tuple[TaskMetric, ...] = ()
     events: tuple[dict[str, Any], ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     config_text: str = ""
@@ -123,8 +140,8 @@ def read_history(run_dir: Path) -> RunHistory:
             f"{run_dir} is not a run directory: it holds no {METRICS_FILE}, {EVENTS_FILE} or {CONFIG_FILE}; "
             "give the folder that megads train names at its start"
         )
-    step, columns, validations, metric_lines = _read_metrics(run_dir / METRICS_FILE)
-    if not len(step):
+    ledger = _read_metrics(run_dir / METRICS_FILE)
+    if not len(ledger.step):
         raise ConfigError(
             f"{run_dir / METRICS_FILE} has no step yet: the run has just started, or failed before its first step "
             f"(then {run_dir / 'logs'} says why); report again once it has made one"
@@ -137,14 +154,15 @@ def read_history(run_dir: Path) -> RunHistory:
     return RunHistory(
         run_dir=run_dir,
         run_id=str(run_id or run_dir.resolve().name),
-        step=step,
-        columns=columns,
-        validations=validations,
+        step=ledger.step,
+        columns=ledger.columns,
+        validations=ledger.validations,
+        tasks=ledger.tasks,
         events=events,
         config=config,
         config_text=config_text,
         checkpoints=tuple(_read_checkpoints(run_dir)),
-        unreadable_lines=max(0, lines - metric_lines - len(events)),
+        unreadable_lines=max(0, lines - ledger.lines - len(events)),
     )
 
 
@@ -158,10 +176,20 @@ def number(value: Any) -> float:
         return math.inf
 
 
-def _read_metrics(path: Path) -> tuple[FloatArray, dict[str, FloatArray], tuple[Validation, ...], int]:
-    """Returns steps, their columns, the validations, and the number of lines that held an object."""
+class _Ledger(NamedTuple):
+    """What metrics.jsonl holds, see RunHistory, and its number of lines that held an object."""
+
+    step: FloatArray
+    columns: dict[str, FloatArray]
+    validations: tuple[Validation, ...]
+    tasks: tuple[TaskMetric, ...]
+    lines: int
+
+
+def _read_metrics(path: Path) -> _Ledger:
     table: dict[str, array[float]] = {key: array("d") for key in ("step", *STEP_KEYS)}
     validated: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    tasks: dict[str, list[tuple[float, float]]] = defaultdict(list)
     lines = 0
     for record in read_json_lines(path):
         lines += 1
@@ -173,15 +201,29 @@ def _read_metrics(path: Path) -> tuple[FloatArray, dict[str, FloatArray], tuple[
             for key in STEP_KEYS:
                 table[key].append(number(record.get(key)))
             continue
-        for key, loss in record.items():
+        for key, value in record.items():
             if key.startswith("valid/") and key.endswith("/loss"):
                 name = key.removeprefix("valid/").removesuffix("/loss")
                 unigram = number(record.get(f"valid/{name}/unigram_loss"))
-                validated[name].append((step, number(loss), unigram))
+                validated[name].append((step, number(value), unigram))
+            if key.startswith("eval/") and not key.endswith(("_stderr", "/documents")):
+                tasks[key.removeprefix("eval/")].append((step, number(value)))
     arrays = {key: np.array(values, dtype=np.float64) for key, values in table.items()}
     order = _last_of_each(arrays["step"])
     columns = {key: values[order] for key, values in arrays.items()}
-    return columns.pop("step"), columns, tuple(_validation(name, rows) for name, rows in validated.items()), lines
+    return _Ledger(
+        columns.pop("step"),
+        columns,
+        tuple(_validation(name, rows) for name, rows in validated.items()),
+        tuple(_task(name, rows) for name, rows in tasks.items()),
+        lines,
+    )
+
+
+def _task(name: str, rows: list[tuple[float, float]]) -> TaskMetric:
+    step, value = (np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+    order = _last_of_each(step)
+    return TaskMetric(name, step[order], value[order])
 
 
 def _validation(name: str, rows: list[tuple[float, float, float]]) -> Validation:

@@ -54,6 +54,7 @@ def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
     words, kind = status(history)
     badge = f'<span class="status {kind}">{html.escape(words)}</span>'
     rest = [
+        ("Evaluations", _evaluations(history.events)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", _checkpoints(history.checkpoints)),
         ("Config", _config(history.config_text)),
@@ -140,6 +141,21 @@ def fact_list(rows: Iterable[tuple[str, str]]) -> str:
     """Labels and values in a card."""
     items = (f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for label, value in rows)
     return f'<dl class="facts card">{"".join(items)}</dl>'
+
+
+def _evaluations(events: Sequence[Mapping[str, Any]]) -> str:
+    """What `megads evaluate` found, the last value of each metric of a step."""
+    found: dict[tuple[float, str], float] = {}
+    for event in events:
+        results = event.get("results")
+        if event.get("event") == "evaluation" and isinstance(results, Mapping):
+            found |= {(number(event.get("step")), str(name)): number(value) for name, value in results.items()}
+    rows = (
+        f'<tr><td class="number">{step:,.0f}</td><td>{html.escape(name)}</td><td class="number">{value:.4g}</td></tr>'
+        for (step, name), value in sorted(found.items())
+        if not name.endswith("_stderr")
+    )
+    return table((">step", "what", ">value"), rows) if found else ""
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:

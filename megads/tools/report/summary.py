@@ -10,7 +10,7 @@ import numpy as np
 
 from megads.runtime.progress import render_duration
 from megads.tools.report.charts import finite
-from megads.tools.report.history import FloatArray, RunHistory, Validation, number
+from megads.tools.report.history import FloatArray, RunHistory, TaskMetric, Validation, number
 from megads.tools.report.timeline import find_starts, layer_costs
 
 _EXITS = {0: "finished", 2: "bad configuration", 3: "bad data", 4: "no usable checkpoint", 5: "stopped on request",
@@ -56,6 +56,7 @@ def key_numbers(history: RunHistory) -> list[KeyNumber]:
             for validation in history.validations
             for item in _validation_numbers(validation, len(history.validations) > 1)
         ),
+        *(_task_number(task) for task in history.tasks),
         _train_loss(history),
         KeyNumber("tokens", short(last(columns["tokens"])), f"{_count(last(columns['samples']))} samples"),
         _speed(history),
@@ -113,6 +114,10 @@ def _validation_numbers(validation: Validation, named: bool) -> list[KeyNumber]:
         KeyNumber(f"validation loss{name}", loss_text(final), ", ".join(notes)),
         KeyNumber(f"perplexity{name}", _perplexity_text(final), f"of validation at step {validation.step[-1]:,.0f}"),
     ]
+
+
+def _task_number(task: TaskMetric) -> KeyNumber:
+    return KeyNumber(task.name, f"{task.value[-1]:.4g}", f"at step {task.step[-1]:,.0f}")
 
 
 def _train_loss(history: RunHistory) -> KeyNumber:

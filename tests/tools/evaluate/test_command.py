@@ -152,7 +152,6 @@ def test_refusals(folder: Path, changes: dict[str, Any], kind: type[MegadsError]
     assert not results(folder) and not list(folder.glob("run/evaluation/**/.partial"))
 
 
-@pytest.mark.slow
 def test_an_unknown_task_names_the_near_ones(folder: Path) -> None:
     """Catches a list of thousands of names, or none."""
     with pytest.raises(ConfigError, match="tasks = simple_sequence: there is no such task; there are simple_sequences"):
@@ -238,7 +237,7 @@ def test_bytes_of_tokens(folder: Path) -> None:
 
 @pytest.mark.distributed
 def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
-    """Catches ranks that do not come to an end, results that stay on a rank, and an error of one that nobody reads."""
+    """Catches ranks that do not come to an end, and results that stay on a rank."""
     done = evaluate(config(tasks=["choose"], data=["data/text.jsonl"], output="alone"))
     assert done == EXIT_OK
     arguments = ("run=run", "device=cpu", "tasks=[choose]", "tasks_folder=tasks", "data=[data/text.jsonl]")
@@ -247,5 +246,11 @@ def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
     (alone,), (together,) = (list((folder / name).glob("results_*.json")) for name in ("alone", "together"))
     metrics = [json.loads(path.read_text())["results"]["choose"] for path in (alone, together)]
     assert metrics[0] == metrics[1] and "choose" in started.out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_a_rank_refuses(folder: Path, megads: Callable[..., Any]) -> None:
+    """Catches the first rank's error that is lost among those of its peers."""
     refused = megads("evaluate", "run=run", "device=cpu", "tasks=[long]", "tasks_folder=tasks", "layout.tp=2").end()
     assert refused.code == 2 and "max_gen_toks = 256" in refused.err and "Traceback" not in refused.err
