@@ -33,7 +33,7 @@ from megads.tools.exchange.layer_files import (
     step_folder_of,
 )
 from megads.tools.exchange.megatron_deepspeed import arguments_of, model_of, progress_of, stacks_of, unpadded_vocabulary
-from megads.tools.exchange.pickles import load_inert, load_mapping
+from megads.tools.exchange.pickles import attributes, load_inert, load_mapping
 from megads.tools.exchange.source import MOMENTS, WEIGHT, Source, Stored, Tensors, TrainedSoFar, held
 from megads.tools.hugging_face.architectures import architecture_of
 from megads.tools.hugging_face.export import CONFIG_FILE
@@ -168,7 +168,7 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
             "the weights alone"
         )
     (taken,) = steps
-    progress = progress_of(state, Arguments(getattr(state.get("args"), "values", {}), "args"))
+    progress = progress_of(state, Arguments(attributes(state.get("args")), "args"))
     return replace(progress, step=max(progress.step, taken), optimizer_steps=taken)
 
 
