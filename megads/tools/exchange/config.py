@@ -16,6 +16,7 @@ class ImportFormat(StrEnum):
     megatron_deepspeed = "megatron_deepspeed"
     gpt_neox = "gpt_neox"
     megatron_core = "megatron_core"
+    nanotron = "nanotron"
     universal = "universal"
 
 
@@ -29,7 +30,7 @@ class ImportConfig:
     """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
     format: ImportFormat = ImportFormat.auto
     """hugging_face, megatron_deepspeed (BigScience's fork and Microsoft's), gpt_neox, megatron_core (Megatron-LM's
-    torch_dist), universal (DeepSpeed's), or auto: told by the files."""
+    torch_dist), nanotron (Llama), universal (DeepSpeed's), or auto: told by the files."""
     tokenizer: str | None = None
     """tokenizer.json that the model was trained with; null is the one in the folder, or none: nobody then compares it
     with that of the data."""

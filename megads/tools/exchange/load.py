@@ -27,7 +27,7 @@ from megads.errors import CheckpointError, ConfigError, DataError
 from megads.model.config import ModelConfig
 from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
-from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, universal
+from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.layer_files import step_folder_of
 from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar, rows, some
@@ -42,6 +42,7 @@ FORMATS: dict[ImportFormat, ModuleType] = {
     ImportFormat.gpt_neox: gpt_neox,
     ImportFormat.megatron_deepspeed: megatron_deepspeed,
     ImportFormat.megatron_core: megatron_core,
+    ImportFormat.nanotron: nanotron,
     ImportFormat.hugging_face: hugging_face,
 }
 """Each has `lies_in` and `open_source`; in the order in which a folder is looked at."""
