@@ -114,8 +114,8 @@ def write(folder: Path, model: Any, tp: int, pp: int = 1, interleaved: bool = Tr
     ],
 )
 def test_llama(tp: int, pp: int, kv: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Catches stacked projections of ranks that are put one after the other, rotations of the other kind, and gates taken
-    for ups."""
+    """Catches stacked projections of ranks that are put one after the other, rotations of the other kind, and gates
+    taken for ups."""
     model = files.llama(VOCABULARY, kv)
     ids = torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(3))
     interleaved = changes.get("rope_interleaved", True)
