@@ -29,7 +29,7 @@ from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.exchange.config import ImportConfig, ImportFormat
-from megads.tools.exchange.layer_files import step_folder_of
+from megads.tools.exchange.layer_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar, rows, some
 from megads.tools.hugging_face.export import new_folder, require_free, write_origin
 from megads.tools.hugging_face.weights import links, links_by_stage, tensor_shapes
@@ -38,9 +38,9 @@ _MADE_BY = "megads import"
 _LONGEST_SAMPLE = 2048
 """Of the preset; attention to more costs memory that a first try may not have."""
 FORMATS: dict[ImportFormat, ModuleType] = {
-    ImportFormat.universal: universal,
     ImportFormat.gpt_neox: gpt_neox,
     ImportFormat.megatron_deepspeed: megatron_deepspeed,
+    ImportFormat.universal: universal,
     ImportFormat.megatron_core: megatron_core,
     ImportFormat.nanotron: nanotron,
     ImportFormat.hugging_face: hugging_face,
@@ -208,7 +208,7 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
     if config.tokenizer is not None:
         return Path(config.tokenizer)
     path = folder / TOKENIZER_FILE
-    for place in (path, step_folder_of(folder) / TOKENIZER_FILE):
+    for place in (path, step_folder_of(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
         if place.is_file():
             return place
     if format_ is not ImportFormat.hugging_face:
