@@ -126,12 +126,14 @@ def _contents(metadata: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list
     for name, entry in metadata.values["state_dict_metadata"].items():
         if not isinstance(entry, Named) or "chunks" not in entry.values:
             continue
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is no name")
         shapes[name] = _extents(entry.values["size"])
         for chunk in entry.values["chunks"]:
             rectangle = Rectangle(_extents(chunk.values["offsets"]), _extents(chunk.values["sizes"]))
             info = places[name, rectangle.offset].values
-            if info.get("transform_descriptors"):
-                raise ValueError(f"{name} is compressed")
+            if info.get("transform_descriptors") or not isinstance(info["relative_path"], str):
+                raise ValueError(f"{name} is compressed, or in no file")
             parts[name].append(StoredPart(rectangle, info["relative_path"], int(info["offset"]), int(info["length"])))
     return shapes, dict(parts)
 

@@ -65,7 +65,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     settings = Arguments(
         _settings(found / _CONFIGS) | attributes(state.get("args")), f"{_CONFIGS} and args of {found.name}"
     )
-    model = _model_of(settings)
+    model = model_of(settings)
     tp = settings.integer("model_parallel_size", None)
     by_kind: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
     progress = progress_of(state, settings)
@@ -107,7 +107,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     for path in files:
         try:
             content = yaml.safe_load(read_regular(path))
-        except (yaml.YAMLError, ValueError, OSError) as error:
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: holds no settings")
@@ -115,7 +115,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _model_of(settings: Arguments) -> ModelConfig:
+def model_of(settings: Arguments) -> ModelConfig:
     """The model that settings describe.
 
     Raises:

@@ -120,7 +120,10 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
     for format_, module in FORMATS.items():
         if module.lies_in(folder):
             return format_
-    return ImportFormat.hugging_face
+    raise ConfigError(
+        f"input = {folder}: config.json cannot be read, there is none; nor are there files of another trainer that "
+        f"megads knows ({', '.join(FORMATS)}; docs/other-trainers.md lists their files)"
+    )
 
 
 def _require_tensors(folder: Path, source: Source) -> None:

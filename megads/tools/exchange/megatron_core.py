@@ -64,7 +64,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     if backend != "torch_dist":
         raise ConfigError(f"{found / _FORMAT_FILE}: sharded_backend = {backend!r}: megads reads torch_dist")
     state = load_mapping(found / _COMMON_FILE)
-    arguments = _translated(arguments_of(state, found / _COMMON_FILE))
+    arguments = translated(arguments_of(state, found / _COMMON_FILE))
     model = model_of(arguments)
     files = DistributedFiles(found)
     tensors: dict[str, Stored] = {}
@@ -93,7 +93,7 @@ def _step_folder(folder: Path) -> Path:
     return folder
 
 
-def _translated(arguments: Arguments) -> Arguments:
+def translated(arguments: Arguments) -> Arguments:
     """Megatron-LM's arguments by the names of Megatron-DeepSpeed's.
 
     Raises:
@@ -125,6 +125,6 @@ def _named(files: DistributedFiles, name: str) -> dict[str, Stored]:
         inner = f"{_FUSED_NORMS[module]}.{kind.removeprefix('layer_norm_')}"
     else:
         inner = f"{_BLOCK.get(module, module)}.{kind}"
-    if number is not None:
+    if number is not None or not files.shapes[name]:
         return {f"layers.{number}.{inner}": files.stored(name)}
     return {f"layers.{index}.{inner}": files.stored(name, index) for index in range(files.shapes[name][0])}

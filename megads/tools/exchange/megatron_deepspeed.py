@@ -167,7 +167,7 @@ def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainedSoFar:
     """How far the model was trained."""
 
     def count(*values: Any) -> int:
-        return next((value for value in values if isinstance(value, int) and value >= 0), 0)
+        return next((value for value in values if isinstance(value, int) and 0 <= value < 2**63), 0)
 
     step = count(state.get("iteration"), state.get("global_steps"))
     return TrainedSoFar(

@@ -167,8 +167,9 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
     groups_file = found / ZERO_FOLDER / "optimizer_state.pt"
     if not steps and groups_file.is_file():
         # Optimizers of before counted in the groups of parameters.
-        groups = load_mapping(groups_file).get("param_groups") or [{}]
-        steps = {group["step"] for group in groups if isinstance(group.get("step"), int)}
+        groups = load_mapping(groups_file).get("param_groups")
+        said = [attributes(group).get("step") for group in groups] if isinstance(groups, list) else []
+        steps = {step for step in said if isinstance(step, int)}
     if len(steps) != 1:
         told = f"say different numbers of steps ({sorted(steps)[:3]})" if steps else "have no step.pt"
         raise CheckpointError(

@@ -100,7 +100,7 @@ def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -
     groups = load_mapping(shapes_file).get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{shapes_file}: holds no param_shapes; {_REMEDY}")
-    shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+    shapes = {name: tuple(shape) for group in groups for name, shape in group.items() if isinstance(shape, torch.Size)}
     fragments: dict[str, dict[str, list[Tensor]]] = {kind: defaultdict(list) for kind in (WEIGHT, *MOMENTS)}
     count = max(files) + 1
     for data_rank in range(count):

@@ -13,6 +13,8 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.load import import_folder
+from megads.tools.hugging_face.architectures import BLOOM
+from megads.tools.hugging_face.weights import to_theirs
 from tests.small_run import TOKENS
 from tests.tools.exchange import deepspeed_engine, test_gpt_neox, zero_writer
 from tests.tools.exchange import megatron_files as files
@@ -32,11 +34,10 @@ def write(folder: Path, tp: int, pp: int, dp: int) -> tuple[Path, Any]:
 
 def require_state(handle: CheckpointHandle, model: Any) -> None:
     """Weights are the model's to the last bit, moments half of them and their squares."""
-    weights = load_unsharded(handle, torch.device("cpu"), torch.float32).parameters_by_name()
-    word = model.state_dict()["transformer.word_embeddings.weight"][:TOKENS]
-    assert torch.equal(weights["embedding.word.weight"], word)
-    last = model.state_dict()["transformer.h.2.mlp.dense_4h_to_h.weight"]
-    assert torch.equal(weights["blocks.2.mlp.down.weight"], last)
+    ours = load_unsharded(handle, torch.device("cpu"), torch.float32)
+    wanted = model.state_dict()
+    for name, tensor in to_theirs(ours.config, BLOOM.names, ours.parameters_by_name()).items():
+        assert torch.equal(tensor, wanted[name][: len(tensor)]), name
     require_halves_and_squares(handle)
 
 
