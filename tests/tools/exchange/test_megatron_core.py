@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,15 @@ def save(folder: Path, shape: dict[str, Any], tp: int = 1, pp: int = 1) -> np.nd
     return found[-1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("shape", "tp", "pp"),
-    [
-        (peer.LLAMA, 1, 1),
-        (peer.GPT, 1, 1),
-        pytest.param(peer.LLAMA, 2, 2, marks=pytest.mark.slow),
-        pytest.param(peer.GPT, 4, 1, marks=pytest.mark.slow),
-    ],
-    ids=["llama", "gpt", "llama-tp2-pp2", "gpt-tp4"],
-)
-def test_logits_are_megatrons_own(shape: dict[str, Any], tp: int, pp: int, tmp_path: Path) -> None:
-    """Catches layers that are unstacked in another order, gates of another half, groups of queries, norms that are
-    named after the projection that follows them, and parts of ranks that are put together wrongly."""
-    wanted = save(tmp_path / "theirs", shape, tp, pp)
-    found = import_folder(ImportConfig(str(tmp_path / "theirs"), str(tmp_path / "run")))
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A Llama of one rank, which tests copy, and Megatron's logits."""
+    folder = tmp_path_factory.mktemp("megatron") / "theirs"
+    return folder, save(folder, peer.LLAMA)
+
+
+def require_logits(folder: Path, output: Path, wanted: np.ndarray) -> None:
+    found = import_folder(ImportConfig(str(folder), str(output)))
     assert found.source.title == "Megatron-LM, iter_0000005, torch_dist"
     model = load_unsharded(open_checkpoint(found.folder), torch.device("cpu"), torch.float32)
     with torch.no_grad():
@@ -55,12 +50,22 @@ def test_logits_are_megatrons_own(shape: dict[str, Any], tp: int, pp: int, tmp_p
     np.testing.assert_allclose(got.numpy(), wanted, atol=TOLERANCE, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that every test copies."""
-    folder = tmp_path_factory.mktemp("megatron") / "theirs"
-    save(folder, peer.LLAMA)
-    return folder
+def test_logits_are_megatrons_own(saved: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    """Catches layers that are unstacked in another order, gates of another half, groups of queries, and norms that are
+    named after the projection that follows them."""
+    require_logits(saved[0], tmp_path / "run", saved[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "tp", "pp"),
+    [(peer.GPT, 1, 1), (peer.LLAMA, 2, 2), (peer.GPT, 4, 1)],
+    ids=["gpt", "llama-tp2-pp2", "gpt-tp4"],
+)
+def test_parts_of_ranks_are_put_together(shape: dict[str, Any], tp: int, pp: int, tmp_path: Path) -> None:
+    """Catches parts of ranks in another place, and biases and learned positions that are dropped."""
+    wanted = save(tmp_path / "theirs", shape, tp, pp)
+    require_logits(tmp_path / "theirs", tmp_path / "run", wanted)
 
 
 class _Runs:
@@ -101,13 +106,16 @@ def _flip(step: Path) -> None:
     ],
 )
 def test_bad_folders(
-    damage: str, error: type[MegadsError], told: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    error: type[MegadsError],
+    told: str,
+    saved: tuple[Path, np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches a pickle that is run, a bit that is believed, and an import that leaves a half-made run."""
-    import shutil
-
     monkeypatch.chdir(tmp_path)
-    step = Path(shutil.copytree(saved, tmp_path / "theirs")) / "iter_0000005"
+    step = Path(shutil.copytree(saved[0], tmp_path / "theirs")) / "iter_0000005"
     part, metadata = step / "__0_0.distcp", step / ".metadata"
     damages: dict[str, Any] = {
         "truncated": lambda: part.write_bytes(part.read_bytes()[:-500]),
@@ -129,9 +137,9 @@ def test_bad_folders(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_any_metadata_is_read_or_refused(saved: Path) -> None:
+def test_any_metadata_is_read_or_refused(saved: tuple[Path, np.ndarray]) -> None:
     """Catches a pickle that ends in a traceback, or that is run: every byte of one in turn is another."""
-    content = (saved / "iter_0000005" / ".metadata").read_bytes()[:700] + b"."
+    content = (saved[0] / "iter_0000005" / ".metadata").read_bytes()[:700] + b"."
     for place in range(len(content)):
         for value in (0, ord("R"), ord("."), 255):
             try:
