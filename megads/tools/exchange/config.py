@@ -15,6 +15,8 @@ class ImportFormat(StrEnum):
     hugging_face = "hugging_face"
     megatron_deepspeed = "megatron_deepspeed"
     gpt_neox = "gpt_neox"
+    megatron_core = "megatron_core"
+    nanotron = "nanotron"
     universal = "universal"
 
 
@@ -27,8 +29,8 @@ class ImportConfig:
     output: str = "???"
     """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
     format: ImportFormat = ImportFormat.auto
-    """hugging_face, megatron_deepspeed (BigScience's fork and Microsoft's), gpt_neox, universal (DeepSpeed's universal
-    checkpoints), or auto: told by the files."""
+    """hugging_face, megatron_deepspeed (BigScience's fork and Microsoft's), gpt_neox, megatron_core (Megatron-LM's
+    torch_dist), nanotron (Llama), universal (DeepSpeed's), or auto: told by the files."""
     tokenizer: str | None = None
     """tokenizer.json that the model was trained with; null is the one in the folder, or none: nobody then compares it
     with that of the data."""

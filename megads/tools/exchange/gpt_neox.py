@@ -24,9 +24,10 @@ from megads.tools.exchange.layer_files import (
     read_layers,
     step_folder_of,
 )
-from megads.tools.exchange.megatron_deepspeed import progress_of
+from megads.tools.exchange.megatron_deepspeed import progress_of, with_steps
 from megads.tools.exchange.pickles import attributes, load_mapping
 from megads.tools.exchange.source import WEIGHT, Source, Stored, summed
+from megads.tools.exchange.zero_files import has_optimizer_state, read_optimizer_state
 
 _CONFIGS = "configs"
 _RENAMED = (
@@ -52,7 +53,7 @@ def lies_in(folder: Path) -> bool:
     )
 
 
-def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Source:
+def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
     """The checkpoint in a folder.
 
     Raises:
@@ -64,12 +65,17 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     settings = Arguments(
         _settings(found / _CONFIGS) | attributes(state.get("args")), f"{_CONFIGS} and args of {found.name}"
     )
-    model = _model_of(settings)
+    model = model_of(settings)
     tp = settings.integer("model_parallel_size", None)
-    layers = [_renamed(layer, model) for layer in read_layers(found, tp)]
+    by_kind: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
+    progress = progress_of(state, settings)
+    if config.optimizer and has_optimizer_state(found):
+        optimizer = read_optimizer_state(found, tp or 1)
+        by_kind, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
+    layers = {kind: [_renamed(layer, model, kind) for layer in of] for kind, of in by_kind.items()}
     if model.mlp is MLPKind.swiglu:
         # The width of a gated MLP is not the setting, but follows from it by a rule that differs between versions.
-        model = replace(model, ffn_size=_mlp_width(layers))
+        model = replace(model, ffn_size=_mlp_width(layers[WEIGHT]))
     separate = model.num_kv_heads not in (None, model.num_heads)
     stacks: list[Stack] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
     if separate:
@@ -80,8 +86,8 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
         told_by=settings.origin,
         model=model,
         names=replace(NAMES, block={**NAMES.block, "attention.qkv": _QKV}) if separate else NAMES,
-        tensors={WEIGHT: decoder_tensors(layers, stacks)},
-        progress=progress_of(state, settings),
+        tensors={kind: decoder_tensors(of, stacks) for kind, of in layers.items()},
+        progress=progress,
     )
 
 
@@ -101,7 +107,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     for path in files:
         try:
             content = yaml.safe_load(read_regular(path))
-        except (yaml.YAMLError, ValueError, OSError) as error:
+        except (yaml.YAMLError, ValueError, OSError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as YAML: {str(error).splitlines()[0]}") from error
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: holds no settings")
@@ -109,7 +115,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _model_of(settings: Arguments) -> ModelConfig:
+def model_of(settings: Arguments) -> ModelConfig:
     """The model that settings describe.
 
     Raises:
@@ -174,7 +180,7 @@ def _mlp_width(layers: Sequence[Layer]) -> int | None:
     return sum(part.shape[-1] for part in shards if part.shape) or None
 
 
-def _renamed(layer: Layer, model: ModelConfig) -> Layer:
+def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
     """A layer with Megatron-DeepSpeed's names."""
     shards: dict[str, Sequence[Stored]] = {}
     for name, parts in layer.shards.items():
@@ -182,10 +188,9 @@ def _renamed(layer: Layer, model: ModelConfig) -> Layer:
         if model.parallel_block and name.startswith("post_attention_layernorm."):
             continue
         ours = _ours(name)
-        if model.parallel_block and ours in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias"):
-            # Every rank adds its own before the sum over tensor parallelism.
-            parts = [summed(parts)]  # noqa: PLW2901
-        shards[ours] = parts
+        terms = model.parallel_block and ours in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
+        # Every rank adds its own before the sum over tensor parallelism; all have the gradient of the sum.
+        shards[ours] = [summed(parts)] if terms and kind == WEIGHT else parts
     return replace(layer, shards=shards)
 
 

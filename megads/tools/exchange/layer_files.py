@@ -24,8 +24,8 @@ from megads.tools.exchange.pickles import load_mapping
 from megads.tools.exchange.source import Stored, held, joined, replicated, some, split_rows
 from megads.tools.hugging_face.weights import Names
 
-POINTERS = ("latest_universal", "latest")
-"""Files that name the newest checkpoint of a folder; a universal one is made of the other, and has more."""
+UNIVERSAL_POINTERS = ("latest_universal", "latest")
+"""Files that name the newest universal checkpoint of a folder."""
 FIRST_STATE_FILE = "mp_rank_00_model_states.pt"
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _FINAL_NORM = {"weight", "bias", "scale", "norm.weight", "norm.bias", "norm.scale"}
@@ -95,9 +95,9 @@ class Layer:
     shards: Mapping[str, Sequence[Stored]]
 
 
-def step_folder_of(folder: Path) -> Path:
-    """The folder of the checkpoint that a path means: itself, or the one that a pointer in it names."""
-    for pointer in POINTERS:
+def step_folder_of(folder: Path, pointers: Sequence[str] = ("latest",)) -> Path:
+    """The folder of the checkpoint that a path means: itself, or the one that the first pointer in it names."""
+    for pointer in pointers:
         path = folder / pointer
         if path.is_file():
             name = path.read_text(errors="replace").strip()

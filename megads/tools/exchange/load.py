@@ -33,9 +33,9 @@ from megads.errors import CheckpointError, ConfigError, DataError
 from megads.model.config import ModelConfig
 from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
-from megads.tools.exchange import gpt_neox, hugging_face, megatron_deepspeed, universal
+from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.exchange.config import ImportConfig, ImportFormat
-from megads.tools.exchange.layer_files import step_folder_of
+from megads.tools.exchange.layer_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar, rows, some
 from megads.tools.hugging_face.export import new_folder, require_free, write_origin
 from megads.tools.hugging_face.weights import links, links_by_stage, tensor_shapes
@@ -44,9 +44,11 @@ _MADE_BY = "megads import"
 _LONGEST_SAMPLE = 2048
 """Of the preset; attention to more costs memory that a first try may not have."""
 FORMATS: dict[ImportFormat, ModuleType] = {
-    ImportFormat.universal: universal,
     ImportFormat.gpt_neox: gpt_neox,
     ImportFormat.megatron_deepspeed: megatron_deepspeed,
+    ImportFormat.universal: universal,
+    ImportFormat.megatron_core: megatron_core,
+    ImportFormat.nanotron: nanotron,
     ImportFormat.hugging_face: hugging_face,
 }
 """Each has `lies_in` and `open_source`; in the order in which a folder is looked at."""
@@ -124,7 +126,10 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
     for format_, module in FORMATS.items():
         if module.lies_in(folder):
             return format_
-    return ImportFormat.hugging_face
+    raise ConfigError(
+        f"input = {folder}: config.json cannot be read, there is none; nor are there files of another trainer that "
+        f"megads knows ({', '.join(FORMATS)}; docs/other-trainers.md lists their files)"
+    )
 
 
 def _require_tensors(folder: Path, source: Source) -> None:
@@ -212,7 +217,7 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
     if config.tokenizer is not None:
         return Path(config.tokenizer)
     path = folder / TOKENIZER_FILE
-    for place in (path, step_folder_of(folder) / TOKENIZER_FILE):
+    for place in (path, step_folder_of(folder, UNIVERSAL_POINTERS) / TOKENIZER_FILE):
         if place.is_file():
             return place
     if format_ is not ImportFormat.hugging_face:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megads.tools.exchange.layer_files import (
     FIRST_STATE_FILE,
     GATES_FIRST,
     NAMES,
+    Layer,
     Stack,
     decoder_tensors,
     read_layers,
@@ -22,6 +24,7 @@ from megads.tools.exchange.layer_files import (
 )
 from megads.tools.exchange.pickles import Record, attributes, load_mapping
 from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar
+from megads.tools.exchange.zero_files import has_optimizer_state, read_optimizer_state
 
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """Values of the enum PositionEmbeddingType."""
@@ -33,7 +36,7 @@ def lies_in(folder: Path) -> bool:
     return any(found.glob("layer_*-model_*-model_states.pt"))
 
 
-def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Source:
+def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
     """The checkpoint in a folder.
 
     Raises:
@@ -45,17 +48,26 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     arguments = arguments_of(state, found / FIRST_STATE_FILE)
     model = model_of(arguments)
     tp = arguments.integer("tensor_model_parallel_size", None)
-    tensors = decoder_tensors(read_layers(found, tp), stacks_of(model))
+    layers: dict[str, Sequence[Layer]] = {WEIGHT: read_layers(found, tp)}
+    progress = progress_of(state, arguments)
+    if config.optimizer and has_optimizer_state(found):
+        optimizer = read_optimizer_state(found, tp or 1)
+        layers, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
     pp = arguments.integer("pipeline_model_parallel_size", 1)
     return Source(
         title=f"Megatron-DeepSpeed, {found.name}, tensor parallel {tp or 1}, pipeline parallel {pp}",
         told_by=arguments.origin,
         model=model,
         names=NAMES,
-        tensors={WEIGHT: tensors},
+        tensors={kind: decoder_tensors(of, stacks_of(model)) for kind, of in layers.items()},
         unpadded=unpadded_vocabulary(state),
-        progress=progress_of(state, arguments),
+        progress=progress,
     )
+
+
+def with_steps(progress: TrainedSoFar, steps: int) -> TrainedSoFar:
+    """The progress of a training whose optimizer took so many steps."""
+    return replace(progress, step=max(progress.step, steps), optimizer_steps=steps)
 
 
 def stacks_of(model: ModelConfig) -> tuple[Stack, ...]:
@@ -155,7 +167,7 @@ def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainedSoFar:
     """How far the model was trained."""
 
     def count(*values: Any) -> int:
-        return next((value for value in values if isinstance(value, int) and value >= 0), 0)
+        return next((value for value in values if isinstance(value, int) and 0 <= value < 2**63), 0)
 
     step = count(state.get("iteration"), state.get("global_steps"))
     return TrainedSoFar(

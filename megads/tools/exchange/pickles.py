@@ -8,9 +8,10 @@ in a file is refused before the file is read.
 from __future__ import annotations
 
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from megads.errors import CheckpointError
 
 _KNOWN = ("argparse", "megatron", "deepspeed", "nanotron", "numpy", "_codecs", "types", "pathlib", "collections")
 """Packages whose objects are beside tensors in checkpoints. Their code is not run."""
+
+
+_BLOCK = 1 << 20
 
 
 class Record:
@@ -49,41 +53,63 @@ class Record:
             self.values.update(state)
 
 
-def load_inert(path: Path) -> Any:
-    """What a file of torch.save holds; tensors are mapped, objects of known classes are of type `Record`.
+def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
+    """What a file of torch.save holds; tensors of a path are mapped, objects of known classes are of type `Record`.
+
+    Args:
+        source: the file.
+        where: it is, for messages; the path where it is one.
 
     Raises:
-        CheckpointError: it cannot be read, or names code that would have to run.
+        CheckpointError: it cannot be read, fails its checksums, or names code that would have to run.
     """
+    where = where or str(source)
     try:
         # Files of before torch 1.6 cannot be mapped, and hold tensors alone.
-        if not zipfile.is_zipfile(path):
-            return torch.load(path, map_location="cpu", weights_only=True)
-        names = get_unsafe_globals_in_checkpoint(str(path))
+        if not zipfile.is_zipfile(source):
+            return torch.load(_rewound(source), map_location="cpu", weights_only=True)
+        _require_checksums(source)
+        names = get_unsafe_globals_in_checkpoint(cast(Any, _rewound(source)))
         unknown = sorted(name for name in names if name.partition(".")[0] not in _KNOWN)
         if unknown:
             raise UnpicklingError(unknown[0])
         with safe_globals([(cast(Any, type("Record", (Record,), {})), name) for name in names]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            mmap = isinstance(source, Path)
+            return torch.load(_rewound(source), map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as error:
         raise CheckpointError(
-            f"{path}: holds more than tensors and settings, which would be run to be read; nothing was run "
+            f"{where}: holds more than tensors and settings, which would be run to be read; nothing was run "
             f"({str(error).splitlines()[0][:200]})"
         ) from error
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{where}: is damaged: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-    ) as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
+    except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         told = str(error).splitlines() or [type(error).__name__]
-        raise CheckpointError(f"{path} cannot be read: {told[0][:200]}") from error
+        raise CheckpointError(f"{where} cannot be read: {told[0][:200]}") from error
+
+
+def _require_checksums(source: Path | BinaryIO) -> None:
+    """Raises BadZipFile where a record's bytes are not those that were written: torch reads them all the same."""
+    with zipfile.ZipFile(source) as archive:
+        # The pickle first: where even its checksum is wrong, the writer has left checksums out.
+        names = sorted(archive.namelist(), key=lambda name: not name.endswith("/data.pkl"))
+        for number, name in enumerate(names):
+            try:
+                with archive.open(name) as record:
+                    while record.read(_BLOCK):
+                        pass
+            except zipfile.BadZipFile:
+                if number == 0:
+                    return
+                raise
+
+
+def _rewound(source: Path | BinaryIO) -> Path | BinaryIO:
+    if not isinstance(source, Path):
+        source.seek(0)
+    return source
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
@@ -112,4 +138,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """The attributes of a `Record`, or a dict as it is; nothing where it is neither."""
+    if isinstance(value, Namespace):
+        # Where a program has told torch that it is safe, as Megatron's packages do when they are imported.
+        return dict(vars(value))
     return value.values if isinstance(value, Record) else dict(value) if isinstance(value, dict) else {}

@@ -26,14 +26,22 @@ from megads.tools.exchange.hugging_face import read_json_object
 from megads.tools.exchange.layer_files import (
     FIRST_STATE_FILE,
     NAMES,
+    UNIVERSAL_POINTERS,
     Stack,
     decoder_tensors,
     layers_of,
     merged,
     step_folder_of,
 )
-from megads.tools.exchange.megatron_deepspeed import arguments_of, model_of, progress_of, stacks_of, unpadded_vocabulary
-from megads.tools.exchange.pickles import load_inert, load_mapping
+from megads.tools.exchange.megatron_deepspeed import (
+    arguments_of,
+    model_of,
+    progress_of,
+    stacks_of,
+    unpadded_vocabulary,
+    with_steps,
+)
+from megads.tools.exchange.pickles import attributes, load_inert, load_mapping
 from megads.tools.exchange.source import MOMENTS, WEIGHT, Source, Stored, Tensors, TrainedSoFar, held
 from megads.tools.hugging_face.architectures import architecture_of
 from megads.tools.hugging_face.export import CONFIG_FILE
@@ -53,7 +61,7 @@ _OF_LANGUAGE_MODEL = (
 
 def lies_in(folder: Path) -> bool:
     """Whether a folder has the files of this format."""
-    return (step_folder_of(folder) / ZERO_FOLDER).is_dir()
+    return (step_folder_of(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
 
 
 def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
@@ -63,7 +71,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         ConfigError: nothing says what model it is of, or one that megads does not compute.
         CheckpointError: a file is missing or damaged.
     """
-    found = step_folder_of(folder)
+    found = step_folder_of(folder, UNIVERSAL_POINTERS)
     state_file = found / FIRST_STATE_FILE
     state = load_mapping(state_file) if state_file.is_file() else {}
     parameters = sorted(path.name for path in (found / ZERO_FOLDER).iterdir() if path.is_dir())
@@ -159,8 +167,9 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
     groups_file = found / ZERO_FOLDER / "optimizer_state.pt"
     if not steps and groups_file.is_file():
         # Optimizers of before counted in the groups of parameters.
-        groups = load_mapping(groups_file).get("param_groups") or [{}]
-        steps = {group["step"] for group in groups if isinstance(group.get("step"), int)}
+        groups = load_mapping(groups_file).get("param_groups")
+        said = [attributes(group).get("step") for group in groups] if isinstance(groups, list) else []
+        steps = {step for step in said if isinstance(step, int)}
     if len(steps) != 1:
         told = f"say different numbers of steps ({sorted(steps)[:3]})" if steps else "have no step.pt"
         raise CheckpointError(
@@ -168,8 +177,8 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
             "the weights alone"
         )
     (taken,) = steps
-    progress = progress_of(state, Arguments(getattr(state.get("args"), "values", {}), "args"))
-    return replace(progress, step=max(progress.step, taken), optimizer_steps=taken)
+    progress = progress_of(state, Arguments(attributes(state.get("args")), "args"))
+    return with_steps(progress, taken)
 
 
 def _number(path: Path) -> float:

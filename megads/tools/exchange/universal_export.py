@@ -25,7 +25,7 @@ from megads.checkpoint.read import CheckpointHandle, model_config_of, open_check
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.plan.model_size import parameter_count, parameter_shapes
-from megads.tools.exchange.layer_files import FIRST_STATE_FILE, POINTERS
+from megads.tools.exchange.layer_files import FIRST_STATE_FILE, UNIVERSAL_POINTERS
 from megads.tools.exchange.source import MOMENTS, WEIGHT
 from megads.tools.exchange.universal import FILES, PARAM, ZERO_FOLDER
 from megads.tools.generate import checkpoint_tokenizer, run_path
@@ -100,7 +100,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
         torch.save(_optimizer_state(), folder / ZERO_FOLDER / "optimizer_state.pt")
         torch.save(_model_state(folder, written, handle), folder / FIRST_STATE_FILE)
         write_settings(folder, architecture, model, tokenizer, torch.float32)
-        (partial / POINTERS[0]).write_text(folder.name, encoding="utf-8")
+        (partial / UNIVERSAL_POINTERS[0]).write_text(folder.name, encoding="utf-8")
         write_origin(partial, _MADE_BY)
     return ExportedUniversal(output, architecture.class_name, step, kinds)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
+from megads.tools.exchange.arguments import Arguments
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.load import import_folder
+from megads.tools.exchange.pickles import Record
 from tests.small_run import TOKENS, write_dataset
 from tests.tools.exchange import megatron_files as files
 
@@ -222,3 +227,33 @@ def test_a_defect_shows(defect: Any, tmp_path: Path) -> None:
     folder = files.write(tmp_path / "theirs", layers, files.bloom_arguments(model, 2, 1), TOKENS, lambdas=1)
     run = imported(folder, tmp_path / "run", vocab_size=PADDED)
     assert (our_logits(run) - their_logits(model)).abs().max() > 1e3 * TOLERANCE
+
+
+ODD = (None, "x", [], {}, -1, 0, True, False, 1e300, float("nan"), [1], {"a": 1}, 2**70, torch.bfloat16, Record(3))
+
+
+def test_any_arguments_are_read_or_refused() -> None:
+    """Catches arguments of a training that end in a traceback: each with values of every other type."""
+    from megads.tools.exchange import gpt_neox, megatron_core, megatron_deepspeed
+    from tests.tools.exchange import megatron_core_peer, test_gpt_neox
+
+    model = types.SimpleNamespace(
+        config=types.SimpleNamespace(n_layer=3, vocab_size=PADDED, num_hidden_layers=3, num_key_value_heads=4)
+    )
+    neox = {name.replace("-", "_"): value for name, value in test_gpt_neox.SETTINGS.items()}
+    neox |= {name.replace("-", "_"): value for name, value in test_gpt_neox.LLAMA_SETTINGS.items()}
+    cases: list[tuple[Callable[[Arguments], object], dict[str, Any]]] = [
+        (megatron_deepspeed.model_of, vars(files.bloom_arguments(model, 2, 1))),
+        (megatron_deepspeed.model_of, vars(files.llama_arguments(model, 2, 1))),
+        (gpt_neox.model_of, neox | {"padded_vocab_size": PADDED, "num_kv_heads": 4, "intermediate_size": 72}),
+    ]
+    for shape in (megatron_core_peer.LLAMA, megatron_core_peer.GPT):
+        core = vars(megatron_core_peer.arguments(shape, 1, 1))
+        cases.append((lambda found: megatron_deepspeed.model_of(megatron_core.translated(found)), core))
+    for read, values in cases:
+        if "position_embedding_type" in values and not isinstance(values["position_embedding_type"], str):
+            values["position_embedding_type"] = Record(values["position_embedding_type"].value)
+        assert read(Arguments(values, "args"))
+        for name, value in itertools.product(values, ODD):
+            with suppress(ConfigError):
+                read(Arguments(values | {name: value}, "args"))
