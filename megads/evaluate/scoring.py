@@ -56,7 +56,7 @@ class ModelScoringEngine:
         self.model = model
         self.device = next(model.parameters()).device
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""
         loss_sum, tokens = 0.0, 0.0
@@ -67,7 +67,7 @@ class ModelScoringEngine:
             tokens += float(batch.loss_mask_bs.sum(dtype=torch.float64))
         return EvaluationResult(loss_sum, int(tokens))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
         found = []

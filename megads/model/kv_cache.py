@@ -154,7 +154,7 @@ class CachedGPT:
         for core in self._cores:
             core.keep(index)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Reads the next tokens of every row.
 
@@ -245,7 +245,7 @@ class RecomputingGPT:
         """Goes on with these rows only, in this order."""
         self._rows, self._starts = [self._rows[row] for row in rows], [self._starts[row] for row in rows]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def append(self, pieces: Sequence[Sequence[int]], document_starts: Sequence[Sequence[int]] | None = None) -> Tensor:
         """See CachedGPT.append."""
         for row, piece in zip(self._rows, pieces, strict=True):

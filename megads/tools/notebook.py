@@ -67,7 +67,7 @@ class LoadedModel:
         """The tokenizer that the run was trained with, of Hugging Face `tokenizers`."""
         return self._found.tokenizer
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, ids_bs: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Logits of the token after each one.
 

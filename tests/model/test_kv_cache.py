@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
+from megads.model import attention
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.model.gpt import GPT
+from megads.model.gpt import GPT, use_kernels
 from megads.model.kv_cache import PIECE, CachedGPT
+from megads.tools.notebook import LoadedModel
 from tests.model.test_gpt import hot_value
 
 VOCAB_SIZE = 50
@@ -145,3 +151,19 @@ def test_bf16_error_is_that_of_bf16() -> None:
         cached.append([[token]])
     found = cached.append([sequence[-1:]])[0].float()
     assert (found - exact).norm() <= 2 * (whole - exact).norm()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("position", [Position.alibi, Position.rope])
+def test_a_process_trains_after_it_has_generated(position: Position) -> None:
+    """Catches slopes or angles that are cached while a text is made, and that backward then cannot save."""
+    for cached in (attention._slopes_of, attention._place_tables, attention.causal_bias):
+        cached.cache_clear()
+    model = GPT(config(position), 0, hot_value)
+    use_kernels(model)
+    sequence = torch.tensor([tokens(8)])
+    LoadedModel.logits(cast(LoadedModel, SimpleNamespace(model=model, device=torch.device("cpu"))), sequence)
+    generating = CachedGPT(copy.deepcopy(model))
+    generating.start(1)
+    generating.append([tokens(5)])
+    model(sequence, BatchInfo(sample_ids=torch.tensor([0]))).sum().backward()

@@ -345,7 +345,7 @@ def _losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) 
         fp32 [s] for each sample in order: nats of the label at each place, masked ones included.
     """
     found: list[Losses] = []
-    with torch.inference_mode():
+    with torch.no_grad():
         for batch in batches:
             assert batch.tokens_bs is not None and batch.labels_bs is not None
             logits = model(batch.tokens_bs.to(device), batch.info.to(device))
