@@ -154,8 +154,8 @@ def _slices(path: Path, fragments: Mapping[str, dict[str, list[Tensor]]], steps:
         counts = state.get("partition_count")  # type: ignore[union-attr]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: does not say where parameters lie in it ({type(error).__name__}: {error}), as DeepSpeed 0.7 and "
-            f"later do; {_REMEDY}"
+            f"{path}: does not say where parameters lie in it ({type(error).__name__}: {error}), as later versions of "
+            f"DeepSpeed do; {_REMEDY}"
         ) from error
     first = counts[0] if isinstance(counts, list) and counts else counts
     return first if isinstance(first, int) else None
