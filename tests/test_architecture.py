@@ -42,14 +42,15 @@ LONG_FUNCTIONS: dict[str, int] = {}
 
 # Which tool uses another one; none is used by a storey below.
 TOOLS = {
-    "checkpoints": {"generate", "hugging_face"},
+    "checkpoints": {"generate", "output_folder"},
     "doctor": set(),
     "evaluate": {"generate"},
-    "exchange": {"generate", "hugging_face"},
+    "exchange": {"generate", "hugging_face", "output_folder"},
     "generate": set(),
-    "hugging_face": {"generate"},
+    "hugging_face": {"generate", "output_folder"},
     "inspect": {"report"},
     "notebook": {"generate"},
+    "output_folder": set(),
     "plan": {"report"},
     "rehearse": {"doctor"},
     "report": set(),

@@ -29,7 +29,7 @@ from megads.runtime.progress import Progress
 from megads.runtime.run_dir import METRICS_FILE, TOKENIZER_FILE
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.generate import run_path
-from megads.tools.hugging_face.export import new_folder, require_free, write_origin
+from megads.tools.output_folder import new_folder, require_free, write_origin
 
 _MADE_BY = "megads checkpoint average"
 _PIPE_WIDTH = 120

@@ -37,8 +37,8 @@ from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatro
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.layer_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar, rows, some
-from megads.tools.hugging_face.export import new_folder, require_free, write_origin
 from megads.tools.hugging_face.weights import links, links_by_stage, tensor_shapes
+from megads.tools.output_folder import new_folder, require_free, write_origin
 
 _MADE_BY = "megads import"
 _LONGEST_SAMPLE = 2048

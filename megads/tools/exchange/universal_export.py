@@ -31,15 +31,9 @@ from megads.tools.exchange.universal import FILES, PARAM, ZERO_FOLDER
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
-from megads.tools.hugging_face.export import (
-    new_folder,
-    read_stage,
-    require_free,
-    require_room,
-    write_origin,
-    write_settings,
-)
+from megads.tools.hugging_face.export import read_stage, write_settings
 from megads.tools.hugging_face.weights import links_by_stage, missing_biases
+from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 
 _MADE_BY = "megads export"
 _ROW_CUT = ("attention.dense.weight", "mlp.down.weight")

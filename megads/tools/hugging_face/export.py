@@ -7,10 +7,8 @@ time, whatever layout wrote the checkpoint. The folder appears whole or not at a
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,20 +23,19 @@ from megads.checkpoint.tensor_file import TensorLayout, write_tensor_file
 from megads.config import Precision
 from megads.data.indexed.sidecar import FoundTokenizer, template_beside, template_path
 from megads.engine.interface import Shard
-from megads.errors import CheckpointError, ConfigError
+from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
 from megads.model.config import ModelConfig
 from megads.model.gpt import EMBEDDING, HEAD
 from megads.plan.model_size import parameter_count, parameter_shapes
-from megads.runtime.files import parse_json, read_regular, sync_directory
-from megads.runtime.run_dir import CONFIG_FILE as RUN_CONFIG_FILE
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
 from megads.tools.hugging_face.weights import Link, links_by_stage, missing_biases, same, tensor_shapes
+from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_ORIGIN_FILE, _MADE_BY = "megads.json", "megads export"
+_MADE_BY = "megads export"
 _BLOCK_ELEMENTS = 1 << 24
 """Of a table of words that are in memory: 64 MiB."""
 _DTYPES = {ExportPrecision.bf16: torch.bfloat16, ExportPrecision.fp32: torch.float32}
@@ -290,80 +287,3 @@ def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architectu
     )
     front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- megads\n---\n\n"
     return f"{front}# {rows['run']}\n\n| | |\n|---|---|\n{table}\n\n{loads}"
-
-
-def require_free(output: Path, overwrite: bool, made_by: str) -> None:
-    """Refuses a folder that is there, but for an earlier one of the same command that may be replaced.
-
-    Args:
-        output: the folder.
-        overwrite: it may be replaced.
-        made_by: the command.
-
-    Raises:
-        ConfigError: it is taken.
-    """
-    if not output.exists():
-        return
-    if not overwrite:
-        raise ConfigError(f"output = {output}: exists; choose another folder or give overwrite=true")
-    try:
-        found = parse_json(read_regular(output / _ORIGIN_FILE))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    # A run that was trained in an imported folder is more than that folder.
-    if found != {"made_by": made_by} or (output / RUN_CONFIG_FILE).exists():
-        raise ConfigError(f"output = {output}: is none of {made_by}, and overwrite=true replaces no other folder")
-
-
-def write_origin(folder: Path, made_by: str) -> None:
-    """Notes which command made a folder, which that command may then replace."""
-    _write_json(folder / _ORIGIN_FILE, {"made_by": made_by})
-
-
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """Gives a folder to write to, which then appears whole in the place of what was there, or not at all.
-
-    Args:
-        output: where it goes.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    partial, replaced = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "replaced"))
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                _bring_to_disk(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if output.exists():
-            output.rename(replaced)
-        try:
-            partial.rename(output)
-        except OSError:
-            replaced.rename(output)
-            raise
-        sync_directory(output.parent)
-    except OSError as error:
-        raise CheckpointError(f"output = {output}: cannot be written: {error.strerror}") from error
-    finally:
-        for left in (partial, replaced):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _bring_to_disk(path: Path) -> None:
-    """Waits for what was written before; after all files are written, for the disk is busy while they are made."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def require_room(output: Path, nbytes: int) -> None:
-    """Raises CheckpointError where a folder's disk has no room for so many bytes."""
-    parent = next(folder for folder in (output.absolute().parent, *output.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(parent).free
-    if free < nbytes:
-        raise CheckpointError(f"output = {output}: the weights have {nbytes:,} bytes, {parent} has {free:,} free")
