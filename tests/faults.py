@@ -143,8 +143,8 @@ def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> in
 
     build = train.build_engine
 
-    def build_broken(config: Any, grid: Any, *more: Any) -> Any:
-        engine = build(config, grid, *more)
+    def build_broken(config: Any, grid: Any, *more: Any, **options: Any) -> Any:
+        engine = build(config, grid, *more, **options)
         if grid.rank == FAULTY_RANK:
             _before_step(engine, FAULTY_STEP, lambda: break_engine(engine))
         return engine

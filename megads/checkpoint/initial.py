@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.checkpoint.manifest import read_manifest
-from megads.checkpoint.read import CheckpointHandle, meaning_of_weights, open_checkpoint, read_into, readable_folders
+from megads.checkpoint.read import CheckpointHandle, differing_keys, open_checkpoint, read_into, readable_folders
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard
@@ -72,12 +72,8 @@ class WeightSource:
         Raises:
             ConfigError: shape or parts differ; names each key with both values.
         """
-        theirs, ours = meaning_of_weights(self.handle.manifest.run.model), meaning_of_weights(asdict(model))
-        kinds, ignored = {theirs["position"], ours["position"]}, set()
-        # What follows from another key on both sides is that one's difference.
-        for key in ("ffn_size", "num_kv_heads"):
-            if self.handle.manifest.run.model.get(key) is None and getattr(model, key) is None:
-                ignored.add(key)
+        theirs, ours = self.handle.manifest.run.model, asdict(model)
+        kinds, ignored = {theirs.get("position", ModelConfig().position), ours["position"]}, set()
         if model.vocab_size is None:
             ignored.add("vocab_size")
         if kinds != {Position.learned}:
@@ -85,8 +81,7 @@ class WeightSource:
             ignored.add("max_seq_len")
         if kinds != {Position.rope}:
             ignored |= {"rope_theta", "rope_scaling"}
-        keys = sorted((theirs.keys() | ours.keys()) - ignored)
-        differing = {key: (theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)}
+        differing = {key: both for key, both in differing_keys(theirs, ours).items() if key not in ignored}
         refused = {key: values for key, values in differing.items() if key not in _ADAPTED}
         if refused:
             found = "; ".join(f"model.{key}: {there} there, {here} here" for key, (there, here) in refused.items())

@@ -5,7 +5,7 @@ Nothing is trusted before its checksum holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +36,13 @@ from megads.runtime.distributed import ALONE, ControlPlane
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
+
+_DERIVED_MODEL_KEYS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+    "ffn_size": lambda config: 4 * int(config["hidden_size"]),
+    "num_kv_heads": lambda config: int(config["num_heads"]),
+    "head_size": lambda config: int(config["hidden_size"]) // int(config["num_heads"]),
+}
+"""Keys that follow from others where they are null."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +210,9 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
     Raises:
         CheckpointError: lists the keys that differ.
     """
-    theirs, ours = meaning_of_weights(handle.manifest.run.model), meaning_of_weights(model_config)
     differing = [
-        f"model.{key}: {theirs.get(key)} there, {ours.get(key)} here"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
+        f"model.{key}: {there} there, {here} here"
+        for key, (there, here) in differing_keys(handle.manifest.run.model, model_config).items()
     ]
     if differing:
         raise CheckpointError(
@@ -216,16 +221,24 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
         )
 
 
-def meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
+def differing_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two models' configs give weights another meaning, with both values, sorted.
+
+    A key that follows from others in both configs is left out: those others are the difference.
+    """
+    derived = {key for key in _DERIVED_MODEL_KEYS if theirs.get(key) is None and ours.get(key) is None}
+    theirs, ours = _meaning_of_weights(theirs), _meaning_of_weights(ours)
+    keys = sorted((theirs.keys() | ours.keys()) - derived)
+    return {key: (theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key)}
+
+
+def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a model's config that say what its weights mean, defaults filled in: an older run knew fewer keys."""
     config = {**asdict(ModelConfig()), **model_config}
     config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
-    if config["ffn_size"] is None:
-        config["ffn_size"] = 4 * config["hidden_size"]
-    if config["num_kv_heads"] is None:
-        config["num_kv_heads"] = config["num_heads"]
-    if config["head_size"] is None:
-        config["head_size"] = config["hidden_size"] // config["num_heads"]
+    for key, derive in _DERIVED_MODEL_KEYS.items():
+        if config[key] is None:
+            config[key] = derive(config)
     if config.get("position") == "alibi":
         # ALiBi has no table of positions: the same weights serve any length.
         config.pop("max_seq_len", None)

@@ -6,8 +6,8 @@
 
 Each side is a process of its own, in turns; the fastest round counts. `save_pretrained` starts from a model that is in
 memory, which is not timed; megads from a checkpoint on disk, whose checksums it verifies. All wait until the bytes are
-on disk. Memory is the largest resident size of the process, less that of one that has imported the same and done
-nothing.
+on disk. Memory is the process's at its peak, less that of one that has imported the same and done nothing: all that is
+resident, and its anonymous part. The rest are pages of mapped files, which the kernel takes back when it needs them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import argparse
 import dataclasses
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from omegaconf import OmegaConf
 
@@ -74,7 +75,28 @@ def write_run(run_dir: Path, model: ModelConfig, tokenizer: Path) -> None:
 
 
 def one_side(side: str, folder: Path) -> dict[str, float]:
-    """Times one side in this process."""
+    """Times one side in this process, and takes its memory: all that was resident, and of it what no file is behind."""
+    done, peaks = threading.Event(), {"resident_bytes": 0, "anonymous_bytes": 0}
+
+    def watch() -> None:
+        process = psutil.Process()
+        while True:
+            now = process.memory_info()
+            peaks["resident_bytes"] = max(peaks["resident_bytes"], now.rss)
+            peaks["anonymous_bytes"] = max(peaks["anonymous_bytes"], now.rss - now.shared)
+            if done.wait(0.005):
+                return
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return {"seconds": _seconds_of(side, folder), **peaks}
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _seconds_of(side: str, folder: Path) -> float:
     output = folder / f"of-{side}"
     shutil.rmtree(output, ignore_errors=True)
     os.sync()
@@ -101,9 +123,7 @@ def one_side(side: str, folder: Path) -> dict[str, float]:
                 count -= len(content)
             file.flush()
             os.fsync(file.fileno())
-    seconds = time.monotonic() - start_s if start_s else 0.0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "peak_bytes": peak}
+    return time.monotonic() - start_s if start_s else 0.0
 
 
 def main() -> None:
@@ -129,12 +149,16 @@ def main() -> None:
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 found[side].append(json.loads(done.stdout.splitlines()[-1]))
         nbytes = sum(path.stat().st_size for path in (folder / "of-megads").glob("*.safetensors"))
-    imports = min(one["peak_bytes"] for one in found["nothing"])
+    kinds = ("resident_bytes", "anonymous_bytes")
+    imports = {kind: min(one[kind] for one in found["nothing"]) for kind in kinds}
     print(f"{arguments.model}: {nbytes / 1e9:.2f} GB in fp32, a block {block / 1e6:.0f} MB")
     for side in SIDES[:-1]:
         seconds = min(one["seconds"] for one in found[side])
-        peak = max(one["peak_bytes"] for one in found[side]) - imports
-        print(f"{side:16} {seconds:6.2f} s  {nbytes / seconds / 1e9:5.2f} GB/s  {peak / 1e6:8,.0f} MB")
+        resident, anonymous = (max(one[kind] for one in found[side]) - imports[kind] for kind in kinds)
+        print(
+            f"{side:16} {seconds:6.2f} s  {nbytes / seconds / 1e9:5.2f} GB/s  "
+            f"{resident / 1e6:8,.0f} MB resident, {anonymous / 1e6:8,.0f} MB of it anonymous"
+        )
 
 
 if __name__ == "__main__":
