@@ -103,7 +103,7 @@ def resume(
         "resume",
         step=state.step,
         checkpoint=handle.folder.name,
-        note=_note(origin, load, run_dir),
+        note=note_of_path(origin, load, run_dir),
         passed_by=list(handle.passed_by),
         software_differences=handle.software_differences(),
     )
@@ -112,15 +112,16 @@ def resume(
     continue_ledger(metrics, events, state.step, known, keep_copy=origin.from_path)
 
 
-def _note(origin: Origin, load: str, run_dir: Path) -> str:
+def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
     """What a user who gave checkpoint.load might not expect."""
     assert origin.checkpoint is not None
     if origin.from_path:
-        later = [step for step in list_checkpoints(run_dir) if step > origin.checkpoint.state["step"]]
-        left = f"checkpoint.load={load}: what the run has saved itself, up to step {later[-1]}, is left behind"
-        return left if later else ""
-    went = f"an earlier start went on from checkpoint.load={load}: this one takes what came after it"
-    return went if load != "auto" else ""
+        last = max(list_checkpoints(run_dir), default=0)
+        if last > origin.checkpoint.state["step"]:
+            return f"checkpoint.load={load}: what the run has saved itself, up to step {last}, is left behind"
+    elif load != "auto":
+        return f"an earlier start went on from checkpoint.load={load}: this one takes what came after it"
+    return ""
 
 
 def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:

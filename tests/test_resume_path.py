@@ -6,9 +6,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.read import CheckpointHandle
 from megads.checkpoint.store import save_checkpoint
 from megads.frozen_config import config_digest, record_config
-from megads.resume import goes_to_path
+from megads.resume import Origin, goes_to_path, note_of_path
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.test_config import good_config
 
@@ -42,6 +44,19 @@ def test_a_path_of_the_users_goes_first_once(tmp_path: Path) -> None:
     assert not started(tmp_path / "copied", first, saves=3)
     assert started(run, other, saves=2) and not started(run, other, saves=3)
     assert started(run, first)
+
+
+def test_what_is_said_of_a_path(tmp_path: Path) -> None:
+    """Catches a first start of a run from another's checkpoint that fails, and later saves left behind in silence."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    started(other, "auto", saves=3)
+    folder = other / "checkpoints" / "step_00000003"
+    handle = CheckpointHandle(folder, read_manifest(folder))
+    goes_to, went_to = Origin(handle, None, from_path=True), Origin(handle, None, from_path=False)
+    assert note_of_path(goes_to, str(folder), run) == "" and note_of_path(went_to, "auto", run) == ""
+    assert "an earlier start went on from" in note_of_path(went_to, str(folder), run)
+    started(run, str(folder), saves=5)
+    assert "up to step 5, is left behind" in note_of_path(goes_to, str(folder), run)
 
 
 def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:

@@ -423,9 +423,14 @@ class FlatPartitions:
 
     def gradients(self) -> list[Tensor]:
         """See ZeroState.gradients."""
-        partitions = [self._optimizer.averaged_gradients[group] for group in range(len(self.masters))]
-        # Padding is marked; what is left are the pieces, in their order.
-        return [g.flatten() for partition in partitions for g in partition if not getattr(g, "_zero_padding", False)]
+        # Found by their place in the partition: padding lies among them, of which DeepSpeed marks only some.
+        at: dict[tuple[int, int], Tensor] = {}
+        for group in range(len(self.masters)):
+            start = 0
+            for gradient in self._optimizer.averaged_gradients[group]:
+                at[group, start] = gradient
+                start += gradient.numel()
+        return [at[piece.master, piece.start].flatten() for piece in self.pieces()]
 
     def refresh_weights(self) -> None:
         """See ZeroState.refresh_weights."""
