@@ -26,6 +26,10 @@ class CheckpointConfig:
     """Newest checkpoints kept; 0 keeps all."""
     max_failed_saves: int = 3
     """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
+    async_save: bool | None = None
+    """Training goes on while a checkpoint is written: a step waits for a copy of the state in memory, and a process of
+    each rank writes that to disk. null: where a rank has 64 MiB or more to save and the node has memory for the copies.
+    The last save of a run waits until it is on disk."""
     load: str = "auto"
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
     the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
