@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -79,7 +80,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a GPU.
-    writer = CheckpointWriter(environment.rank, environment.world_size, fence) if saves_beside(config) else None
+    may_copy = config.checkpoint.copies(sys.maxsize)
+    writer = CheckpointWriter(environment.rank, environment.world_size, fence) if may_copy else None
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         closing(writer) if writer is not None else nullcontext(),
@@ -359,11 +361,6 @@ def checkpoint_hook(
         writer,
         config.cluster.timeout_s,
     )
-
-
-def saves_beside(config: RootConfig) -> bool:
-    """Whether a writer process is of use: the last save of a run waits until it is on disk."""
-    return config.checkpoint.every_steps > 0 and config.checkpoint.async_save is not False
 
 
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:

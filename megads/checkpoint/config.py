@@ -13,6 +13,8 @@ from omegaconf import MISSING
 from megads.errors import ConfigError
 
 LATEST_FILE = "latest"
+SMALLEST_COPY_BYTES = 64 * 2**20
+"""Of a rank: less is on disk about as soon as it is copied."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -51,6 +53,14 @@ class CheckpointConfig:
                 "continues that run, with its step, optimizer state and place in schedule and data; init_from takes "
                 "its weights alone. Leave one of them out"
             )
+
+    def copies(self, rank_bytes: int) -> bool:
+        """Whether ranks with at most so many bytes to save make a copy and train on, memory permitting.
+
+        The last save of a run waits in any case: a run that saves at its end alone has nothing of a copy.
+        """
+        wanted = rank_bytes >= SMALLEST_COPY_BYTES if self.async_save is None else self.async_save
+        return wanted and self.every_steps > 0
 
     @property
     def load_path(self) -> str | None:

@@ -28,8 +28,6 @@ from megads.runtime.lease import Fence
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
 
-SMALLEST_COPY_BYTES = 64 * 2**20
-"""Of a rank: less is on disk about as soon as it is copied."""
 _MARGIN = 2
 """Free memory over that of the copies, where nobody asked for them."""
 _POLL_S = 0.01
@@ -108,7 +106,7 @@ class CheckpointHook:
         reason = ""
         if self._writer is None:
             reason = "there are no writers"
-        elif asked is None and max(control.gather(size, int)) < SMALLEST_COPY_BYTES:
+        elif not self._config.copies(max(control.gather(size, int))):
             reason = "there is little to save"
         if not reason:
             # Where it was asked for, it need not leave room for anything else.
