@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.manifest import RunRecord, software
 from megads.checkpoint.store import (
@@ -116,8 +118,8 @@ class CheckpointHook:
         if not reason and self._writer is not None:
             try:
                 self._writer.allocate(shards)
-            except OSError as error:
-                reason = f"no shared memory for a copy of {size / 2**30:.1f} GiB: {error.strerror}"
+            except (OSError, torch.cuda.CudaError) as error:
+                reason = f"no shared memory for a copy of {size / 2**30:.1f} GiB: {error}"
             reason = next(filter(None, control.gather(reason, str)), "")
         if reason:
             self._drop_writers()

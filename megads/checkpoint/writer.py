@@ -161,9 +161,9 @@ class CheckpointWriter:
         finally:
             os.close(descriptor)
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        if kept and kept[0].tensor.is_cuda:
+        if any(shard.tensor.is_cuda for shard in kept):
             # Pinned, so that copies from the GPU run at the bus's speed.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)))
         self._views = [place.tensor(memory) for place in self._places]
 
     def copy(self, shards: Sequence[Shard]) -> None:
@@ -177,7 +177,7 @@ class CheckpointWriter:
         for place, view, shard in zip(self._places, self._views, kept, strict=True):
             assert (place.key, place.shape, place.offset) == (shard.key, tuple(shard.tensor.shape), tuple(shard.offset))
             view.copy_(shard.tensor, non_blocking=True)
-        if kept and kept[0].tensor.is_cuda:
+        if any(shard.tensor.is_cuda for shard in kept):
             torch.cuda.current_stream().synchronize()
 
     def write(self, order: Order) -> None:
