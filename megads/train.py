@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from megads.batch import MicroBatch
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.writer import CheckpointWriter
 from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
@@ -76,9 +78,13 @@ def train(config: RootConfig, run_dir: Path) -> int:
         MegadsError: a failure for the user; the rank's process turns it into an exit code.
     """
     environment = rank_environment()
-    device = rank_device(environment, deterministic=config.train.deterministic)
     fence = Fence(run_dir, environment.lease)
+    # Forked before this process has threads, connections or a GPU.
+    may_copy = config.checkpoint.copies(sys.maxsize)
+    writer = CheckpointWriter(environment.rank, environment.world_size, fence) if may_copy else None
+    device = rank_device(environment, deterministic=config.train.deterministic)
     with (
+        closing(writer) if writer is not None else nullcontext(),
         heartbeat(environment.heartbeats, environment.rank) as beats,
         world(device, config.cluster.timeout_s) as control,
     ):
@@ -105,7 +111,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats),
+            checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer),
         ]
         hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
         hooks += evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)
@@ -329,6 +335,7 @@ def checkpoint_hook(
     fence: Fence,
     metrics: MetricsWriter,
     beats: Heartbeat,
+    writer: CheckpointWriter | None,
 ) -> CheckpointHook:
     """Saves."""
     data = read_record(run_dir)
@@ -341,7 +348,19 @@ def checkpoint_hook(
         tokenizer=data.tokenizer if data is not None else None,
         data_digest=data.digest if data is not None else None,
     )
-    return CheckpointHook(engine, run_dir, config.checkpoint, about, state, events, fence, metrics, beats)
+    return CheckpointHook(
+        engine,
+        run_dir,
+        config.checkpoint,
+        about,
+        state,
+        events,
+        fence,
+        metrics,
+        beats,
+        writer,
+        config.cluster.timeout_s,
+    )
 
 
 def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:

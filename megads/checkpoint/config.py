@@ -13,6 +13,8 @@ from omegaconf import MISSING
 from megads.errors import ConfigError
 
 LATEST_FILE = "latest"
+SMALLEST_COPY_BYTES = 64 * 2**20
+"""Of a rank: less is on disk about as soon as it is copied."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
@@ -26,6 +28,10 @@ class CheckpointConfig:
     """Newest checkpoints kept; 0 keeps all."""
     max_failed_saves: int = 3
     """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
+    async_save: bool | None = None
+    """Training goes on while a checkpoint is written: a step waits for a copy of the state in memory, and a process of
+    each rank writes that to disk. null: where a rank has 64 MiB or more to save and the node has memory for the copies.
+    The last save of a run waits until it is on disk."""
     load: str = "auto"
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
     the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
@@ -47,6 +53,14 @@ class CheckpointConfig:
                 "continues that run, with its step, optimizer state and place in schedule and data; init_from takes "
                 "its weights alone. Leave one of them out"
             )
+
+    def copies(self, rank_bytes: int) -> bool:
+        """Whether ranks with at most so many bytes to save make a copy and train on, memory permitting.
+
+        The last save of a run waits in any case: a run that saves at its end alone has nothing of a copy.
+        """
+        wanted = rank_bytes >= SMALLEST_COPY_BYTES if self.async_save is None else self.async_save
+        return wanted and self.every_steps > 0
 
     @property
     def load_path(self) -> str | None:

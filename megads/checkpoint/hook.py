@@ -7,15 +7,33 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from megads.checkpoint.config import CheckpointConfig, list_checkpoints
-from megads.checkpoint.manifest import RunRecord
-from megads.checkpoint.store import SaveError, on_first, remove_old, save_checkpoint
+import torch
+
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.manifest import RunRecord, software
+from megads.checkpoint.store import (
+    RanksFailed,
+    SaveError,
+    hidden_folder,
+    on_first,
+    prepare,
+    remove_old,
+    save_checkpoint,
+)
+from megads.checkpoint.writer import CheckpointWriter, Order, Progress, Stage
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
+from megads.runtime.environment import rank_environment
 from megads.runtime.heartbeat import SAVING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence
-from megads.runtime.metrics import EventWriter, MetricsWriter
+from megads.runtime.machine_memory import available_memory
+from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
+
+_MARGIN = 2
+"""Free memory over that of the copies, where nobody asked for them."""
+_POLL_S = 0.01
+_NAMED = 3
 
 
 class CheckpointHook:
@@ -39,6 +57,8 @@ class CheckpointHook:
         fence: of the start that this rank belongs to: an orphan must not save.
         metrics: the ledger, which every checkpoint knows the state of; None: there is none.
         beats: of this rank; None: it sends none.
+        writer: of this rank, for saves that training does not wait for; None: it waits for all of them.
+        timeout_s: a writer that takes longer has hung.
     """
 
     def __init__(
@@ -52,6 +72,8 @@ class CheckpointHook:
         fence: Fence | None = None,
         metrics: MetricsWriter | None = None,
         beats: Heartbeat | None = None,
+        writer: CheckpointWriter | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -67,11 +89,47 @@ class CheckpointHook:
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
         self._failed_saves = 0
+        self._writer, self._timeout_s = writer, timeout_s
+        # The step that the writers were ordered to save, until all ranks know what became of it.
+        self._ordered: int | None = None
+        self._late, self._waited_s = False, 0.0
 
     def on_start(self, state: TrainState) -> None:
         # The state a run starts from is on disk already, or is a fresh one.
         self._saved_step, self._finite = state.step, state.state_dict()
         self._look_for_room()
+        self._decide_on_writers()
+
+    def _decide_on_writers(self) -> None:
+        """Lets the writers take memory for a copy of the state, on all ranks or on none."""
+        control, asked = self._engine.grid.control, self._config.async_save
+        shards = self._engine.named_shards()
+        size = sum(shard.tensor.nbytes for shard in shards)
+        reason = ""
+        if self._writer is None:
+            reason = "there are no writers"
+        elif not self._config.copies(max(control.gather(size, int))):
+            reason = "there is little to save"
+        if not reason:
+            # Where it was asked for, it need not leave room for anything else.
+            needed = size * (_MARGIN if asked is None else 1)
+            if control.any(available_memory() // rank_environment().local_world_size < needed):
+                reason = f"a node has no memory for copies of {size / 2**30:.1f} GiB a rank"
+        if not reason and self._writer is not None:
+            try:
+                self._writer.allocate(shards)
+            except (OSError, torch.cuda.CudaError) as error:
+                reason = f"no shared memory for a copy of {size / 2**30:.1f} GiB: {error}"
+            reason = next(filter(None, control.gather(reason, str)), "")
+        if reason:
+            self._drop_writers()
+            if asked:
+                self._events.write("synchronous_saves", level="warning", reason=reason)
+
+    def _drop_writers(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _look_for_room(self) -> None:
         """Says before the first step that checkpoints will not fit; refuses where not even the first one would."""
@@ -107,7 +165,8 @@ class CheckpointHook:
                 self._save(last=True)
             return
         self._finite = self._state.state_dict()
-        if self._unproven:
+        self._report_commit()
+        if self._unproven and info.step > self._saved_step:
             self._unproven = False
             remove_old(self._run_dir, self._saved_step, self._config.keep)
         if info.last or due or self._due:
@@ -118,13 +177,116 @@ class CheckpointHook:
 
     def _save(self, last: bool) -> None:
         self._due, step = False, self._finite["step"]
+        self._beats.enter(SAVING)
+        settled = self._settle(wait=last)
+        if settled is Stage.writing:
+            # A writer is busy with the last checkpoint: this one is made after the next step.
+            self._due = True
+            return
         if step == self._saved_step:
             return
-        self._beats.enter(SAVING)
+        # A copy holds the weights of now, which after skipped steps are those of the last finite one.
         run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
+        # Where a writer failed, the ranks look what can be done, on a full disk for instance.
+        if last or settled is Stage.failed or not self._order(run):
+            self._save_now(run, last)
+
+    def _order(self, run: RunRecord) -> bool:
+        """Copies the state and lets the writers save it; False where that cannot be, on all ranks."""
+        writer, final = self._writer, step_folder(self._run_dir, run.state["step"])
+        if writer is None:
+            return False
+        start = time.perf_counter()
+
+        def begin() -> LedgerRecord | None:
+            prepare(hidden_folder(final, "partial"))
+            # As it is now: what comes after this step is not in the checkpoint.
+            return self._ledger()
+
+        try:
+            ledger = on_first(self._engine.grid.control, begin, LedgerRecord | None)
+        except RanksFailed:
+            return False
+        writer.copy(self._engine.named_shards())
+        keys = sorted({shard.key for shard in self._engine.named_shards(owned=False)})
+        writer.write(Order(final, replace(run, ledger=ledger), software(), keys, self._kept))
+        self._ordered, self._late = run.state["step"], False
+        self._waited_s = time.perf_counter() - start
+        return True
+
+    def _report_commit(self) -> None:
+        """Rank 0 notes the commit of the checkpoint that it ordered; the others learn of it at the next save."""
+        if self._ordered is None or self._writer is None or self._engine.grid.rank or self._saved_step == self._ordered:
+            return
+        progress = self._writer.progress()
+        if progress.stage is Stage.done:
+            self._committed(self._ordered, self._waited_s, write_s=progress.seconds)
+
+    def _committed(self, step: int, waited_s: float, **more: float) -> None:
+        self._saved_step, self._unproven = step, self._config.keep == 1 and self._engine.grid.rank == 0
+        self._failed_saves = 0
+        folder = step_folder(self._run_dir, step)
+        self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=waited_s, **more)
+
+    def _settle(self, wait: bool) -> Stage:
+        """Finds out on all ranks what became of the last order: done, failed or still writing; idle without one.
+
+        Args:
+            wait: until it is not.
+        """
+        writer, control = self._writer, self._engine.grid.control
+        if self._ordered is None or writer is None:
+            return Stage.idle
+        while True:
+            progress = writer.progress()
+            if progress.stage is Stage.writing and writer.elapsed_s() > self._timeout_s:
+                reason = f"its writer has not ended after {self._timeout_s:.0f} s"
+                progress = Progress(Stage.lost, reason)
+            found = control.gather((progress.stage.value, progress.reason), tuple[str, str])
+            wrong = [(rank, why) for rank, (stage, why) in enumerate(found) if stage in ("failed", "lost")]
+            busy = [rank for rank, (stage, _) in enumerate(found) if stage == Stage.writing.value]
+            if wrong:
+                self._give_up_order(wrong, lost=any(stage == Stage.lost.value for stage, _ in found))
+                return Stage.failed
+            if not busy:
+                break
+            if not wait:
+                if not self._late:
+                    self._late = True
+                    which = f"rank {busy[0]}" + (f" and {len(busy) - 1} more" if busy[1:] else "")
+                    reason = f"the checkpoint of step {self._ordered} is still being written by {which}"
+                    self._events.write("checkpoint_put_off", level="warning", step=self._state.step, reason=reason)
+                return Stage.writing
+            time.sleep(_POLL_S)
+        if self._saved_step != self._ordered:
+            self._committed(self._ordered, self._waited_s, write_s=progress.seconds)
+        self._ordered = None
+        return Stage.done
+
+    def _give_up_order(self, wrong: list[tuple[int, str]], lost: bool) -> None:
+        """After a failure of a writer: this save, and after the loss of a writer every save, is made by the ranks."""
+        writer, control = self._writer, self._engine.grid.control
+        assert writer is not None
+        named = "; ".join(f"rank {rank}: {why}" for rank, why in wrong[:_NAMED])
+        step, self._ordered = self._ordered, None
+        there = [folder.name for at, folder in list_checkpoints(self._run_dir).items() if at <= self._saved_step]
+        previous = there[-1] if there else None
+        self._events.write("checkpoint_failed", level="warning", step=step, reason=named, previous=previous)
+        if not lost:
+            writer.cancel()
+            while writer.progress().stage is Stage.writing and writer.elapsed_s() < self._timeout_s:
+                time.sleep(_POLL_S)
+            lost = writer.progress().stage in (Stage.writing, Stage.lost)
+        if control.any(lost):
+            self._drop_writers()
+            self._events.write("synchronous_saves", level="warning", reason=named)
+
+    def _save_now(self, run: RunRecord, last: bool) -> None:
+        """Saves while training waits."""
+        step = run.state["step"]
         start = time.perf_counter()
         try:
-            folder = self._write(run)
+            self._write(run)
         except SaveError as error:
             self._failed_saves += 1
             self._events.write(
@@ -140,9 +302,7 @@ class CheckpointHook:
                     error.disk_full,
                 ) from error
             return
-        self._saved_step, self._unproven = step, self._config.keep == 1 and self._engine.grid.rank == 0
-        self._failed_saves = 0
-        self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=time.perf_counter() - start)
+        self._committed(step, time.perf_counter() - start)
 
     def _write(self, run: RunRecord) -> Path:
         """Saves; on a full disk again without the oldest checkpoint, until only the newest is left.

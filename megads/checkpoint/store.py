@@ -89,13 +89,15 @@ def save_checkpoint(
     """
     _require_lease(fence, control)
     final = step_folder(run_dir, run.state["step"])
-    partial = _hidden(final, "partial")
+    partial = hidden_folder(final, "partial")
     try:
-        on_first(control, lambda: _prepare(partial), NoneType)
-        stored = agreed(control, lambda: _write_shards(partial, control.rank, shards))
+        on_first(control, lambda: prepare(partial), NoneType)
+        stored = agreed(control, lambda: write_shards(partial, control.rank, shards))
         parts = control.gather_to_first((stored, sorted(keys)), tuple[list[StoredTensor], list[str]])
         _require_lease(fence, control)
-        on_first(control, lambda: _commit(partial, final, replace(run, ledger=ledger()), parts or []), NoneType)
+        on_first(
+            control, lambda: commit(partial, final, replace(run, ledger=ledger()), parts or [], software()), NoneType
+        )
     except RanksFailed as error:
         previous = on_first(control, lambda: _give_up(partial), str | None)
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
@@ -121,11 +123,11 @@ def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) 
         CheckpointError: it could not be written; nothing of it is left.
     """
     final = step_folder(run_dir, run.state["step"])
-    partial = _hidden(final, "partial")
+    partial = hidden_folder(final, "partial")
     try:
-        _prepare(partial)
-        stored = [(_write_shards(partial, number, part), list[str]()) for number, part in enumerate(parts)]
-        _commit(partial, final, run, stored)
+        prepare(partial)
+        stored = [(write_shards(partial, number, part), list[str]()) for number, part in enumerate(parts)]
+        commit(partial, final, run, stored, software())
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -149,11 +151,12 @@ def recover(run_dir: Path) -> None:
             replaced.rename(final)
 
 
-def _hidden(final: Path, suffix: str) -> Path:
+def hidden_folder(final: Path, suffix: str) -> Path:
+    """Beside the checkpoint's folder: "partial", "replaced" or "removed"."""
     return final.with_name(f".{final.name}.{suffix}")
 
 
-def _prepare(partial: Path) -> None:
+def prepare(partial: Path) -> None:
     """Clears what killed writers left behind and makes the folder to write to."""
     folder = partial.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +177,7 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
+def write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
     """Writes this rank's file; a rank that owns nothing writes none."""
     kept = [shard for shard in shards if shard.tensor.numel()]
     if not kept:
@@ -197,7 +200,13 @@ def _write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[Sto
     ]
 
 
-def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[StoredTensor], list[str]]]) -> None:
+def commit(
+    partial: Path,
+    final: Path,
+    run: RunRecord,
+    parts: list[tuple[list[StoredTensor], list[str]]],
+    versions: dict[str, str],
+) -> None:
     """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next.
 
     Args:
@@ -205,6 +214,11 @@ def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[S
         final: where they go.
         run: the run's part of the manifest.
         parts: what each rank stored, and the keys it holds.
+        versions: of the software, see `manifest.software`.
+
+    Raises:
+        CheckpointError: a file or a part is missing, or the parts do not fit together.
+        OSError: as the system reports it.
     """
     tensors = [tensor for stored, _ in parts for tensor in stored]
     unowned = {key for _, keys in parts for key in keys} - {tensor.key for tensor in tensors}
@@ -217,11 +231,11 @@ def _commit(partial: Path, final: Path, run: RunRecord, parts: list[tuple[list[S
     files = {name: (partial / name).stat().st_size for name in names}
     newest = newest_manifest(final.parent.parent)
     sequence = 1 if newest is None else newest.sequence + 1
-    manifest = Manifest(run, software(), sequence, files, tuple(tensors))
+    manifest = Manifest(run, versions, sequence, files, tuple(tensors))
     manifest.check(run.state["step"])
     with atomic_writer(partial / MANIFEST_FILE) as file:
         file.write(manifest.encode())
-    replaced = _hidden(final, "replaced")
+    replaced = hidden_folder(final, "replaced")
     if os.path.lexists(final):
         final.rename(replaced)
     partial.rename(final)
@@ -267,7 +281,7 @@ def remove_old(run_dir: Path, step: int, keep: int) -> list[str]:
     gone = []
     found = [path for number, path in list_checkpoints(run_dir).items() if number <= step]
     for folder in sorted(found, key=_sequence)[:-keep]:
-        removed = _hidden(folder, "removed")
+        removed = hidden_folder(folder, "removed")
         try:
             folder.rename(removed)
         except OSError:
@@ -301,7 +315,7 @@ def agreed(control: ControlPlane, action: Callable[[], T]) -> T:
     try:
         result = action()
     except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        cause, failure = error, (_reason(error), _errno(error))
+        cause, failure = error, failure_of(error)
     failed = [
         (rank, *found)
         for rank, found in enumerate(control.gather(failure, tuple[str, int | None] | None))
@@ -329,8 +343,12 @@ def on_first(control: ControlPlane, action: Callable[[], T], kind: Any) -> T:
     return control.broadcast(result, kind)  # type: ignore[return-value]
 
 
+def failure_of(error: Exception) -> tuple[str, int | None]:
+    """The reason in words, and the number of the error of the system that is the cause."""
+    return _reason(error), _errno(error)
+
+
 def _errno(error: BaseException | None) -> int | None:
-    """Of the error of the system that is the cause."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return None if error is None else error.errno

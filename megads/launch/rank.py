@@ -7,7 +7,6 @@ place before torch is loaded.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import importlib
 import io
@@ -23,9 +22,8 @@ from typing import Any, NoReturn
 
 from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
+from megads.runtime.process import die_with_parent
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
-
-_PR_SET_PDEATHSIG = 1
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXTS = (
@@ -156,12 +154,8 @@ def die_with_launcher(parent: int | None) -> None:
     Args:
         parent: pid of the launcher; None where there is none to die with.
     """
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The launcher may have died before the call above.
-    if os.getppid() != parent:
-        os._exit(EXIT_BUG)
+    if parent is not None:
+        die_with_parent(parent, signal.SIGKILL)
 
 
 def redirect_output(path: Path) -> None:

@@ -124,6 +124,11 @@ class StageMemory:
         return self.weights + self.masters + self.adam_moments + self.attention_bias + self.pipeline_buffers
 
     @property
+    def saved(self) -> int:
+        """What a checkpoint holds of the rank: the node's memory takes a copy where saves are asynchronous."""
+        return self.masters + self.adam_moments
+
+    @property
     def fullest(self) -> Moment:
         """The moment that decides."""
         return max(self.phases, key=lambda moment: moment.total)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megads.errors import EXIT_BUG
 from megads.runtime.environment import available_core_numbers, fix_cublas_workspace, fix_nccl_algorithms
 from megads.runtime.hooks import StepInfo, TrainState
 
@@ -58,6 +59,21 @@ def start_child(
             # It only makes system calls, so no lock that a thread holds can hang it.
             preexec_fn=_in_the_child(os.getpid(), cores),  # noqa: PLW1509
         )
+
+
+def die_with_parent(parent: int, number: int) -> None:
+    """Asks the kernel to send this process a signal when its parent dies, even by SIGKILL; ends it if that is gone.
+
+    Args:
+        parent: its pid, known before this process was made.
+        number: of the signal.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    # The parent may have died before the call above.
+    if os.getppid() != parent:
+        os._exit(EXIT_BUG)
 
 
 def _in_the_child(parent: int, cores: Collection[int]) -> Callable[[], None]:

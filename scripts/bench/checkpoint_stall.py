@@ -2,13 +2,14 @@
 """Benchmark 9: by how much a checkpoint delays the training step after it.
 
 The real engine trains a model whose fp32 masters and moments come to --megabytes. In every round each side saves that
-same state and the engine takes a step; the delay is the time of both less the median step without a save, so what goes
-on in the background and slows the step counts, too. Sides take turns, in another order each round; between them,
-untimed, everything is let go to disk and deleted. Limits are a copy of the bytes in memory, which a save must make
-before weights may change, and the disk's plain write with fsync. Medians.
+same state and the engine takes --steps steps; the delay is the time of all that less so many median steps without a
+save, so what goes on in the background and slows the steps counts, too. Sides take turns, in another order each round;
+between them, untimed, everything is let go to disk and deleted. Limits are a copy of the bytes in memory, which a save
+must make before weights may change, and the disk's plain write with fsync. Medians.
 
-megads' save, the hook of a run, waits until the checkpoint is on disk and committed. torch.save does not wait for the
-disk, `torch.save, fsync` does; DCP is torch.distributed.checkpoint, which waits, but for async_save.
+megads' save is the hook of a run: with checkpoint.async_save it waits for a copy, without until the checkpoint is on
+disk and committed. torch.save does not wait for the disk, `torch.save, fsync` does; DCP is
+torch.distributed.checkpoint, which waits, but for async_save.
 
 Run from the repository: python -m scripts.bench.checkpoint_stall [--megabytes 1000] [--folder runs/bench]
 """
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.writer import CheckpointWriter
 from megads.engine.interface import TrainEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
@@ -54,15 +56,16 @@ MODEL = ModelConfig(num_layers=1, hidden_size=512, num_heads=8, vocab_size=8192,
 COPY_TARGET = 1 / 1.3
 """A delay of at most 1.3 copies in memory."""
 CHUNK_BYTES = 2**24
-OURS, COPY, WRITE = "megads", "copy in memory", "plain write, fsync"
+OURS, OURS_WAITS, COPY, WRITE = "megads", "megads, synchronous", "copy in memory", "plain write, fsync"
 PEERS = {
     "torch.save": 1.0,
     "torch.save, fsync": 1.0,
     "DCP save": 1.0,
-    "DCP async_save": None,
-    "DCP async_save, cached": None,
+    "DCP async_save": 1.0,
+    "DCP async_save, cached": 1.0,
+    OURS_WAITS: 1.0,
 }
-"""With targets; the asynchronous ones return before anything is on disk."""
+"""With targets."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +91,13 @@ def scenario_of(megabytes: int) -> Scenario:
     )  # fmt: skip
 
 
-def megads_side(engine: TrainEngine, folder: Path) -> Side:
+def megads_side(engine: TrainEngine, folder: Path, writer: CheckpointWriter | None) -> Side:
     """The hook with which `megads train` saves; every save gives way to the next."""
     state = TrainState()
     about = RunRecord({}, 0, "digest", {}, {})
-    hook = CheckpointHook(engine, folder, CheckpointConfig(every_steps=1, keep=1), about, state, EventWriter(folder))
+    config = CheckpointConfig(every_steps=1, keep=1, async_save=writer is not None)
+    hook = CheckpointHook(engine, folder, config, about, state, EventWriter(folder), writer=writer)
+    hook.on_start(state)
 
     def save(_: int) -> None:
         state.step = step = engine.optimizer_steps
@@ -137,7 +142,7 @@ def plain_write(tensors: dict[str, Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def sides_of(engine: TrainEngine, folder: Path) -> dict[str, Side]:
+def sides_of(engine: TrainEngine, folder: Path, writer: CheckpointWriter) -> dict[str, Side]:
     """Everybody, in the order of their turns; each has a folder of its own."""
     tensors = {shard.key: shard.tensor for shard in engine.named_shards()}
     copies = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
@@ -154,7 +159,8 @@ def sides_of(engine: TrainEngine, folder: Path) -> dict[str, Side]:
             copies[key].copy_(tensor)
 
     return {
-        OURS: megads_side(engine, folder / OURS),
+        OURS: megads_side(engine, folder / OURS, writer),
+        OURS_WAITS: megads_side(engine, folder / OURS_WAITS, None),
         "torch.save": torch_side(tensors, folder / "torch.save", fsync=False),
         "torch.save, fsync": torch_side(tensors, folder / "torch.save, fsync", fsync=True),
         "DCP save": Side(lambda number: dcp.save(tensors, checkpoint_id=folder / "DCP save" / str(number))),
@@ -172,26 +178,29 @@ def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
     return ordered[first:] + ordered[:first]
 
 
-def measure(megabytes: int, folder: Path, rounds: int, threads: int) -> dict[str, Any]:
-    """Milliseconds of every side by round: `save`, what the loop waits for, and `both`, with the step; of one rank."""
+def measure(megabytes: int, folder: Path, rounds: int, threads: int, num_steps: int) -> dict[str, Any]:
+    """Milliseconds of every side by round: `save`, what the loop waits for, and `both`, with the steps; of one rank."""
+    writer = CheckpointWriter(0, 1)
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     scenario = scenario_of(megabytes)
     engine = build_engine(scenario, ParallelConfig())
     batches = step_batches(scenario, 0)
-    sides = sides_of(engine, folder)
+    sides = sides_of(engine, folder, writer)
     found: dict[str, dict[str, list[float]]] = {name: {"save": [], "both": []} for name in sides}
     steps: list[float] = []
     for number in range(rounds + 1):  # the first does not count
-        begin = time.perf_counter()
-        engine.step(batches, scenario.lr)
-        steps.append(1e3 * (time.perf_counter() - begin))
+        for _ in range(num_steps):
+            begin = time.perf_counter()
+            engine.step(batches, scenario.lr)
+            steps.append(1e3 * (time.perf_counter() - begin))
         for name, side in in_turn(sides, number):
             (folder / name).mkdir(exist_ok=True)
             begin = time.perf_counter()
             side.save(number + 1)
             saved = time.perf_counter()
-            engine.step(batches, scenario.lr)
+            for _ in range(num_steps):
+                engine.step(batches, scenario.lr)
             found[name]["save"].append(1e3 * (saved - begin))
             found[name]["both"].append(1e3 * (time.perf_counter() - begin))
             side.settle()
@@ -201,12 +210,13 @@ def measure(megabytes: int, folder: Path, rounds: int, threads: int) -> dict[str
     counted = {name: {kind: times[1:] for kind, times in of.items()} for name, of in found.items()}
     state = sum(shard.tensor.nbytes for shard in engine.named_shards())
     dist.destroy_process_group()
-    return {"state_bytes": state, "step_ms": steps[1:], "sides": counted}
+    writer.close()
+    return {"state_bytes": state, "num_steps": num_steps, "step_ms": steps[num_steps:], "sides": counted}
 
 
 def delays(found: dict[str, Any]) -> dict[str, float]:
     """Median delay of every side in milliseconds; of the limits, which nobody waits for in a step, their own time."""
-    step = statistics.median(found["step_ms"])
+    step = found["num_steps"] * statistics.median(found["step_ms"])
     alone = (COPY, WRITE)
     return {
         name: statistics.median(times["save"] if name in alone else [both - step for both in times["both"]])
@@ -230,6 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1000, help="of optimizer state")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20, help="after each save")
     parser.add_argument(
         "--threads", type=int, default=1, help="of the rank; what goes on beside it has the other cores"
     )
@@ -243,10 +254,10 @@ def main() -> int:
         for name in (OURS, COPY, WRITE, *PEERS):
             (where / name).mkdir()
         with exported(ONE_RANK):
-            found = measure(arguments.megabytes, where, arguments.rounds, arguments.threads)
+            found = measure(arguments.megabytes, where, arguments.rounds, arguments.threads, arguments.steps)
     step, taken = statistics.median(found["step_ms"]), delays(found)
     print(f"{found['state_bytes'] / 1e6:,.0f} MB of state; a step without a save takes {step:,.0f} ms; medians in ms")
-    print("| side | the loop waits | delay of the next step |\n|---|---|---|")
+    print(f"| side | the loop waits | delay of the next {arguments.steps} steps |\n|---|---|---|")
     for name, times in found["sides"].items():
         print(f"| {name} | {statistics.median(times['save']):,.0f} | {taken[name]:,.0f} |")
     record(arguments.append, "checkpoint_stall", found, verdicts_of(found))

@@ -152,7 +152,7 @@ def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outl
         entry = dataclasses.asdict(stage)
         entry["phases"] = [{"name": moment.name, "bytes": moment.total} for moment in stage.phases]
         entry |= {"fullest": dataclasses.asdict(stage.fullest), "permanent": stage.permanent, "peak": stage.peak}
-        entry |= {"device_peak": stage.device_peak}
+        entry |= {"device_peak": stage.device_peak, "saved": stage.saved}
         stages.append(entry)
     return {
         "parameters": plan.parameters,
@@ -207,6 +207,11 @@ def _print(
         console.print(f"beside tensors {gib(total)} of rank {fullest.first_rank}'s GPU, an estimate:")
         for name, size in fullest.beside_tensors.items():
             console.print(f"  {gib(size):>12} {name}")
+    if config.checkpoint.copies(largest.saved):
+        console.print(
+            f"{gib(largest.saved):>12} of the node's memory for a copy of the state while a checkpoint is written, if "
+            "it has that much (checkpoint.async_save)"
+        )
     if room is not None:
         console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
 

@@ -1,0 +1,354 @@
+"""Saves that training does not wait for: the checkpoint is that of the step, whatever becomes of its writer."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.checkpoint import writer as writer_module
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints
+from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.read import find_checkpoint, read_into
+from megads.checkpoint.writer import CheckpointWriter, Stage
+from megads.engine.interface import Shard
+from megads.parallel.grid import single_rank_grid
+from megads.runtime.distributed import open_control_plane
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.lease import Fence, claimed
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
+from megads.runtime.slurm import SlurmJob
+from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
+from tests.distributed import run_ranks
+
+
+class Engine:
+    """The part of an engine that saving calls: tensors that every step replaces in place, those of seed = step."""
+
+    optimizer_steps = 0
+
+    def __init__(self) -> None:
+        control = open_control_plane()
+        self.grid = replace(single_rank_grid(), rank=control.rank, control=control)
+        self._layout = random_layout(7, control.world_size)[control.rank]
+        self._shards = shards_of(self._layout, global_tensors(0))
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        return self._shards
+
+    def step(self, number: int) -> None:
+        for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
+            shard.tensor.copy_(now.tensor)
+
+
+class Loop:
+    """A rank's loop with the hook and a writer.
+
+    Args:
+        run_dir: of the run.
+        writer: None saves synchronously.
+        options: of CheckpointConfig.
+    """
+
+    def __init__(self, run_dir: Path, writer: CheckpointWriter | None, timeout_s: float = 60.0, **options: Any) -> None:
+        self.engine, self.state = Engine(), TrainState()
+        config = CheckpointConfig(**{"every_steps": 1, "async_save": True, **options})
+        events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
+        self.hook = CheckpointHook(
+            self.engine, run_dir, config, run_record(0), self.state, events, writer=writer, timeout_s=timeout_s
+        )  # type: ignore[arg-type]
+        self.hook.on_start(self.state)
+
+    def step(self, last: bool = False) -> None:
+        self.state.step = step = self.state.step + 1
+        self.state.samples, self.state.tokens = 8 * step, 80 * step
+        self.engine.step(step)
+        self.hook.on_step(
+            StepInfo(
+                step=step, samples=8 * step, tokens=80 * step, loss=1.0, grad_norm=1.0, lr=1e-3, global_batch_size=8,
+                seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="", last=last,
+            )
+        )  # fmt: skip
+
+
+@contextmanager
+def started(fence: Fence | None = None) -> Iterator[CheckpointWriter]:
+    control = open_control_plane()
+    writer = CheckpointWriter(control.rank, control.world_size, fence)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def wait_for(stage: Stage, writer: CheckpointWriter) -> None:
+    deadline = time.monotonic() + 30
+    while writer.progress().stage is not stage:
+        assert time.monotonic() < deadline, writer.progress()
+        time.sleep(0.01)
+
+
+def events_of(run_dir: Path) -> list[tuple[str, int]]:
+    return [(line["event"], line.get("step", 0)) for line in read_json_lines(run_dir / EVENTS_FILE)]
+
+
+def seeds_of(run_dir: Path) -> list[int]:
+    """The seeds whose tensors each checkpoint holds; read and verified one after the other."""
+    found = []
+    for folder in list_checkpoints(run_dir).values():
+        handle = find_checkpoint(run_dir, str(folder), open_control_plane())
+        assert handle is not None
+        shards = shards_of(random_layout(99, 1)[0])
+        read_into(handle, shards)
+        found += [seed for seed in range(20) if all_equal(shards, global_tensors(seed))]
+    return found
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A writer's disk takes so long; to be called before the writer is forked."""
+    write = writer_module.write_shards
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments)
+
+    monkeypatch.setattr(writer_module, "write_shards", slow)
+
+
+def train_steps(run_dir: Path, steps: int, behind: bool) -> list[int]:
+    """A whole run of several ranks; returns the steps that were saved."""
+    with started() as writer:
+        loop = Loop(run_dir, writer if behind else None, every_steps=2, keep=0)
+        for step in range(1, steps + 1):
+            loop.step(last=step == steps)
+        loop.hook.on_end(loop.state)
+    return list(list_checkpoints(run_dir))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_as_a_synchronous_save(world_size: int, tmp_path: Path) -> None:
+    """Catches a manifest or a tensor that depends on who wrote it."""
+    for name, behind in (("waited", False), ("behind", True)):
+        (tmp_path / name).mkdir()
+        found = run_ranks(train_steps, world_size, tmp_path / name, 5, behind)
+        assert found == [[2, 4, 5] if name == "waited" else found[0]] * world_size and found[0][-1] == 5
+    for folder in list_checkpoints(tmp_path / "behind").values():
+        ours, theirs = read_manifest(folder), read_manifest(tmp_path / "waited" / "checkpoints" / folder.name)
+        assert (ours.tensors, ours.files, ours.run, ours.software) == (
+            theirs.tensors, theirs.files, theirs.run, theirs.software
+        )  # fmt: skip
+        assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *sorted(ours.files)]
+    assert seeds_of(tmp_path / "behind") == list(list_checkpoints(tmp_path / "behind"))
+
+
+def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a save that training waits for, one that takes in later weights, and one that is forgotten."""
+    slowed(monkeypatch, 1.0)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, every_steps=2)
+        begin = time.monotonic()
+        for _ in range(5):
+            loop.step()
+        assert time.monotonic() - begin < 0.9, "the loop waited for the writer"
+        assert list_checkpoints(tmp_path) == {}
+        wait_for(Stage.done, writer)
+        assert seeds_of(tmp_path) == [2]
+        loop.step()
+        loop.step(last=True)
+        loop.hook.on_end(loop.state)
+    assert seeds_of(tmp_path) == [6, 7]
+    assert events_of(tmp_path) == [
+        ("checkpoint_put_off", 4), ("checkpoint_saved", 2), ("checkpoint_saved", 6), ("checkpoint_saved", 7)
+    ]  # fmt: skip
+
+
+def kill(writer: CheckpointWriter) -> None:
+    os.kill(writer.pid, signal.SIGKILL)
+
+
+def stop(writer: CheckpointWriter) -> None:
+    os.kill(writer.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("end", [kill, stop])
+def test_a_lost_writer(
+    end: Callable[[CheckpointWriter], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that waits for ever for a writer that is dead or stopped, ends because of it, or saves no more."""
+    slowed(monkeypatch, 0.5)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, keep=0)
+        loop.step()
+        end(writer)
+        wait_for(Stage.lost, writer)
+        for last in (False, False, True):
+            loop.step(last)
+        loop.hook.on_end(loop.state)
+    assert seeds_of(tmp_path) == [2, 3, 4]
+    assert events_of(tmp_path) == [
+        ("checkpoint_failed", 1), ("synchronous_saves", 0), *(("checkpoint_saved", step) for step in (2, 3, 4))
+    ]  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "latest", "step_00000002", "step_00000003", "step_00000004"
+    ]  # fmt: skip
+
+
+def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches saves that are put off without end."""
+    slowed(monkeypatch, 3600)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, timeout_s=0.3)
+        loop.step()
+        loop.step()
+        time.sleep(0.3)
+        loop.step()
+        assert seeds_of(tmp_path) == [3]
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Catches a failed write that nobody makes up for, or that ends the use of writers."""
+    with started() as writer:
+        loop = Loop(tmp_path, writer, keep=0)
+        loop.step()
+        wait_for(Stage.done, writer)
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        loop.step()
+        wait_for(Stage.failed, writer)
+        assert "File too large" in writer.progress().reason
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        loop.step()
+        loop.step()
+        wait_for(Stage.done, writer)
+        loop.step(last=True)
+    assert seeds_of(tmp_path) == [1, 3, 4, 5]
+    assert [event for event in events_of(tmp_path) if event[0] != "checkpoint_saved"] == [("checkpoint_failed", 2)]
+
+
+def test_an_orphan_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the writer of an earlier start that commits after a new one has begun."""
+    slowed(monkeypatch, 0.5)
+    with (
+        claimed(tmp_path, SlurmJob("1", 0, "c")) as orphan,
+        started(Fence(tmp_path, orphan.number)) as writer,
+        claimed(tmp_path, SlurmJob("1", 1, "c")),
+    ):
+        Loop(tmp_path, writer).step()
+        wait_for(Stage.failed, writer)
+        assert "lost" in writer.progress().reason
+    assert list_checkpoints(tmp_path) == {}
+
+
+def with_a_failing_rank(run_dir: Path, end: str) -> list[int]:
+    """Rank 1's writer is killed, or has no room; the others have written their parts."""
+    with started() as writer:
+        loop = Loop(run_dir, writer, keep=0, timeout_s=20.0)
+        if open_control_plane().rank == 1:
+            if end == "killed":
+                kill(writer)
+            else:
+                resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        for last in (False, False, True):
+            loop.step(last)
+            open_control_plane().barrier()
+            time.sleep(0.2)
+        loop.hook.on_end(loop.state)
+    return list(list_checkpoints(run_dir))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("end", ["killed", "no room"])
+def test_one_rank_fails(end: str, tmp_path: Path) -> None:
+    """Catches a checkpoint without a rank's part, and ranks of which some wait for the writers and some do not."""
+    assert run_ranks(with_a_failing_rank, 3, tmp_path, end) == [[2, 3]] * 3
+    assert seeds_of(tmp_path) == [2, 3]
+
+
+def in_writer(run_dir: Path, event_number: int) -> Callable[[str, tuple[Any, ...]], None]:
+    """An audit hook that kills its process right before the given file operation, in any process but this one."""
+    parent, seen = os.getpid(), 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        touches = bool(arguments) and isinstance(arguments[0], str | os.PathLike) and str(run_dir) in str(arguments[0])
+        if os.getpid() != parent and touches and (event.startswith(("os.", "shutil.")) or event == "open"):
+            seen += 1
+            if seen == event_number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+def run_with_killed_writer(run_dir: Path, event_number: int) -> str:
+    """Saves after step 1, waits for that, replaces it by step 2, whose writer, or that of step 1, dies on the way."""
+    sys.addaudithook(in_writer(run_dir, event_number))
+    with started() as writer:
+        loop = Loop(run_dir, writer, keep=1)
+        loop.step()
+        while writer.progress().stage is Stage.writing:
+            time.sleep(0.001)
+        alive = writer.progress().stage is Stage.done
+        loop.step()
+        while alive and writer.progress().stage is Stage.writing:
+            time.sleep(0.001)
+        alive = alive and writer.progress().stage is Stage.done
+        before = {step: read_manifest(folder) for step, folder in list_checkpoints(run_dir).items()}
+        loop.step(last=True)
+        loop.hook.on_end(loop.state)
+    return f"{'done' if alive else 'killed'} {sorted(before)}"
+
+
+@pytest.mark.distributed
+def test_a_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
+    """Catches a moment at which the death of a writer leaves half a checkpoint, none, or ends the run."""
+    said = []
+    for event_number in range(1, 300):
+        run_dir = tmp_path / str(event_number)
+        run_dir.mkdir()
+        (outcome,) = run_ranks(run_with_killed_writer, 1, run_dir, event_number)
+        said.append(outcome)
+        assert seeds_of(run_dir)[-1] == 3
+        hidden = [path.name for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(".")]
+        assert hidden == [], "leftovers of the killed writer"
+        if outcome.startswith("done"):
+            break
+    assert len(said) > 20 and said[-1].startswith("done"), said
+
+
+def test_memory_is_taken_once(tmp_path: Path) -> None:
+    """Catches a writer or a rank that grows with every save."""
+
+    def resident() -> int:
+        return sum(
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+            for pid in (os.getpid(), writer.pid)
+        )
+
+    with started() as writer:
+        loop, sizes = Loop(tmp_path, writer, keep=1), []
+        for _ in range(200):
+            loop.step()
+            wait_for(Stage.done, writer)
+            sizes.append(resident())
+    assert max(sizes[100:]) < 1.01 * max(sizes[20:60])
+
+
+def test_small_states_are_not_copied(tmp_path: Path) -> None:
+    """Catches a writer that is kept where nobody asked for one and a save takes no time."""
+    with started() as writer:
+        loop = Loop(tmp_path, writer, async_save=None)
+        loop.step()
+        assert seeds_of(tmp_path) == [1]
+        with pytest.raises(ProcessLookupError):
+            os.kill(writer.pid, 0) if writer.pid else os.kill(2**22 + 1, 0)

@@ -1,0 +1,48 @@
+"""Runs whose checkpoints are written beside the training: the real command, real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_run_that_is_killed_and_goes_on(corpus: Path, megads: StartCommand) -> None:
+    """Catches another checkpoint than a synchronous save's, in a layout with every kind of shard, and a resume from one
+    that is not whole or not of its step."""
+    layout = {"parallel__tp": 2, "parallel__pp": 2}
+    overrides = small_model(corpus, train__steps=40, checkpoint__every_steps=3, checkpoint__keep=0, **layout)
+    reference, run_dir = megads.folder / "reference", megads.folder / "killed"
+    assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
+
+    behind = (*overrides, "checkpoint.async_save=true", f"run.dir={run_dir}")
+    command = megads("train", *behind)
+    command.wait_for(lambda: bool(events_of(run_dir, "checkpoint_saved")))
+    command.kill_everything()
+    command.end()
+    ended = megads("train", *behind).end()
+    assert ended.code == 0, ended.err
+    assert steps_of(run_dir) == steps_of(reference)
+    saved = [event for event in events_of(run_dir, "checkpoint_saved") if event["step"] < 40]
+    assert saved and all("write_s" in event for event in saved), "the training waited"
+    assert events_of(run_dir, "resume")[-1]["step"] >= saved[0]["step"]
+    for folder in (run_dir / "checkpoints").glob("step_*"):
+        assert checksums(folder) == checksums(reference / "checkpoints" / folder.name)
+
+
+def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCommand) -> None:
+    """Catches a stop that leaves without what a writer is about to commit, or without the last step."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, train__steps=500, checkpoint__every_steps=1, parallel__dp=2)
+    command = megads("train", *overrides, "checkpoint.async_save=true", f"run.dir={run_dir}")
+    command.wait_for(lambda: len(steps_of(run_dir)) > 4)
+    os.kill(command.process.pid, signal.SIGTERM)
+    ended = command.end()
+    last = steps_of(run_dir)[-1]["step"]
+    assert checkpoint_of(run_dir, last).is_dir(), ended.err
