@@ -80,8 +80,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a GPU.
-    may_copy = config.checkpoint.copies(sys.maxsize)
-    writer = CheckpointWriter(environment.rank, environment.world_size, fence) if may_copy else None
+    writer = checkpoint_writer(config, environment, fence)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         closing(writer) if writer is not None else nullcontext(),
@@ -324,6 +323,13 @@ def metrics_hook(
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0
     return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts)
+
+
+def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:
+    """The process that saves beside the training, if one may be of use: the rank's size is not known yet."""
+    if not config.checkpoint.copies(sys.maxsize):
+        return None
+    return CheckpointWriter(environment.rank, environment.world_size, fence)
 
 
 def checkpoint_hook(

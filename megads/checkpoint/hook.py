@@ -20,7 +20,7 @@ from megads.checkpoint.store import (
     remove_old,
     save_checkpoint,
 )
-from megads.checkpoint.writer import CheckpointWriter, Order, Progress, Stage
+from megads.checkpoint.writer import CheckpointWriter, SaveOrder, SaveProgress, Stage
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
 from megads.runtime.environment import rank_environment
@@ -209,7 +209,7 @@ class CheckpointHook:
             return False
         writer.copy(self._engine.named_shards())
         keys = sorted({shard.key for shard in self._engine.named_shards(owned=False)})
-        writer.write(Order(final, replace(run, ledger=ledger), software(), keys, self._kept))
+        writer.write(SaveOrder(final, replace(run, ledger=ledger), software(), keys, self._kept))
         self._ordered, self._late = run.state["step"], False
         self._waited_s = time.perf_counter() - start
         return True
@@ -241,7 +241,7 @@ class CheckpointHook:
             progress = writer.progress()
             if progress.stage is Stage.writing and writer.elapsed_s() > self._timeout_s:
                 reason = f"its writer has not ended after {self._timeout_s:.0f} s"
-                progress = Progress(Stage.lost, reason)
+                progress = SaveProgress(Stage.lost, reason)
             found = control.gather((progress.stage.value, progress.reason), tuple[str, str])
             wrong = [(rank, why) for rank, (stage, why) in enumerate(found) if stage in ("failed", "lost")]
             busy = [rank for rank, (stage, _) in enumerate(found) if stage == Stage.writing.value]

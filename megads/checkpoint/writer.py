@@ -57,7 +57,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Progress:
+class SaveProgress:
     """Of the last order.
 
     Attributes:
@@ -74,7 +74,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Order:
+class SaveOrder:
     """What to write; all of it but the tensors, which are in shared memory.
 
     Attributes:
@@ -128,7 +128,7 @@ class CheckpointWriter:
         theirs.close()
         self._places: list[_Place] = []
         self._views: list[Tensor] = []
-        self._progress = Progress(Stage.idle)
+        self._progress = SaveProgress(Stage.idle)
         self._ordered_s = 0.0
 
     @property
@@ -180,22 +180,22 @@ class CheckpointWriter:
         if any(shard.tensor.is_cuda for shard in kept):
             torch.cuda.current_stream().synchronize()
 
-    def write(self, order: Order) -> None:
+    def write(self, order: SaveOrder) -> None:
         """Lets the writer bring what was copied to disk."""
-        self._progress, self._ordered_s = Progress(Stage.writing), time.perf_counter()
+        self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
         try:
             self._connection.send(order)
         except OSError:
             self._progress = self._lost()
 
-    def progress(self) -> Progress:
+    def progress(self) -> SaveProgress:
         """Where the last order is; costs a system call while it is being written."""
         if self._progress.stage is Stage.writing:
             try:
                 if self._connection.poll():
                     self._progress = self._connection.recv()
                 elif process_stat(self._pid)[:1] in (["T"], ["t"]):
-                    self._progress = Progress(Stage.lost, f"its writer, process {self._pid}, is stopped (SIGSTOP)")
+                    self._progress = SaveProgress(Stage.lost, f"its writer, process {self._pid}, is stopped (SIGSTOP)")
             except (EOFError, OSError):
                 self._progress = self._lost()
         return self._progress
@@ -211,8 +211,8 @@ class CheckpointWriter:
         """Seconds since the last order."""
         return time.perf_counter() - self._ordered_s
 
-    def _lost(self) -> Progress:
-        return Progress(Stage.lost, f"its writer, process {self._pid}, has ended")
+    def _lost(self) -> SaveProgress:
+        return SaveProgress(Stage.lost, f"its writer, process {self._pid}, has ended")
 
     def close(self) -> None:
         """Ends the writer, whatever it is doing: what it has begun and not committed is no checkpoint."""
@@ -249,13 +249,13 @@ def _serve(parent: int, connection: Connection, rank: int, world_size: int, fenc
 
 
 def _carry_out(
-    order: Order,
+    order: SaveOrder,
     shards: Sequence[Shard],
     rank: int,
     world_size: int,
     fence: Fence | None,
     cancelled: Callable[[], bool],
-) -> Progress:
+) -> SaveProgress:
     """Writes this rank's part; as rank 0 waits for the others' and commits."""
     begin, partial = time.perf_counter(), hidden_folder(order.folder, "partial")
     try:
@@ -263,7 +263,7 @@ def _carry_out(
         if rank:
             with atomic_writer(partial / _part_name(rank)) as file:
                 file.write(json.dumps([[asdict(tensor) for tensor in stored], order.keys]).encode())
-            return Progress(Stage.done)
+            return SaveProgress(Stage.done)
         parts = [(stored, order.keys), *(_await_part(partial, other, cancelled) for other in range(1, world_size))]
         for other in range(1, world_size):
             (partial / _part_name(other)).unlink()
@@ -273,8 +273,8 @@ def _carry_out(
         if order.keep:
             remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
     except (CheckpointError, OSError, Fenced) as error:
-        return Progress(Stage.failed, *failure_of(error))
-    return Progress(Stage.done, seconds=time.perf_counter() - begin)
+        return SaveProgress(Stage.failed, *failure_of(error))
+    return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
 def _await_part(partial: Path, rank: int, cancelled: Callable[[], bool]) -> tuple[list[StoredTensor], list[str]]:
