@@ -186,6 +186,10 @@ def _judge_gloo(outcome: ProbeResult) -> list[Finding]:
     result = outcome.results.get("gloo")
     if result and result["seconds"] is not None:
         return [ok("collectives", f"gloo, two processes, all-reduce right after {result['seconds']:.2f} s")]
+    if outcome.interrupted == "gloo" and outcome.slow:
+        # A network that does not answer is found by the probe itself, within seconds of its start.
+        cost = "whether ranks can talk to each other is not known; a busy machine is the usual cause"
+        return [note("collectives", outcome.ending, cost, "timeout_s=60 waits")]
     failure = result["failure"] if result else outcome.errors.get("gloo", outcome.ending)
     cost = "ranks cannot talk to each other, not even on this machine"
     if result and result["interface"]:

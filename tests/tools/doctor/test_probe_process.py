@@ -52,6 +52,9 @@ def test_too_slow_is_a_note() -> None:
         "kernels": Status.note,
     }
     assert statuses(read_outcome("", "exited with 1"))["import torch"] == Status.problem
+    gloo_begun = '{"begin": "torch"}\n{"end": "torch", "result": {"seconds": 1, "cuda": null}}\n{"begin": "gloo"}\n'
+    assert statuses(read_outcome(gloo_begun, "took longer than 7 s"))["collectives"] == Status.note
+    assert statuses(read_outcome(gloo_begun, "was killed by SIGSEGV"))["collectives"] == Status.problem
     kernels_begun = (
         '{"begin": "torch"}\n{"end": "torch", "result": {"seconds": 1, "cuda": null}}\n{"begin": "kernels"}\n'
     )
