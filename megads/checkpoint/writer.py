@@ -14,7 +14,9 @@ import json
 import mmap
 import os
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -63,13 +65,11 @@ class SaveProgress:
     Attributes:
         stage: where it is.
         reason: why it failed, or why the writer is lost.
-        errno: the system's number of the error, where it reported one.
         seconds: from the order to the commit, of rank 0's when done.
     """
 
     stage: Stage
     reason: str = ""
-    errno: int | None = None
     seconds: float = 0.0
 
 
@@ -244,6 +244,9 @@ def _serve(parent: int, connection: Connection, rank: int, world_size: int, fenc
     except (EOFError, OSError):
         # The rank has closed its end.
         os._exit(0)
+    except Exception:  # a bug: it is in the rank's log, and the rank goes on without this process
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(1)
 
@@ -273,7 +276,7 @@ def _carry_out(
         if order.keep:
             remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
     except (CheckpointError, OSError, Fenced) as error:
-        return SaveProgress(Stage.failed, *failure_of(error))
+        return SaveProgress(Stage.failed, failure_of(error)[0])
     return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
