@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class JsonLinesWriter:
-    """Appends to one file of JSON lines; one write a line, so that two processes may append to the same file.
+    """Appends to one file of JSON lines; one write a line, so that processes and threads may append to the same file.
 
     On a full disk lines wait in memory, and are written before the next one: the run's checkpoints, which cannot be
     saved then either, decide how long it goes on (`checkpoint.max_failed_saves`).
@@ -39,6 +40,7 @@ class JsonLinesWriter:
         self._path = path
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque()
+        self._writing = threading.Lock()
         if enabled:
             path.parent.mkdir(parents=True, exist_ok=True)
             is_readable(path)
@@ -63,18 +65,19 @@ class JsonLinesWriter:
 
     def _write_waiting(self, file: FileIO) -> bool:
         """Whether all is written; raises OSError where a disk is not full, but broken."""
-        while self._waiting:
-            line = self._waiting[0]
-            try:
-                written = file.write(line) or 0
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                written = 0
-            if written < len(line):
-                self._waiting[0] = line[written:]
-                return False
-            self._waiting.popleft()
+        with self._writing:
+            while self._waiting:
+                line = self._waiting[0]
+                try:
+                    written = file.write(line) or 0
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+                    written = 0
+                if written < len(line):
+                    self._waiting[0] = line[written:]
+                    return False
+                self._waiting.popleft()
         return True
 
     def close(self) -> None:

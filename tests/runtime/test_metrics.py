@@ -6,7 +6,11 @@ import json
 import math
 import resource
 import signal
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,6 +37,26 @@ def test_lines_are_on_disk_at_once_and_only_when_enabled(tmp_path: Path) -> None
     MetricsWriter(tmp_path, enabled=False).write({"step": 7})
     writer.write({"step": 1})
     assert steps(tmp_path) == [1]
+
+
+def test_threads_write_every_line_once(tmp_path: Path) -> None:
+    """Catches lines that two threads take for theirs: the event of a watching thread beside those of the training."""
+    writer, waiting = EventWriter(tmp_path, enabled=True), threading.Barrier(8)
+    interval = sys.getswitchinterval()
+
+    def write(thread: int) -> None:
+        waiting.wait()
+        for line in range(200):
+            writer.write("line", thread=thread, line=line)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(write, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    found = [(record["thread"], record["line"]) for record in read_json_lines(tmp_path / "events.jsonl")]
+    assert sorted(found) == list(product(range(8), range(200)))
 
 
 def test_resume_drops_later_lines(tmp_path: Path) -> None:
