@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +27,13 @@ from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     RunRecord,
-    StoredTensor,
-    newest_manifest,
-    read_manifest,
+    TensorRecord,
+    newest_sequence,
+    read_sequence,
     software,
 )
-from megads.checkpoint.tensor_file import DTYPE_NAMES, TensorLayout, write_tensor_file
+from megads.checkpoint.rank_file import FileRecord, WrittenFile, file_name, write_rank_file
+from megads.checkpoint.rectangle import add_cover_sums, cover_sum, whole
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane
@@ -41,6 +43,8 @@ from megads.runtime.metrics import LedgerRecord
 
 T = TypeVar("T")
 
+Part = tuple[WrittenFile | None, list[str]]
+"""A rank's of a checkpoint: its file, None where it owns nothing; and the keys of everything that it holds."""
 _NAMED_FAILURES = 3
 
 
@@ -92,8 +96,8 @@ def save_checkpoint(
     partial = hidden_folder(final, "partial")
     try:
         on_first(control, lambda: prepare(partial), NoneType)
-        stored = agreed(control, lambda: write_shards(partial, control.rank, shards))
-        parts = control.gather_to_first((stored, sorted(keys)), tuple[list[StoredTensor], list[str]])
+        written = agreed(control, lambda: write_rank_file(partial, control.rank, shards))
+        parts = control.gather_to_first((written, sorted(keys)), Part)
         _require_lease(fence, control)
         on_first(
             control, lambda: commit(partial, final, replace(run, ledger=ledger()), parts or [], software()), NoneType
@@ -126,8 +130,8 @@ def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) 
     partial = hidden_folder(final, "partial")
     try:
         prepare(partial)
-        stored = [(write_shards(partial, number, part), list[str]()) for number, part in enumerate(parts)]
-        commit(partial, final, run, stored, software())
+        written = [(write_rank_file(partial, number, part), list[str]()) for number, part in enumerate(parts)]
+        commit(partial, final, run, written, software())
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -177,34 +181,11 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
-    """Writes this rank's file; a rank that owns nothing writes none."""
-    kept = [shard for shard in shards if shard.tensor.numel()]
-    if not kept:
-        return []
-    file = f"rank_{rank:05d}.safetensors"
-    layouts = [TensorLayout(str(i), shard.tensor.dtype, tuple(shard.tensor.shape)) for i, shard in enumerate(kept)]
-    checksums = write_tensor_file(partial / file, layouts, (shard.tensor for shard in kept))
-    return [
-        StoredTensor(
-            key=shard.key,
-            global_shape=tuple(shard.global_shape),
-            offset=tuple(shard.offset),
-            shape=tuple(shard.tensor.shape),
-            dtype=DTYPE_NAMES[shard.tensor.dtype],
-            file=file,
-            name=str(index),
-            checksum=digest,
-        )
-        for index, (shard, digest) in enumerate(zip(kept, checksums, strict=True))
-    ]
-
-
 def commit(
     partial: Path,
     final: Path,
     run: RunRecord,
-    parts: list[tuple[list[StoredTensor], list[str]]],
+    parts: Sequence[Part],
     versions: dict[str, str],
 ) -> None:
     """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next.
@@ -213,25 +194,14 @@ def commit(
         partial: where they are.
         final: where they go.
         run: the run's part of the manifest.
-        parts: what each rank stored, and the keys it holds.
+        parts: of each rank, in their order.
         versions: of the software, see `manifest.software`.
 
     Raises:
         CheckpointError: a file or a part is missing, or the parts do not fit together.
         OSError: as the system reports it.
     """
-    tensors = [tensor for stored, _ in parts for tensor in stored]
-    unowned = {key for _, keys in parts for key in keys} - {tensor.key for tensor in tensors}
-    if unowned:
-        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
-    names = sorted({tensor.file for tensor in tensors})
-    unseen = [name for name in names if not (partial / name).exists()]
-    if unseen:
-        raise CheckpointError(f"{unseen[0]} is not in {partial} as rank 0 sees it: run.dir must be shared by all ranks")
-    files = {name: (partial / name).stat().st_size for name in names}
-    newest = newest_manifest(final.parent.parent)
-    sequence = 1 if newest is None else newest.sequence + 1
-    manifest = Manifest(run, versions, sequence, files, tuple(tensors))
+    manifest = _manifest_of(partial, run, parts, versions, newest_sequence(final.parent.parent) + 1)
     manifest.check(run.state["step"])
     with atomic_writer(partial / MANIFEST_FILE) as file:
         file.write(manifest.encode())
@@ -247,12 +217,50 @@ def commit(
         file.write(f"{final.name}\n".encode())
 
 
-def _sequence(folder: Path) -> int:
-    """Of a checkpoint; 0 for one that is not usable."""
+def _manifest_of(
+    partial: Path, run: RunRecord, parts: Sequence[Part], versions: dict[str, str], sequence: int
+) -> Manifest:
+    """The manifest of written files.
+
+    Raises:
+        CheckpointError: a file or a part of a tensor is missing or there twice, or parts are of different tensors.
+    """
+    files: dict[str, FileRecord] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, list[int]] = defaultdict(list)
+    sums: dict[str, list[int]] = defaultdict(list)
+    for rank, (written, _) in enumerate(parts):
+        if written is None:
+            continue
+        name = file_name(rank)
+        _require_seen(partial / name, written.record)
+        files[name] = written.record
+        for key, shape in written.shapes.items():
+            if shapes.setdefault(key, shape) != shape:
+                raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
+            holders[key].append(rank)
+            sums[key].append(int(written.cover_sums[key], 16))
+    unowned = {key for _, keys in parts for key in keys} - shapes.keys()
+    if unowned:
+        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
+    tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}
+    manifest = Manifest(run, versions, sequence, files, tensors)
+    faulty = [key for key, shape in shapes.items() if add_cover_sums(sums[key]) != cover_sum(key, [whole(shape)])]
+    if faulty:
+        raise CheckpointError(manifest.explain_coverage(partial, faulty[:1]) or f"{faulty[0]} is not stored once")
+    return manifest
+
+
+def _require_seen(path: Path, record: FileRecord) -> None:
+    """Raises CheckpointError where another rank's file is not there as that rank wrote it."""
     try:
-        return read_manifest(folder).sequence
-    except CheckpointError:
-        return 0
+        seen = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.name} is not in {path.parent} as rank 0 sees it: run.dir must be shared by all ranks"
+        ) from None
+    if seen != record.bytes:
+        raise CheckpointError(f"{path} has {seen} bytes as rank 0 sees it, and {record.bytes} as its rank does")
 
 
 def _give_up(partial: Path) -> str | None:
@@ -280,7 +288,7 @@ def remove_old(run_dir: Path, step: int, keep: int) -> list[str]:
     """
     gone = []
     found = [path for number, path in list_checkpoints(run_dir).items() if number <= step]
-    for folder in sorted(found, key=_sequence)[:-keep]:
+    for folder in sorted(found, key=lambda folder: read_sequence(folder) or 0)[:-keep]:
         removed = hidden_folder(folder, "removed")
         try:
             folder.rename(removed)

@@ -58,7 +58,7 @@ def list_all(run: str) -> None:
             f"{state['tokens']:,}",
             *losses.get(step, ("", "")),
             " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process",
-            f"{sum(manifest.files.values()) / 1e6:,.1f} MB",
+            f"{manifest.nbytes / 1e6:,.1f} MB",
             _when(_folder(run_dir, step) / MANIFEST_FILE),
             "newest" if manifest.sequence == newest else "",
         )
@@ -83,7 +83,7 @@ def verify(run: str, steps: Sequence[int] | None) -> int:
         CheckpointError: there is no such checkpoint.
     """
     run_dir, found = _checkpoints(run, steps)
-    code, total = EXIT_OK, sum(sum(m.files.values()) for m in found.values() if isinstance(m, Manifest))
+    code, total = EXIT_OK, sum(m.nbytes for m in found.values() if isinstance(m, Manifest))
     done = 0
     with Progress("verifying checkpoints", total) as progress:
         for step, manifest in found.items():
@@ -92,9 +92,9 @@ def verify(run: str, steps: Sequence[int] | None) -> int:
             except CheckpointError as error:
                 code, said = error.exit_code, f"damaged: {error}"
             else:
-                tensors = len(handle.manifest.by_key())
+                tensors = len(handle.manifest.tensors)
                 said = f"sound: {tensors:,} tensors, {len(handle.manifest.files):,} files"
-            done += sum(manifest.files.values()) if isinstance(manifest, Manifest) else 0
+            done += manifest.nbytes if isinstance(manifest, Manifest) else 0
             progress.update(done)
             print(f"{_folder(run_dir, step)}: {said}", flush=True)
     return code

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megads.checkpoint.manifest import Rectangle, coverage_fault
+from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.checkpoint.tensor_file import TensorLayout, checksum, write_tensor_file
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import random_cuts

@@ -118,13 +118,13 @@ def seeds_of(run_dir: Path) -> list[int]:
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """A writer's disk takes so long; to be called before the writer is forked."""
-    write = writer_module.write_shards
+    write = writer_module.write_rank_file
 
     def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write(*arguments)
 
-    monkeypatch.setattr(writer_module, "write_shards", slow)
+    monkeypatch.setattr(writer_module, "write_rank_file", slow)
 
 
 def train_steps(run_dir: Path, steps: int, behind: bool) -> list[int]:
@@ -259,7 +259,7 @@ def test_a_bug_of_the_writer_is_in_the_log(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(writer_module, "write_shards", broken)
+    monkeypatch.setattr(writer_module, "write_rank_file", broken)
     with started() as writer:
         Loop(tmp_path, writer).step()
         wait_for(Stage.lost, writer)
