@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -143,28 +143,43 @@ def write_rank_file(folder: Path, rank: int, shards: Sequence[Shard]) -> Written
     kept = [shard for shard in shards if shard.tensor.numel()]
     if not kept:
         return None
-    names = [f"{shard.key}@{','.join(map(str, shard.offset))}" for shard in kept]
+    layouts, notes = describe(kept)
+    path = folder / file_name(rank)
+    write_tensor_file(path, layouts, (shard.tensor for shard in kept), notes)
+    return summarize(path, kept)
+
+
+def describe(shards: Sequence[Shard]) -> tuple[list[TensorLayout], Callable[[Sequence[str]], dict[str, str]]]:
+    """The tensors of a file that holds shards, and what makes its metadata of their checksums."""
+    names = [f"{shard.key}@{','.join(map(str, shard.offset))}" for shard in shards]
     layouts = [
         TensorLayout(name, shard.tensor.dtype, tuple(shard.tensor.shape))
-        for name, shard in zip(names, kept, strict=True)
+        for name, shard in zip(names, shards, strict=True)
     ]
 
     def notes(checksums: Sequence[str]) -> dict[str, str]:
         return {
             name: json.dumps({"global_shape": list(shard.global_shape), "xxh3_128": digest}, separators=(",", ":"))
-            for name, shard, digest in zip(names, kept, checksums, strict=True)
+            for name, shard, digest in zip(names, shards, checksums, strict=True)
         }
 
-    path = folder / file_name(rank)
-    write_tensor_file(path, layouts, (shard.tensor for shard in kept), notes)
+    return layouts, notes
+
+
+def summarize(path: Path, shards: Sequence[Shard]) -> WrittenFile:
+    """What rank 0 has to know of a file that holds shards.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     parts: dict[str, list[Rectangle]] = defaultdict(list)
-    for shard in kept:
+    for shard in shards:
         parts[shard.key].append(Rectangle(tuple(shard.offset), tuple(shard.tensor.shape)))
     try:
         record = FileRecord(path.stat().st_size, _digest(read_header(path)))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    shapes = {shard.key: tuple(shard.global_shape) for shard in kept}
+    shapes = {shard.key: tuple(shard.global_shape) for shard in shards}
     return WrittenFile(record, shapes, {key: f"{cover_sum(key, found):032x}" for key, found in parts.items()})
 
 

@@ -54,12 +54,13 @@ class CheckpointHandle:
         folder: where it is.
         manifest: what it holds.
         passed_by: newer ones that are not usable, each with its reason.
+        headers: what is known so far of what files hold, by file and key.
     """
 
     folder: Path
     manifest: Manifest
     passed_by: tuple[str, ...] = ()
-    _read: dict[str, Mapping[str, list[StoredTensor]]] = field(default_factory=dict, repr=False, compare=False)
+    headers: dict[str, Mapping[str, list[StoredTensor]]] = field(default_factory=dict, repr=False, compare=False)
 
     def stored_in(self, name: str) -> Mapping[str, list[StoredTensor]]:
         """What a file holds by key; each header is read once.
@@ -67,12 +68,12 @@ class CheckpointHandle:
         Raises:
             CheckpointError: the file is not what the manifest says.
         """
-        if name not in self._read:
+        if name not in self.headers:
             by_key: dict[str, list[StoredTensor]] = defaultdict(list)
             for tensor in self.manifest.stored_in(self.folder, name):
                 by_key[tensor.key].append(tensor)
-            self._read[name] = by_key
-        return self._read[name]
+            self.headers[name] = by_key
+        return self.headers[name]
 
     @property
     def state(self) -> dict[str, int]:
@@ -203,23 +204,48 @@ def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) 
         for shard in shards:
             target = Rectangle(tuple(shard.offset), tuple(shard.tensor.shape))
             filled = 0
-            for part in _parts(handle, shard, rank):
-                overlap = part.rectangle.overlap(target)
-                if overlap is None:
-                    continue
+            for part, overlap in stored_parts(handle, shard, rank):
                 if part.file not in files:
                     files[part.file] = stack.enter_context(opened(handle.folder / part.file))
                 source = files[part.file].get_tensor(part.name)[overlap.within(part.rectangle)]
                 shard.tensor[overlap.within(target)].copy_(source)
                 filled += overlap.elements
-                # Parts are disjoint, so an equal count means that each element was filled exactly once.
-                if filled == target.elements:
-                    break
             if filled != target.elements:
                 raise CheckpointError(
                     f"{handle.folder}: {shard.key} at {list(target.offset)} of shape {list(target.shape)}: "
                     f"{filled} of {target.elements} elements are stored"
                 )
+
+
+def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[tuple[StoredTensor, Rectangle]]:
+    """What fills a shard, and which elements of the global tensor: headers are read until it is full.
+
+    Args:
+        handle: the checkpoint.
+        shard: to fill.
+        rank: the files of ranks near it are looked at first.
+
+    Raises:
+        CheckpointError: its key is missing or has another shape, or a file went away.
+    """
+    record, target = handle.manifest.tensors.get(shard.key), Rectangle(tuple(shard.offset), tuple(shard.tensor.shape))
+    if record is None:
+        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model or optimizer (optim.name)")
+    if record.shape != tuple(shard.global_shape):
+        raise CheckpointError(
+            f"{handle.folder}: {shard.key} has shape {list(record.shape)} there and "
+            f"{list(shard.global_shape)} here: it is of another model"
+        )
+    left = target.elements
+    for holder in sorted(record.files, key=lambda other: abs(other - rank)):
+        for part in handle.stored_in(file_name(holder)).get(shard.key, ()):
+            overlap = part.rectangle.overlap(target)
+            if overlap is not None:
+                yield part, overlap
+                left -= overlap.elements
+        # Parts are disjoint, so each element was met exactly once.
+        if left <= 0:
+            return
 
 
 def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> None:
@@ -352,20 +378,6 @@ def _verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int
         verify_tensors(folder / name, stored)
         sums += [cover_sum(tensor.key, [tensor.rectangle]) for tensor in stored]
     return add_cover_sums(sums)
-
-
-def _parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[StoredTensor]:
-    """The stored parts of a shard's tensor, those of ranks near this one first."""
-    record = handle.manifest.tensors.get(shard.key)
-    if record is None:
-        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model or optimizer (optim.name)")
-    if record.shape != tuple(shard.global_shape):
-        raise CheckpointError(
-            f"{handle.folder}: {shard.key} has shape {list(record.shape)} there and "
-            f"{list(shard.global_shape)} here: it is of another model"
-        )
-    for holder in sorted(record.files, key=lambda other: abs(other - rank)):
-        yield from handle.stored_in(file_name(holder)).get(shard.key, ())
 
 
 def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.dtype) -> GPT:

@@ -82,11 +82,11 @@ def write_tensor_file(
     try:
         with path.open("xb") as file:
             about = metadata if callable(metadata) else lambda _: metadata or {}
-            header = _header(layouts, about([_NO_CHECKSUM] * len(layouts)))
+            header = encode_header(layouts, about([_NO_CHECKSUM] * len(layouts)))
             file.write(header)
             for layout, tensor in zip(layouts, tensors, strict=True):
                 checksums.append(_write(file, layout, iter((tensor,)) if isinstance(tensor, Tensor) else tensor))
-            final = _header(layouts, about(checksums))
+            final = encode_header(layouts, about(checksums))
             assert len(final) == len(header), "metadata grows with the checksums"
             if final != header:
                 file.seek(0)
@@ -99,8 +99,8 @@ def write_tensor_file(
     return checksums
 
 
-def _header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with, its length included."""
+def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with: the inverse of `read_header` and of reading its JSON."""
     header: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for layout in layouts:

@@ -264,10 +264,9 @@ def _carry_out(
     try:
         part = (write_rank_file(partial, rank, shards), order.keys)
         if rank:
-            with atomic_writer(partial / _part_name(rank)) as file:
-                file.write(_PART.dump_json(part))
+            write_part(partial, rank, part)
             return SaveProgress(Stage.done)
-        parts = [part, *(_await_part(partial, other, cancelled) for other in range(1, world_size))]
+        parts = [part, *(await_part(partial, other, cancelled) for other in range(1, world_size))]
         for other in range(1, world_size):
             (partial / _part_name(other)).unlink()
         if fence is not None:
@@ -280,7 +279,13 @@ def _carry_out(
     return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
-def _await_part(partial: Path, rank: int, cancelled: Callable[[], bool]) -> Part:
+def write_part(partial: Path, rank: int, part: Part) -> None:
+    """Leaves a rank's part where rank 0's writer looks for it: its file is on disk."""
+    with atomic_writer(partial / _part_name(rank)) as file:
+        file.write(_PART.dump_json(part))
+
+
+def await_part(partial: Path, rank: int, cancelled: Callable[[], bool]) -> Part:
     """Of another rank, once it has written its file.
 
     Raises:
