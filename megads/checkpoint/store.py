@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import (
@@ -108,13 +110,22 @@ def save_checkpoint(
     return final
 
 
-def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) -> Path:
+def save_parts(
+    run_dir: Path,
+    parts: Iterable[Sequence[Shard]],
+    run: RunRecord,
+    read: Callable[[Shard], Iterator[Tensor]] | None = None,
+    versions: dict[str, str] | None = None,
+) -> Path:
     """Writes a checkpoint in one process, a file for each part; a part is asked for when the one before is on disk.
 
     Args:
         run_dir: the run's folder, which nobody else writes to.
         parts: together they cover every key exactly once.
         run: what to record of the run; run.state["step"] names the checkpoint.
+        read: gives a shard's values in blocks of its rows when they are due, for a part that is larger than memory; the
+            shards' own tensors may then be on the meta device. None: they are the values.
+        versions: the software that computed the values; None: this one.
 
     Returns:
         The committed folder.
@@ -126,8 +137,8 @@ def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) 
     partial = hidden_folder(final, "partial")
     try:
         prepare(partial)
-        stored = [(write_shards(partial, number, part), list[str]()) for number, part in enumerate(parts)]
-        commit(partial, final, run, stored, software())
+        stored = [(write_shards(partial, number, part, read), list[str]()) for number, part in enumerate(parts)]
+        commit(partial, final, run, stored, software() if versions is None else versions)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -177,14 +188,17 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
-    """Writes this rank's file; a rank that owns nothing writes none."""
+def write_shards(
+    partial: Path, rank: int, shards: Sequence[Shard], read: Callable[[Shard], Iterator[Tensor]] | None = None
+) -> list[StoredTensor]:
+    """Writes this rank's file; a rank that owns nothing writes none. See `save_parts` for `read`."""
     kept = [shard for shard in shards if shard.tensor.numel()]
     if not kept:
         return []
     file = f"rank_{rank:05d}.safetensors"
     layouts = [TensorLayout(str(i), shard.tensor.dtype, tuple(shard.tensor.shape)) for i, shard in enumerate(kept)]
-    checksums = write_tensor_file(partial / file, layouts, (shard.tensor for shard in kept))
+    values = (shard.tensor if read is None else read(shard) for shard in kept)
+    checksums = write_tensor_file(partial / file, layouts, values)
     return [
         StoredTensor(
             key=shard.key,
