@@ -86,13 +86,13 @@ class CheckpointActionConfig:
     run: str = MISSING
     """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder."""
     steps: Any = None
-    """Steps to verify or to average, or the one to reshard; null is all of them to verify, the last ones to average, the
-    newest to reshard."""
+    """Steps to verify or to average, or the one to reshard; null verifies all of them, averages the last ones, reshards
+    the newest."""
     last: int = 3
     """Checkpoints to average where steps are not given."""
     output: str | None = None
-    """Folder to make: of an average, a run without training, for generate, evaluate, export and checkpoint.init_from; of
-    a resharded checkpoint, a run that checkpoint.load continues."""
+    """Folder to make: of an average a run without training, for generate, evaluate, export and checkpoint.init_from; of
+    a resharded checkpoint a run that checkpoint.load continues."""
     files: int | None = None
     """Files that reshard spreads a checkpoint over, of about equal size; fewer where it has not so many rows."""
     overwrite: bool = False

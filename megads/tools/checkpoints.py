@@ -39,9 +39,8 @@ from megads.runtime.run_dir import (
     CONFIG_FILE,
     DATA_FILE,
     METRICS_FILE,
+    STARTS_FOLDER,
     TOKENIZER_FILE,
-    recorded_config_path,
-    recorded_data_path,
 )
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.generate import run_path
@@ -248,7 +247,7 @@ def reshard(config: CheckpointActionConfig) -> Resharded:
         blocks = _BlockReader(handle, progress)
         save_parts(partial, parts, record, blocks.read, handle.manifest.software)
         if run_dir is not None:
-            _copy_records(run_dir, record, partial)
+            _copy_records(run_dir, partial)
         write_origin(partial, _RESHARDED_BY)
     return Resharded(output, handle, len(handle.manifest.files), len(parts), config.files)
 
@@ -336,12 +335,11 @@ class _BlockReader:
             self._progress.update(self._done_bytes)
 
 
-def _copy_records(run_dir: Path, record: RunRecord, folder: Path) -> None:
+def _copy_records(run_dir: Path, folder: Path) -> None:
     """Copies what a start that continues a checkpoint asks of the run that wrote it: config, data, tokenizer."""
-    paths = [run_dir / name for name in (CONFIG_FILE, DATA_FILE)]
-    paths += [recorded_config_path(run_dir, record.config_digest), template_path(run_dir / TOKENIZER_FILE)]
-    paths += [recorded_data_path(run_dir, record.data_digest)] if record.data_digest is not None else []
-    for path in (*paths, *run_dir.glob("tokenizer*.json")):
+    paths = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
+    # All of them: what a manifest names is no path to write to.
+    for path in (*paths, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
         if path.is_file():
             copy = folder / path.relative_to(run_dir)
             copy.parent.mkdir(exist_ok=True)
