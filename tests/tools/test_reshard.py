@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +31,7 @@ from megads.tools.checkpoints import Resharded, average, reshard, verify
 from megads.tools.generate import dataset_prefixes
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.distributed import run_ranks
 from tests.small_run import hot_model, model_config, write_dataset, write_run
 from tests.test_resume import damage
 
@@ -229,19 +235,41 @@ def test_what_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert all((tmp_path / "out" / name).read_text() == name for name in names)
 
 
+def reshard_killed_at(folder: Path, event_number: int) -> str:
+    """Kills itself with SIGKILL right before the given file operation (open, mkdir, rename, ...) on the output."""
+    seen = 0
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        path = str(arguments[0]) if arguments and isinstance(arguments[0], str | os.PathLike) else ""
+        if path.startswith((f"{folder}/out", f"{folder}/.out")) and (event.startswith("os.") or event == "open"):
+            seen += 1
+            if seen == event_number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    do(folder / "run", folder / "out", 3)
+    return "made"
+
+
 @pytest.mark.distributed
-def test_a_kill(megads: StartCommand) -> None:
-    """Catches half a folder under the name of the whole one, and litter that a killed command leaves for good."""
-    write_source(megads.folder / "run")
-    words = ("checkpoint", "reshard", "run=run", "output=out", "files=100000")
-    command = megads(*words)
-    command.wait_for(lambda: any(megads.folder.glob(".out.partial/checkpoints/.step_*.partial/rank_00003.*")))
-    command.kill_everything()
-    assert not (megads.folder / "out").exists()
-    ended = megads(*words).end()
-    assert ended.code == 0, ended.err
-    assert holds_the_source(open_checkpoint(megads.folder / "out"))
-    assert sorted(path.name for path in megads.folder.iterdir()) == ["out", "run"]
+def test_a_kill(tmp_path: Path) -> None:
+    """Catches half a folder under the name of the whole one, and litter of a killed command that stays for good."""
+    write_source(tmp_path / "run")
+    kills = 0
+    for event_number in range(1, 400, 11):
+        try:
+            assert run_ranks(reshard_killed_at, 1, tmp_path, event_number) == ["made"]
+            break
+        except AssertionError as error:
+            assert "the process died" in str(error)
+        kills += 1
+        if (tmp_path / "out").exists():
+            assert holds_the_source(open_checkpoint(tmp_path / "out"))
+            shutil.rmtree(tmp_path / "out")
+    assert kills > 3, "the kills did not hit the command"
+    assert holds_the_source(open_checkpoint(tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 @pytest.mark.distributed
