@@ -74,24 +74,29 @@ class CheckpointAction(Enum):
     list = "list"
     verify = "verify"
     average = "average"
+    reshard = "reshard"
 
 
 @dataclass
 class CheckpointActionConfig:
-    """`megads checkpoint`: lists, verifies and averages the checkpoints of a run."""
+    """`megads checkpoint`: lists, verifies, averages and reshards the checkpoints of a run."""
 
     action: CheckpointAction = MISSING
     """What to do; the word alone is enough: megads checkpoint list."""
     run: str = MISSING
-    """A run's folder, or its name in runs/."""
+    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder."""
     steps: Any = None
-    """Steps to verify or to average; null is all of them to verify, the last ones to average."""
+    """Steps to verify or to average, or the one to reshard; null verifies all of them, averages the last ones, reshards
+    the newest."""
     last: int = 3
     """Checkpoints to average where steps are not given."""
     output: str | None = None
-    """Folder to make of an average: a run without training, for generate, evaluate, export and checkpoint.init_from."""
+    """Folder to make: of an average a run without training, for generate, evaluate, export and checkpoint.init_from; of
+    a resharded checkpoint a run that checkpoint.load continues."""
+    files: int | None = None
+    """Files that reshard spreads a checkpoint over, of about equal size; fewer where it has not so many rows."""
     overwrite: bool = False
-    """Replace an earlier average in that folder."""
+    """Replace what the same action made in that folder before."""
 
     @property
     def wanted_steps(self) -> list[int] | None:
@@ -99,7 +104,7 @@ class CheckpointActionConfig:
         return [self.steps] if isinstance(self.steps, int) else self.steps
 
     def check(self) -> None:
-        """Raises ConfigError on steps that are none, and on an average without an output."""
+        """Raises ConfigError on steps that are none, and on keys that an action needs or that mean nothing to it."""
         steps = self.wanted_steps
         if steps is not None and (
             not isinstance(steps, list)
@@ -110,9 +115,16 @@ class CheckpointActionConfig:
             raise ConfigError(f"steps = {self.steps!r}: want numbers, each once, as in steps='[100, 200]'")
         if self.last < 1:
             raise ConfigError(f"last = {self.last}: must be at least 1")
-        if (self.output is None) == (self.action is CheckpointAction.average):
+        if (self.output is None) == (self.action in (CheckpointAction.average, CheckpointAction.reshard)):
             told = "needs output=<folder>" if self.output is None else f"writes nothing: leave output={self.output} out"
             raise ConfigError(f"{self.action.value} {told}")
+        if (self.files is None) == (self.action is CheckpointAction.reshard):
+            told = "needs files=<number>" if self.files is None else f"makes no files: leave files={self.files} out"
+            raise ConfigError(f"{self.action.value} {told}")
+        if self.files is not None and self.files < 1:
+            raise ConfigError(f"files = {self.files}: must be at least 1")
+        if self.action is CheckpointAction.reshard and steps is not None and len(steps) > 1:
+            raise ConfigError(f"steps = {self.steps}: reshard takes one checkpoint; give one step")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:

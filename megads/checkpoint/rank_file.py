@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar
 import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from megads.checkpoint.rectangle import Rectangle, cover_sum
 from megads.checkpoint.tensor_file import DTYPE_NAMES, TensorLayout, checksum, read_header, write_tensor_file
@@ -134,8 +135,16 @@ def rank_of(name: str) -> int:
     return int(match[1])
 
 
-def write_rank_file(folder: Path, rank: int, shards: Sequence[Shard]) -> WrittenFile | None:
+def write_rank_file(
+    folder: Path, rank: int, shards: Sequence[Shard], read: Callable[[Shard], Iterator[Tensor]] | None = None
+) -> WrittenFile | None:
     """Writes a rank's file and waits until it is on disk; a rank that owns nothing writes none.
+
+    Args:
+        folder: of the checkpoint.
+        rank: which one.
+        shards: its parts.
+        read: gives a shard's values in blocks of its rows when they are due; None: the shards' tensors are the values.
 
     Raises:
         CheckpointError: the file cannot be written; part of it may exist.
@@ -145,7 +154,8 @@ def write_rank_file(folder: Path, rank: int, shards: Sequence[Shard]) -> Written
         return None
     layouts, notes = describe(kept)
     path = folder / file_name(rank)
-    write_tensor_file(path, layouts, (shard.tensor for shard in kept), notes)
+    values = (shard.tensor if read is None else read(shard) for shard in kept)
+    write_tensor_file(path, layouts, values, notes)
     return summarize(path, kept)
 
 

@@ -75,6 +75,19 @@ class CheckpointHandle:
             self.headers[name] = by_key
         return self.headers[name]
 
+    def parts_of(self, key: str, rank: int = 0) -> Iterator[StoredTensor]:
+        """The stored parts of a tensor; a header is read when its file is come to.
+
+        Args:
+            key: of the tensor.
+            rank: the files of ranks near it come first.
+
+        Raises:
+            CheckpointError: a file is not what the manifest says.
+        """
+        for holder in sorted(self.manifest.tensors[key].files, key=lambda other: abs(other - rank)):
+            yield from self.stored_in(file_name(holder)).get(key, ())
+
     @property
     def state(self) -> dict[str, int]:
         """For TrainState.load_state_dict."""
@@ -237,13 +250,12 @@ def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[
             f"{list(shard.global_shape)} here: it is of another model"
         )
     left = target.elements
-    for holder in sorted(record.files, key=lambda other: abs(other - rank)):
-        for part in handle.stored_in(file_name(holder)).get(shard.key, ()):
-            overlap = part.rectangle.overlap(target)
-            if overlap is not None:
-                yield part, overlap
-                left -= overlap.elements
-        # Parts are disjoint, so each element was met exactly once.
+    for part in handle.parts_of(shard.key, rank):
+        overlap = part.rectangle.overlap(target)
+        if overlap is not None:
+            yield part, overlap
+            # Parts are disjoint, so each element is met exactly once.
+            left -= overlap.elements
         if left <= 0:
             return
 

@@ -15,12 +15,14 @@ import os
 import shutil
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import (
@@ -112,13 +114,22 @@ def save_checkpoint(
     return final
 
 
-def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) -> Path:
+def save_parts(
+    run_dir: Path,
+    parts: Iterable[Sequence[Shard]],
+    run: RunRecord,
+    read: Callable[[Shard], Iterator[Tensor]] | None = None,
+    versions: dict[str, str] | None = None,
+) -> Path:
     """Writes a checkpoint in one process, a file for each part; a part is asked for when the one before is on disk.
 
     Args:
         run_dir: the run's folder, which nobody else writes to.
         parts: together they cover every key exactly once.
         run: what to record of the run; run.state["step"] names the checkpoint.
+        read: gives a shard's values in blocks of its rows when they are due, for a part that is larger than memory; the
+            shards' own tensors may then be on the meta device. None: they are the values.
+        versions: the software that computed the values; None: this one.
 
     Returns:
         The committed folder.
@@ -130,8 +141,8 @@ def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) 
     partial = hidden_folder(final, "partial")
     try:
         prepare(partial)
-        written = [(write_rank_file(partial, number, part), list[str]()) for number, part in enumerate(parts)]
-        commit(partial, final, run, written, software())
+        written = [(write_rank_file(partial, number, part, read), list[str]()) for number, part in enumerate(parts)]
+        commit(partial, final, run, written, software() if versions is None else versions)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):

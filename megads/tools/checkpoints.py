@@ -1,4 +1,5 @@
-"""What can be done with the checkpoints of a run beside training: a list, a check of every byte, an average."""
+"""What can be done with the checkpoints of a run beside training: a list, a check of every byte, an average, a copy in
+other files."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,23 +17,41 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints
+from megads.checkpoint.config import CheckpointActionConfig, checkpoints_folder, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, read_manifest
-from megads.checkpoint.read import CheckpointHandle, check_model, model_config_of, open_checkpoint, read_into
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    check_model,
+    model_config_of,
+    open_checkpoint,
+    read_into,
+    readable_folders,
+)
 from megads.checkpoint.store import save_parts
+from megads.checkpoint.tensor_file import DTYPE_NAMES
 from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
-from megads.errors import EXIT_OK, CheckpointError
+from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.plan.model_size import parameter_shapes
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.progress import Progress
-from megads.runtime.run_dir import METRICS_FILE, TOKENIZER_FILE
+from megads.runtime.run_dir import (
+    CONFIG_FILE,
+    DATA_FILE,
+    METRICS_FILE,
+    STARTS_FOLDER,
+    TOKENIZER_FILE,
+)
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.generate import run_path
-from megads.tools.output_folder import new_folder, require_free, write_origin
+from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 
 _MADE_BY = "megads checkpoint average"
+_RESHARDED_BY = "megads checkpoint reshard"
 _PIPE_WIDTH = 120
+_BLOCK_BYTES = 64 * 2**20
+"""Of a tensor that is resharded, so much is in memory at a time, or one row where that is more."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def list_all(run: str) -> None:
@@ -174,6 +193,158 @@ def _record(newest: CheckpointHandle) -> RunRecord:
         layout={"tp": 1, "cp": 1, "pp": 1, "dp": 1},
         tokenizer=newest.manifest.run.tokenizer,
     )
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """What was made.
+
+    Attributes:
+        folder: a run with one checkpoint.
+        source: the checkpoint that has the same values.
+        files_before: files of tensors that the source has.
+        files: those that were made.
+        asked: those that were asked for.
+    """
+
+    folder: Path
+    source: CheckpointHandle
+    files_before: int
+    files: int
+    asked: int
+
+    def __str__(self) -> str:
+        fewer = f" ({self.asked:,} were asked for; rows are not cut)" if self.files < self.asked else ""
+        return (
+            f"{self.folder}: step {self.source.state['step']:,} in {self.files:,} files{fewer}, {self.files_before:,} "
+            f"before\ncontinue it: megads train ... checkpoint.load={self.folder}"
+        )
+
+
+def reshard(config: CheckpointActionConfig) -> Resharded:
+    """Writes a checkpoint again, byte for byte the same values in another number of files.
+
+    The output is a run that goes on where the source would: it has weights, optimizer state, counters, and the run's
+    records of config, data and tokenizer. A block of a tensor is in memory at a time.
+
+    Raises:
+        ConfigError: the output is taken, or in the run itself.
+        CheckpointError: the checkpoint is missing or damaged; or the output cannot be written.
+    """
+    assert config.files is not None
+    output, source = Path(str(config.output)), _one_checkpoint(config.run, config.wanted_steps)
+    run_dir = source.parent.parent if checkpoints_folder(source.parent.parent) == source.parent else None
+    _require_apart(output, run_dir or source)
+    require_free(output, config.overwrite, _RESHARDED_BY)
+    with Progress("verifying the checkpoint"):
+        handle = open_checkpoint(source)
+    size = handle.manifest.nbytes
+    require_room(output, size)
+    parts = list(_spread(_whole_tensors(handle), config.files))
+    # What metrics.jsonl held is for the run that has it.
+    record = replace(handle.manifest.run, ledger=None)
+    with new_folder(output) as partial, Progress("resharding", size) as progress:
+        blocks = _BlockReader(handle, progress)
+        save_parts(partial, parts, record, blocks.read, handle.manifest.software)
+        if run_dir is not None:
+            _copy_records(run_dir, partial)
+        write_origin(partial, _RESHARDED_BY)
+    return Resharded(output, handle, len(handle.manifest.files), len(parts), config.files)
+
+
+def _one_checkpoint(run: str, steps: Sequence[int] | None) -> Path:
+    """The checkpoint of a step, the given one, or a run's newest, which is not passed by where it is damaged."""
+    if not steps:
+        return readable_folders(run_path(run))[0]
+    run_dir, found = _checkpoints(run, steps)
+    return _folder(run_dir, next(iter(found))).absolute()
+
+
+def _require_apart(output: Path, source: Path) -> None:
+    made, there = output.resolve(), source.resolve()
+    if made.is_relative_to(there) or there.is_relative_to(made):
+        where = "is" if made == there else "is inside" if made.is_relative_to(there) else "holds"
+        raise ConfigError(f"output = {output}: {where} {source}, which is only read; choose a folder beside it")
+
+
+def _whole_tensors(handle: CheckpointHandle) -> list[Shard]:
+    """What a checkpoint holds, every tensor as one shard without values, in the order of its files."""
+    wholes = []
+    for key, record in handle.manifest.tensors.items():
+        dtypes = {part.dtype for part in handle.parts_of(key)}
+        shape = record.shape
+        # Reading would convert, and the values would not be the same bytes.
+        if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
+            raise CheckpointError(f"{handle.folder}: {key} is stored as {', '.join(sorted(dtypes))}, want one dtype")
+        without_values = torch.empty(shape, dtype=_DTYPES[dtypes.pop()], device="meta")
+        wholes.append(Shard(key, shape, (0,) * len(shape), without_values))
+    return wholes
+
+
+def _spread(wholes: Sequence[Shard], num_files: int) -> Iterator[list[Shard]]:
+    """Cuts tensors between rows into parts of about as many bytes each; there are at most as many parts as rows."""
+    total, num_files = sum(whole.tensor.nbytes for whole in wholes), min(num_files, sum(map(_num_rows, wholes)))
+    part: list[Shard] = []
+    number, start = 1, 0
+    for whole in wholes:
+        row, row_bytes = 0, whole.tensor.nbytes // _num_rows(whole)
+        while row < _num_rows(whole):
+            end = min((total * number // num_files - start) // row_bytes, _num_rows(whole))
+            if end > row:
+                part.append(_rows(whole, row, end))
+                row = end
+            if row < _num_rows(whole):
+                number += 1
+                if part:
+                    yield part
+                part = []
+        start += whole.tensor.nbytes
+    yield part
+
+
+def _num_rows(shard: Shard) -> int:
+    return shard.tensor.shape[0] if shard.tensor.dim() else 1
+
+
+def _rows(shard: Shard, start: int, end: int) -> Shard:
+    if not shard.tensor.dim():
+        return shard
+    return replace(shard, offset=(shard.offset[0] + start, *shard.offset[1:]), tensor=shard.tensor[start:end])
+
+
+class _BlockReader:
+    """Reads shards from a checkpoint in blocks of rows.
+
+    Args:
+        handle: the checkpoint.
+        progress: is told of every byte.
+    """
+
+    def __init__(self, handle: CheckpointHandle, progress: Progress) -> None:
+        self._handle, self._progress, self._done_bytes = handle, progress, 0
+
+    def read(self, shard: Shard) -> Iterator[Tensor]:
+        """The values of a shard, whose tensor has none."""
+        num_rows = _num_rows(shard)
+        step = max(1, _BLOCK_BYTES * num_rows // shard.tensor.nbytes)
+        for start in range(0, num_rows, step):
+            block = _rows(shard, start, min(start + step, num_rows))
+            block = replace(block, tensor=torch.empty_like(block.tensor, device="cpu"))
+            read_into(self._handle, [block])
+            yield block.tensor
+            self._done_bytes += block.tensor.nbytes
+            self._progress.update(self._done_bytes)
+
+
+def _copy_records(run_dir: Path, folder: Path) -> None:
+    """Copies what a start that continues a checkpoint asks of the run that wrote it: config, data, tokenizer."""
+    paths = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
+    # All of them: what a manifest names is no path to write to.
+    for path in (*paths, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
+        if path.is_file():
+            copy = folder / path.relative_to(run_dir)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _checkpoints(run: str, steps: Sequence[int] | None = None) -> tuple[Path, dict[int, Manifest | str]]:
