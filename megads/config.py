@@ -14,7 +14,7 @@ from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Eng
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
-from megads.evaluate.config import EvaluationConfig
+from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
@@ -206,6 +206,7 @@ def check_config(config: RootConfig) -> None:
     _check_batches(config)
     _check_positions(config)
     _check_vocabulary(config)
+    _check_best(config)
 
 
 def check_shape(config: RootConfig) -> None:
@@ -413,6 +414,50 @@ def _check_vocabulary(config: RootConfig) -> None:
         )
 
 
+def _check_best(config: RootConfig) -> None:
+    """Checkpoints can be compared by their validation loss only if such steps are validated."""
+    kept, every, validated = config.checkpoint.keep_best, config.checkpoint.every_steps, config.evaluation.every_steps
+    if not kept:
+        return
+    begin = f"checkpoint.keep_best = {kept} compares validation losses, but "
+    names = config.data.valid_names
+    if not names:
+        raise ConfigError(
+            f"{begin}data.split = {config.data.split} sets no validation set aside and data.valid is null: set one of "
+            "them, or checkpoint.keep_best=0"
+        )
+    if config.checkpoint.best_by is not None and config.checkpoint.best_by not in names:
+        raise ConfigError(
+            f"checkpoint.best_by = {config.checkpoint.best_by} is no validation set of this run, which has "
+            f"{', '.join(names)}: choose one of them, or null for the first one"
+        )
+    if not every:
+        raise ConfigError(
+            f"{begin}checkpoint.every_steps = 0 saves one checkpoint, at the end: set checkpoint.every_steps and "
+            "evaluation.every_steps to the same number, or checkpoint.keep_best=0"
+        )
+    if not validated:
+        when = "at the end only" if config.evaluation.at_end else "never"
+        raise ConfigError(
+            f"{begin}evaluation.every_steps = 0 validates {when}: set evaluation.every_steps to checkpoint.every_steps "
+            f"= {every}, or checkpoint.keep_best=0"
+        )
+    both = math.lcm(every, validated)
+    if both > max(every, validated) and config.train.length_is_known and both > planned_steps(config):
+        raise ConfigError(
+            f"{begin}with checkpoint.every_steps = {every} and evaluation.every_steps = {validated} step {both} is the "
+            f"first that is both saved and validated, and the run has {planned_steps(config)} steps: use "
+            f"evaluation.every_steps={every}, or a divisor of it"
+        )
+
+
+def best_loss_key(config: RootConfig) -> str | None:
+    """Metric by which checkpoint.keep_best compares checkpoints; None where it keeps none."""
+    given = config.checkpoint.best_by
+    names = config.data.valid_names if given is None else [given]
+    return loss_key(names[0]) if config.checkpoint.keep_best and names else None
+
+
 def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:
     """Returns the global batch size over the run.
 
@@ -441,10 +486,22 @@ def planned_steps(config: RootConfig) -> int:
 def open_run_data(
     config: RootConfig, record: DataRecord | None = None
 ) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
-    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`."""
+    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`.
+
+    Raises:
+        ConfigError: checkpoint.keep_best compares losses of a validation set that turns out to be empty.
+    """
     from megads.data.sampling.datasets import open_datasets
 
     train, schedule = config.train, batch_size_schedule(config)
     # No dataset is too small for a length that is not known yet.
     samples = schedule.samples_after(planned_steps(config)) if train.length_is_known else 0
-    return open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)
+    opened = open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)
+    key = best_loss_key(config)
+    if key is not None and key not in map(loss_key, opened[1]):
+        raise ConfigError(
+            f"checkpoint.keep_best = {config.checkpoint.keep_best} compares {key}, but that validation set has no "
+            f"document (data.split = {config.data.split}): give a larger share or data.valid, or set "
+            "checkpoint.keep_best=0"
+        )
+    return opened

@@ -178,14 +178,14 @@ def test_saves_fail_only_so_often(tmp_path: Path) -> None:
 
 def with_room_for_two(run_dir: Path) -> list[str]:
     """A disk that takes a third checkpoint only when another is gone."""
-    limits, room, removals = resource.getrlimit(resource.RLIMIT_FSIZE), hook_module.remove_old, list[str]()
+    limits, room, removals = resource.getrlimit(resource.RLIMIT_FSIZE), hook_module.make_room, list[str]()
 
-    def remove_old(*arguments: Any) -> list[str]:
-        removals.extend(room(*arguments))
+    def make_room(*arguments: Any, **options: Any) -> str:
+        removals.append(room(*arguments, **options))
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        return removals
+        return removals[-1]
 
-    hook_module.remove_old = remove_old
+    hook_module.make_room = make_room
     run(run_dir, 5, 1, full_disk_at=[4], keep=3)
     return removals
 
