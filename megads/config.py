@@ -486,22 +486,10 @@ def planned_steps(config: RootConfig) -> int:
 def open_run_data(
     config: RootConfig, record: DataRecord | None = None
 ) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
-    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`.
-
-    Raises:
-        ConfigError: checkpoint.keep_best compares losses of a validation set that turns out to be empty.
-    """
+    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`."""
     from megads.data.sampling.datasets import open_datasets
 
     train, schedule = config.train, batch_size_schedule(config)
     # No dataset is too small for a length that is not known yet.
     samples = schedule.samples_after(planned_steps(config)) if train.length_is_known else 0
-    opened = open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)
-    key = best_loss_key(config)
-    if key is not None and key not in map(loss_key, opened[1]):
-        raise ConfigError(
-            f"checkpoint.keep_best = {config.checkpoint.keep_best} compares {key}, but that validation set has no "
-            f"document (data.split = {config.data.split}): give a larger share or data.valid, or set "
-            "checkpoint.keep_best=0"
-        )
-    return opened
+    return open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)

@@ -323,7 +323,7 @@ class DataConfig:
 
     @property
     def valid_names(self) -> list[str]:
-        """Names of the validation sets; a share of data.split that has no document makes none all the same."""
+        """Names of the validation sets, in order."""
         if self.valid is not None or self.split[1] == 0:
             return list(self.valid_paths)
         return [self.share_name(item) for item in self.train] if self.raw is None else [HELD_OUT]
