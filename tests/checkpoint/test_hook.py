@@ -16,13 +16,15 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, Fenced
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.lease import Fence, claimed
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
+from megads.runtime.slurm import SlurmJob
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
@@ -46,6 +48,7 @@ def run(
     skipped: Collection[int] = (),
     to_the_end: bool = True,
     losses: Mapping[int, float] = MappingProxyType({}),
+    fence: Fence | None = None,
     **options: Any,
 ) -> None:
     """A loop of `steps` steps that counts and calls the hook; one that is killed after its last step has no end.
@@ -58,7 +61,7 @@ def run(
     engine: Any = OneRankEngine()
     metrics, key = MetricsWriter(run_dir, enabled=open_control_plane().rank == 0), "valid/held_out/loss"
     best_by = key if config.keep_best else None
-    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events, metrics=metrics, best_by=best_by)
+    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events, fence, metrics, best_by=best_by)
     hook.on_start(state)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(loaded_step + 1, steps + 1):
@@ -278,6 +281,18 @@ def test_leftovers_go_before_checkpoints(tmp_path: Path, monkeypatch: pytest.Mon
     (leftover / "rank_00000.safetensors").write_bytes(bytes(size))
     run(tmp_path, 3, 1, loaded_step=2, keep=3)
     assert list(list_checkpoints(tmp_path)) == [1, 2, 3] and not leftover.exists()
+
+
+def test_an_orphan_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rank of an earlier start that deletes checkpoints, or what the new start is writing."""
+    run(tmp_path, 3, 1, keep=3)
+    small_disk(tmp_path, monkeypatch, 3.5)
+    being_written = tmp_path / "checkpoints" / ".step_00000004.partial"
+    being_written.mkdir()
+    first, second = SlurmJob("1", 0, "c"), SlurmJob("1", 1, "c")
+    with claimed(tmp_path, first) as orphan, claimed(tmp_path, second), pytest.raises(Fenced):
+        run(tmp_path, 4, 1, loaded_step=3, keep=3, fence=Fence(tmp_path, orphan.number))
+    assert list(list_checkpoints(tmp_path)) == [1, 2, 3] and being_written.exists()
 
 
 def test_a_disk_without_room_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
