@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megads.checkpoint.retention import Retention
 from megads.errors import ConfigError
 
 LATEST_FILE = "latest"
@@ -26,6 +28,13 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Beside the newest, checkpoints whose step is a multiple of it are kept for good; 0: none."""
+    keep_best: int = 0
+    """Beside the newest, so many checkpoints of the lowest validation loss are kept. A checkpoint counts if its very
+    step was validated (evaluation.every_steps)."""
+    best_by: str | None = None
+    """Name of the validation set whose loss keep_best compares (valid/<name>/loss); null is the first one."""
     max_failed_saves: int = 3
     """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
     async_save: bool | None = None
@@ -41,10 +50,12 @@ class CheckpointConfig:
     and everything else is fresh (docs/finetune.md). Counts as long as the run has no checkpoint of its own."""
 
     def check(self) -> None:
-        """Raises ConfigError on negative numbers, and on two checkpoints to start from."""
-        for name in ("every_steps", "keep", "max_failed_saves"):
+        """Raises ConfigError on negative numbers, on settings of which one makes another useless, and on two
+        checkpoints to start from."""
+        for name in ("every_steps", "keep", "keep_every", "keep_best", "max_failed_saves"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
+        self._check_kept()
         if self.init_from == "":
             raise ConfigError("checkpoint.init_from is empty: give a run's or a checkpoint's folder, or null for none")
         if self.init_from is not None and self.load_path is not None:
@@ -53,6 +64,35 @@ class CheckpointConfig:
                 "continues that run, with its step, optimizer state and place in schedule and data; init_from takes "
                 "its weights alone. Leave one of them out"
             )
+
+    def _check_kept(self) -> None:
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) and not self.keep:
+                raise ConfigError(
+                    f"checkpoint.{name} = {getattr(self, name)} has no effect: checkpoint.keep = 0 keeps all "
+                    f"checkpoints; set checkpoint.keep to the number of newest ones, or checkpoint.{name}=0"
+                )
+        every = self.every_steps
+        if every and self.keep_every % every:
+            raise ConfigError(
+                f"checkpoint.keep_every = {self.keep_every} is not a multiple of checkpoint.every_steps = {every}: few "
+                f"checkpoints or none have such a step; use {-(-self.keep_every // every) * every}, for example"
+            )
+        if self.best_by is not None and not self.keep_best:
+            raise ConfigError(
+                f"checkpoint.best_by = {self.best_by} only applies with checkpoint.keep_best, which is 0: set that to "
+                "the number of best checkpoints to keep, or remove best_by"
+            )
+
+    def retention(self, losses: Mapping[int, float], *, newest_is_proven: bool) -> Retention:
+        """Which checkpoints stay.
+
+        Args:
+            losses: validation losses by step, of the set that best_by names.
+            newest_is_proven: a step after the newest was finite; until then the one before it stays, too.
+        """
+        recent = self.keep if newest_is_proven or not self.keep else max(self.keep, 2)
+        return Retention(recent, self.keep_every, self.keep_best, losses)
 
     def copies(self, rank_bytes: int) -> bool:
         """Whether ranks with at most so many bytes to save make a copy and train on, memory permitting.

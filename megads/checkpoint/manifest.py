@@ -39,7 +39,7 @@ from megads.checkpoint.rectangle import Rectangle, add_cover_sums, cover_sum, co
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.errors import CheckpointError
 from megads.ops.resolve import loaded_kernels
-from megads.runtime.files import open_regular, read_regular
+from megads.runtime.files import read_regular
 from megads.runtime.metrics import LedgerRecord
 from megads.runtime.registry import plugin_versions
 
@@ -51,7 +51,6 @@ _FIRST_LINE = re.compile(
     rb'(\{"format_version": (\d{1,9}), "sequence": (\d{1,18}), "contents": "[0-9a-f]{32}"), '
     rb'"checksum": "([0-9a-f]{32})",\n'
 )
-_MOST_LINE_BYTES = 200
 _PLUGIN = "plugin "
 
 
@@ -299,13 +298,10 @@ def _decode_before_3(text: bytes) -> Manifest:
     return Manifest(found.run, found.software, found.sequence, files, tensors, stored, checksum)
 
 
-def _first_line(sequence: int, contents: bytes) -> bytes:
-    """With a checksum of the rest, and one of itself, so that the newest checkpoint is found by first lines alone."""
+def _first_line(sequence: int, contents: bytes | memoryview) -> bytes:
+    """With a checksum of the rest and one of itself: checkpoints are put in order without parsing what follows."""
     digest = xxhash.xxh3_128_hexdigest(contents)
-    return _signed(f'{{"format_version": {FORMAT_VERSION}, "sequence": {sequence}, "contents": "{digest}"'.encode())
-
-
-def _signed(line: bytes) -> bytes:
+    line = f'{{"format_version": {FORMAT_VERSION}, "sequence": {sequence}, "contents": "{digest}"'.encode()
     return line + f', "checksum": "{xxhash.xxh3_128_hexdigest(line)}",\n'.encode()
 
 
@@ -329,16 +325,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_sequence(folder: Path) -> int | None:
-    """A checkpoint's place in the order in which a run's were written, of the first line of its manifest.
+    """A checkpoint's place in the order in which a run's were written; its manifest is verified, but not parsed.
 
     Returns:
         None where the manifest cannot be read.
     """
     try:
-        with open_regular(folder / MANIFEST_FILE) as file:
-            text = file.read(_MOST_LINE_BYTES)
+        text = read_regular(folder / MANIFEST_FILE)
         line = _FIRST_LINE.match(text)
-        if line is not None and line[0] == _signed(line[1]):
+        if line is not None and line[0] == _first_line(int(line[3]), memoryview(text)[line.end() :]):
             return int(line[3])
         return read_manifest(folder).sequence
     except (OSError, CheckpointError):

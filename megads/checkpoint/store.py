@@ -36,6 +36,7 @@ from megads.checkpoint.manifest import (
 )
 from megads.checkpoint.rank_file import FileRecord, WrittenFile, file_name, write_rank_file
 from megads.checkpoint.rectangle import add_cover_sums, cover_sum, whole
+from megads.checkpoint.retention import KEEP_ALL, Retention
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane
@@ -67,7 +68,7 @@ def save_checkpoint(
     run_dir: Path,
     shards: Sequence[Shard],
     run: RunRecord,
-    keep: int = 0,
+    keep: Retention = KEEP_ALL,
     keys: Collection[str] = (),
     fence: Fence | None = None,
     control: ControlPlane = ALONE,
@@ -79,7 +80,7 @@ def save_checkpoint(
         run_dir: the run's folder, shared by all ranks.
         shards: this rank's part; over all ranks they cover every key exactly once.
         run: what to record of the run; run.state["step"] names the checkpoint. The same on all ranks.
-        keep: checkpoints to keep, this one included; 0 keeps all.
+        keep: which checkpoints stay.
         keys: of everything this rank holds, copies that another rank owns included; a key that no rank owns at all
             is noticed only through these.
         fence: of the start that writes; None where nobody else can.
@@ -109,7 +110,7 @@ def save_checkpoint(
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         message = f"checkpoint of step {run.state['step']} not saved, {state}: {error}"
         raise SaveError(message, previous, bool(error.errnos.intersection(DISK_FULL))) from error
-    if control.rank == 0 and keep:
+    if control.rank == 0:
         remove_old(run_dir, run.state["step"], keep)
     return final
 
@@ -283,31 +284,52 @@ def _give_up(partial: Path) -> str | None:
     return committed[-1] if committed else None
 
 
-def remove_old(run_dir: Path, step: int, keep: int) -> list[str]:
-    """Deletes the oldest checkpoints up to `step`; later steps belong to a part of the run that was left behind.
-
-    Each is renamed first, so that one whose deletion is cut off does not look committed. A folder that cannot be
-    removed costs space, not the run. Called by one rank.
+def remove_old(run_dir: Path, step: int, keep: Retention) -> list[str]:
+    """Deletes the checkpoints up to `step` that nothing keeps; later steps belong to a part of the run that was left
+    behind. Called by one rank.
 
     Args:
         run_dir: the run's folder.
         step: of the newest.
-        keep: how many stay, the newest included; at least 1.
+        keep: which stay.
 
     Returns:
         The names of those that are gone.
     """
-    gone = []
-    found = [path for number, path in list_checkpoints(run_dir).items() if number <= step]
-    for folder in sorted(found, key=lambda folder: read_sequence(folder) or 0)[:-keep]:
-        removed = hidden_folder(folder, "removed")
-        try:
-            folder.rename(removed)
-        except OSError:
-            continue
-        shutil.rmtree(removed, ignore_errors=True)
-        gone.append(folder.name)
-    return gone
+    if not keep.recent:
+        return []
+    return [name for at in keep.surplus(_sequences(run_dir, step)) if (name := _delete(step_folder(run_dir, at)))]
+
+
+def make_room(run_dir: Path, step: int, keep: Retention, *, all_reasons: bool) -> str:
+    """Deletes one more checkpoint up to `step`, which another one needs the space of; see `Retention.expendable`.
+
+    Called by one rank.
+
+    Returns:
+        Its name; empty where there is none to delete.
+    """
+    found = keep.expendable(_sequences(run_dir, step), all_reasons=all_reasons)
+    return next(filter(None, (_delete(step_folder(run_dir, at)) for at in found)), "")
+
+
+def _sequences(run_dir: Path, step: int) -> dict[int, int]:
+    """Of the checkpoints up to a step."""
+    return {at: read_sequence(folder) or 0 for at, folder in list_checkpoints(run_dir).items() if at <= step}
+
+
+def _delete(folder: Path) -> str:
+    """Deletes a checkpoint and returns its name; empty where it cannot be: that costs space, not the run.
+
+    It is renamed first, so that one whose deletion is cut off does not look committed.
+    """
+    removed = hidden_folder(folder, "removed")
+    try:
+        folder.rename(removed)
+    except OSError:
+        return ""
+    shutil.rmtree(removed, ignore_errors=True)
+    return folder.name
 
 
 class RanksFailed(CheckpointError):

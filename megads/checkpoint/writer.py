@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.rank_file import write_rank_file
+from megads.checkpoint.retention import Retention
 from megads.checkpoint.store import Part, commit, failure_of, hidden_folder, remove_old
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
@@ -82,14 +83,14 @@ class SaveOrder:
         run: what the manifest says of the run.
         software: what it says of versions.
         keys: of everything this rank holds.
-        keep: checkpoints to keep, this one included; 0 keeps all.
+        keep: which checkpoints stay once this one is committed.
     """
 
     folder: Path
     run: RunRecord
     software: dict[str, str]
     keys: list[str]
-    keep: int
+    keep: Retention
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,7 @@ def _carry_out(
         if fence is not None:
             fence.check()
         commit(partial, order.folder, order.run, parts, order.software)
-        if order.keep:
-            remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
+        remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
     except (CheckpointError, OSError, Fenced) as error:
         return SaveProgress(Stage.failed, failure_of(error)[0])
     return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)

@@ -8,7 +8,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,13 +28,16 @@ from megads.checkpoint.read import (
     read_into,
     readable_folders,
 )
+from megads.checkpoint.retention import Reason
 from megads.checkpoint.store import save_parts
 from megads.checkpoint.tensor_file import DTYPE_NAMES
+from megads.config import best_loss_key
 from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
+from megads.frozen_config import load_frozen
 from megads.plan.model_size import parameter_shapes
-from megads.runtime.metrics import read_json_lines
+from megads.runtime.metrics import MetricHistory, read_json_lines
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import (
     CONFIG_FILE,
@@ -65,7 +69,7 @@ def list_all(run: str) -> None:
     table = Table(box=SIMPLE_HEAD)
     for name in ("step", "samples", "tokens", "loss", "valid", "layout", "size", "written", ""):
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
-    newest = max((manifest.sequence for manifest in found.values() if isinstance(manifest, Manifest)), default=0)
+    kept = _kept(run_dir, found)
     for step, manifest in found.items():
         if isinstance(manifest, str):
             table.add_row(f"{step:,}", *[""] * 7, "not usable")
@@ -79,7 +83,7 @@ def list_all(run: str) -> None:
             " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process",
             f"{manifest.nbytes / 1e6:,.1f} MB",
             _when(_folder(run_dir, step) / MANIFEST_FILE),
-            "newest" if manifest.sequence == newest else "",
+            kept.get(step, ""),
         )
     # A file or a pipe is read by whoever gives it room.
     VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
@@ -388,6 +392,21 @@ def _losses(run_dir: Path) -> dict[int, tuple[str, str]]:
         valid = " ".join([valid, *(f"{value:.4f}" for value in values if isinstance(value, int | float))]).strip()
         found[step] = loss, valid
     return found
+
+
+def _kept(run_dir: Path, found: Mapping[int, Manifest | str]) -> dict[int, str]:
+    """Why each checkpoint stays, by the config of the run's last start; the newest alone where that is not there."""
+    sequences = {step: 0 if isinstance(manifest, str) else manifest.sequence for step, manifest in found.items()}
+    kept = dict.fromkeys(sequences, "")
+    with suppress(ConfigError):
+        config = load_frozen(run_dir / CONFIG_FILE, complete=False)
+        key = best_loss_key(config)
+        losses = MetricHistory(run_dir, key).values() if key is not None else {}
+        retention = config.checkpoint.retention(losses, newest_is_proven=False)
+        if retention.recent:
+            kept = {step: ", ".join(reasons) for step, reasons in retention.reasons(sequences).items()}
+    newest = max(sequences, key=sequences.__getitem__)
+    return kept | {newest: kept[newest].replace(Reason.recent, "newest") or "newest"}
 
 
 def _when(path: Path) -> str:

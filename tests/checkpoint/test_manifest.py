@@ -166,15 +166,20 @@ def test_a_pipe_in_its_place(tmp_path: Path) -> None:
         signal.alarm(0)
 
 
-def test_the_order_is_known_by_first_lines(tmp_path: Path) -> None:
-    """Catches a search for the newest that reads whole manifests, or trusts a line that is damaged."""
+def test_the_order_is_known_without_a_parser(tmp_path: Path) -> None:
+    """Catches a manifest that is damaged and counts, among those that are kept or as the newest."""
     folder = tmp_path / "step_00000007"
     folder.mkdir()
     text = manifest().encode()
-    (folder / MANIFEST_FILE).write_bytes(text[: text.index(b"\n") + 1])
-    assert read_sequence(folder) == 3
-    (folder / MANIFEST_FILE).write_bytes(text.replace(b'"sequence": 3', b'"sequence": 1', 1))
-    assert read_sequence(folder) is None
+    for change, found in (
+        (text, 3),
+        (text.replace(b'"sequence": 3', b'"sequence": 9', 1), None),
+        (text.replace(b'"bytes": 99', b'"bytes": 98', 1), None),
+        (text[:-1], None),
+        (text[: text.index(b"\n") + 1], None),
+    ):
+        (folder / MANIFEST_FILE).write_bytes(change)
+        assert read_sequence(folder) == found, change[:90]
     (folder / MANIFEST_FILE).unlink()
     assert read_sequence(folder) is None
 

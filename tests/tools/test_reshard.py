@@ -169,7 +169,7 @@ def test_a_file_that_goes_away_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
         return handle
 
     monkeypatch.setattr(checkpoints, "open_checkpoint", opened)
-    with pytest.raises(CheckpointError, match="rank_00003.safetensors: No such file"):
+    with pytest.raises(CheckpointError, match=r"rank_00003\.safetensors: No such file"):
         do(tmp_path / "run", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
