@@ -343,7 +343,7 @@ class CheckpointHook:
                 self._events.write("checkpoint_removed", level="warning", step=step, folders=[gone], reason=str(error))
 
     def _make_room(self, step: int) -> None:
-        """Where a disk has no room for a checkpoint, rank 0 deletes recent ones before it is written, not once it failed.
+        """Where a disk has no room for a checkpoint, rank 0 deletes recent ones before it is written.
 
         Those that stay for their step or their loss give way to a failure only: what a disk says of its free space is
         not always true. The newest stays. A step after it was finite, or nothing would be saved now: it is enough.
