@@ -14,7 +14,7 @@ from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Eng
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
 from megads.errors import ConfigError
-from megads.evaluate.config import EvaluationConfig
+from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
@@ -206,6 +206,7 @@ def check_config(config: RootConfig) -> None:
     _check_batches(config)
     _check_positions(config)
     _check_vocabulary(config)
+    _check_best(config)
 
 
 def check_shape(config: RootConfig) -> None:
@@ -411,6 +412,50 @@ def _check_vocabulary(config: RootConfig) -> None:
             f"model.vocab_size = {rows} has no room for a tokenizer: it {SMALLEST_WANTED}; set model.vocab_size=null, "
             "which takes the tokenizer's"
         )
+
+
+def _check_best(config: RootConfig) -> None:
+    """Checkpoints can be compared by their validation loss only if such steps are validated."""
+    kept, every, validated = config.checkpoint.keep_best, config.checkpoint.every_steps, config.evaluation.every_steps
+    if not kept:
+        return
+    begin = f"checkpoint.keep_best = {kept} compares validation losses, but "
+    names = config.data.valid_names
+    if not names:
+        raise ConfigError(
+            f"{begin}data.split = {config.data.split} sets no validation set aside and data.valid is null: set one of "
+            "them, or checkpoint.keep_best=0"
+        )
+    if config.checkpoint.best_by is not None and config.checkpoint.best_by not in names:
+        raise ConfigError(
+            f"checkpoint.best_by = {config.checkpoint.best_by} is no validation set of this run, which has "
+            f"{', '.join(names)}: choose one of them, or null for the first one"
+        )
+    if not every:
+        raise ConfigError(
+            f"{begin}checkpoint.every_steps = 0 saves one checkpoint, at the end: set checkpoint.every_steps and "
+            "evaluation.every_steps to the same number, or checkpoint.keep_best=0"
+        )
+    if not validated:
+        when = "at the end only" if config.evaluation.at_end else "never"
+        raise ConfigError(
+            f"{begin}evaluation.every_steps = 0 validates {when}: set evaluation.every_steps to checkpoint.every_steps "
+            f"= {every}, or checkpoint.keep_best=0"
+        )
+    both = math.lcm(every, validated)
+    if both > max(every, validated) and config.train.length_is_known and both > planned_steps(config):
+        raise ConfigError(
+            f"{begin}with checkpoint.every_steps = {every} and evaluation.every_steps = {validated} step {both} is the "
+            f"first that is both saved and validated, and the run has {planned_steps(config)} steps: use "
+            f"evaluation.every_steps={every}, or a divisor of it"
+        )
+
+
+def best_loss_key(config: RootConfig) -> str | None:
+    """Metric by which checkpoint.keep_best compares checkpoints; None where it keeps none."""
+    given = config.checkpoint.best_by
+    names = config.data.valid_names if given is None else [given]
+    return loss_key(names[0]) if config.checkpoint.keep_best and names else None
 
 
 def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:

@@ -97,7 +97,7 @@ def resume(
         if origin.weights is not None:
             take_weights(origin.weights, config, engine, events)
         return
-    engine.load_shards(lambda shards: read_into(handle, shards), handle.optimizer_steps)
+    engine.load_shards(lambda shards: read_into(handle, shards, engine.grid.rank), handle.optimizer_steps)
     state.load_state_dict(handle.state)
     events.write(
         "resume",

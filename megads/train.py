@@ -17,7 +17,15 @@ from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
-from megads.config import Precision, RootConfig, attention_work, batch_size_schedule, open_run_data, planned_steps
+from megads.config import (
+    Precision,
+    RootConfig,
+    attention_work,
+    batch_size_schedule,
+    best_loss_key,
+    open_run_data,
+    planned_steps,
+)
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
 from megads.data.indexed.run_tokenizer import open_run_tokenizer
 from megads.data.indexed.sidecar import FoundTokenizer
@@ -366,6 +374,7 @@ def checkpoint_hook(
         beats,
         writer,
         config.cluster.timeout_s,
+        best_loss_key(config),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
+from megads.checkpoint.manifest import read_manifest
 from megads.config import RootConfig
 from megads.frozen_config import freeze
 from megads.runtime.metrics import read_json_lines
@@ -245,5 +245,6 @@ def checkpoint_of(run_dir: Path, step: int) -> Path:
 
 def checksums(checkpoint: Path) -> dict[str, str]:
     """Checksum of every stored rectangle by tensor, offset and shape."""
-    tensors = json.loads((checkpoint / "manifest.json").read_text())["tensors"]
-    return {f"{t['key']} at {t['offset']} of {t['shape']}": t["checksum"] for t in tensors}
+    manifest = read_manifest(checkpoint)
+    tensors = [tensor for name in manifest.files for tensor in manifest.stored_in(checkpoint, name)]
+    return {f"{tensor} of {list(tensor.shape)}": tensor.checksum for tensor in tensors}

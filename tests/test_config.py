@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.config import Precision, RootConfig, check_config, planned_steps
+from megads.config import Precision, RootConfig, best_loss_key, check_config, planned_steps
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
@@ -30,6 +30,39 @@ def good_config() -> RootConfig:
 def change(path: str, value: object) -> Callable[[RootConfig], None]:
     section, _, name = path.rpartition(".")
     return lambda config: setattr(attrgetter(section)(config), name, value)
+
+
+def best() -> list[Callable[[RootConfig], None]]:
+    """Keeps the best of the checkpoints, each of which is validated."""
+    values = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
+    return [change(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({}, "valid/held_out/loss"),
+        ({"data.valid": "corpus"}, "valid/held_out/loss"),
+        ({"data.valid": {"code": "a", "web": "b"}}, "valid/code/loss"),
+        ({"data.valid": {"code": "a", "web": "b"}, "checkpoint.best_by": "web"}, "valid/web/loss"),
+        ({"data.train": [DatasetConfig("a/x", 1.0), DatasetConfig("a/y", 2.0)]}, "valid/x/loss"),
+        ({"data.train": [], "data.raw": "text"}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 1}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 8}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 40, "checkpoint.every_steps": 20}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 3, "train.steps": 12}, "valid/held_out/loss"),
+        ({"evaluation.every_steps": 3, "train.steps": "auto"}, "valid/held_out/loss"),
+        ({"checkpoint.keep_best": 0}, None),
+    ],
+)
+def test_which_loss_is_compared(values: dict[str, object], key: str | None) -> None:
+    """Catches a validation set that the metrics have under another name, and a run refused whose steps do meet, whose
+    length nobody knows yet, or that is a short trial of a long one."""
+    config = good_config()
+    for apply in [*best(), *(change(name, value) for name, value in values.items())]:
+        apply(config)
+    check_config(config)
+    assert best_loss_key(config) == key
 
 
 def test_good_config_passes() -> None:
@@ -100,6 +133,28 @@ def test_good_config_passes() -> None:
         ([change("run.id", "../elsewhere")], "run.id"),
         ([change("logging.every_steps", 0)], "logging.every_steps = 0"),
         ([change("checkpoint.keep", -1)], "checkpoint.keep = -1"),
+        ([change("checkpoint.keep_every", -5)], "checkpoint.keep_every = -5"),
+        ([change("checkpoint.keep_best", -1)], "checkpoint.keep_best = -1"),
+        ([change("checkpoint.keep", 0), change("checkpoint.keep_every", 4)], "checkpoint.keep = 0 keeps all"),
+        ([change("checkpoint.keep", 0), change("checkpoint.keep_best", 4)], "checkpoint.keep = 0 keeps all"),
+        ([change("checkpoint.every_steps", 4), change("checkpoint.keep_every", 10)], "use 12, for example"),
+        ([change("checkpoint.best_by", "held_out")], "best_by = held_out only applies with checkpoint.keep_best"),
+        ([*best(), change("evaluation.every_steps", 0)], "validates at the end only: set evaluation.every_steps to"),
+        (
+            [*best(), change("evaluation.every_steps", 0), change("evaluation.at_end", False)],
+            "validates never: set evaluation.every_steps to checkpoint.every_steps = 4",
+        ),
+        ([*best(), change("checkpoint.every_steps", 0)], "checkpoint.every_steps = 0 saves one checkpoint, at the end"),
+        ([*best(), change("evaluation.every_steps", 3)], "step 12 is the first that is both saved and validated, and"),
+        ([*best(), change("data.split", [1.0, 0.0])], "data.split = "),
+        (
+            [*best(), change("checkpoint.best_by", "web")],
+            "is no validation set of this run, which has held_out: choose",
+        ),
+        (
+            [*best(), change("data.valid", {"code": "a", "web": "b"}), change("checkpoint.best_by", "held_out")],
+            "which has code, web: choose",
+        ),
     ],
 )
 def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConfig], None]], named: str) -> None:

@@ -1,8 +1,21 @@
 """Checkpoints: a manifest, an atomic store, and reads that reshard.
 
 `hook` saves during a run, `store` writes, `writer` does so while the run trains on, `read` finds and loads, `initial`
-finds weights for a new run to start from; `manifest` is what a checkpoint says of itself, `tensor_file` the format of
-its files.
+finds weights for a new run to start from, `retention` says which checkpoints stay; `manifest` is what a checkpoint says
+of itself, `rank_file` what a rank's file does, `rectangle` the geometry of parts, and `tensor_file` the format of files
+of tensors.
 """
 
-__all__ = ["config", "hook", "initial", "manifest", "read", "store", "tensor_file", "writer"]
+__all__ = [
+    "config",
+    "hook",
+    "initial",
+    "manifest",
+    "rank_file",
+    "read",
+    "rectangle",
+    "retention",
+    "store",
+    "tensor_file",
+    "writer",
+]

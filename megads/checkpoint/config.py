@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megads.checkpoint.retention import Retention
 from megads.errors import ConfigError
 
 LATEST_FILE = "latest"
@@ -26,6 +28,13 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
     """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Beside the newest, checkpoints whose step is a multiple of it are kept for good; 0: none."""
+    keep_best: int = 0
+    """Beside the newest, so many checkpoints of the lowest validation loss are kept. A checkpoint counts if its very
+    step was validated (evaluation.every_steps)."""
+    best_by: str | None = None
+    """Name of the validation set whose loss keep_best compares (valid/<name>/loss); null is the first one."""
     max_failed_saves: int = 3
     """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
     async_save: bool | None = None
@@ -41,10 +50,12 @@ class CheckpointConfig:
     and everything else is fresh (docs/finetune.md). Counts as long as the run has no checkpoint of its own."""
 
     def check(self) -> None:
-        """Raises ConfigError on negative numbers, and on two checkpoints to start from."""
-        for name in ("every_steps", "keep", "max_failed_saves"):
+        """Raises ConfigError on negative numbers, on settings of which one makes another useless, and on two
+        checkpoints to start from."""
+        for name in ("every_steps", "keep", "keep_every", "keep_best", "max_failed_saves"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
+        self._check_kept()
         if self.init_from == "":
             raise ConfigError("checkpoint.init_from is empty: give a run's or a checkpoint's folder, or null for none")
         if self.init_from is not None and self.load_path is not None:
@@ -53,6 +64,35 @@ class CheckpointConfig:
                 "continues that run, with its step, optimizer state and place in schedule and data; init_from takes "
                 "its weights alone. Leave one of them out"
             )
+
+    def _check_kept(self) -> None:
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) and not self.keep:
+                raise ConfigError(
+                    f"checkpoint.{name} = {getattr(self, name)} has no effect: checkpoint.keep = 0 keeps all "
+                    f"checkpoints; set checkpoint.keep to the number of newest ones, or checkpoint.{name}=0"
+                )
+        every = self.every_steps
+        if every and self.keep_every % every:
+            raise ConfigError(
+                f"checkpoint.keep_every = {self.keep_every} is not a multiple of checkpoint.every_steps = {every}: few "
+                f"checkpoints or none have such a step; use {-(-self.keep_every // every) * every}, for example"
+            )
+        if self.best_by is not None and not self.keep_best:
+            raise ConfigError(
+                f"checkpoint.best_by = {self.best_by} only applies with checkpoint.keep_best, which is 0: set that to "
+                "the number of best checkpoints to keep, or remove best_by"
+            )
+
+    def retention(self, losses: Mapping[int, float], *, newest_is_proven: bool) -> Retention:
+        """Which checkpoints stay.
+
+        Args:
+            losses: validation losses by step, of the set that best_by names.
+            newest_is_proven: a step after the newest was finite; until then the one before it stays, too.
+        """
+        recent = self.keep if newest_is_proven or not self.keep else max(self.keep, 2)
+        return Retention(recent, self.keep_every, self.keep_best, losses)
 
     def copies(self, rank_bytes: int) -> bool:
         """Whether ranks with at most so many bytes to save make a copy and train on, memory permitting.
@@ -74,24 +114,29 @@ class CheckpointAction(Enum):
     list = "list"
     verify = "verify"
     average = "average"
+    reshard = "reshard"
 
 
 @dataclass
 class CheckpointActionConfig:
-    """`megads checkpoint`: lists, verifies and averages the checkpoints of a run."""
+    """`megads checkpoint`: lists, verifies, averages and reshards the checkpoints of a run."""
 
     action: CheckpointAction = MISSING
     """What to do; the word alone is enough: megads checkpoint list."""
     run: str = MISSING
-    """A run's folder, or its name in runs/."""
+    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder."""
     steps: Any = None
-    """Steps to verify or to average; null is all of them to verify, the last ones to average."""
+    """Steps to verify or to average, or the one to reshard; null verifies all of them, averages the last ones, reshards
+    the newest."""
     last: int = 3
     """Checkpoints to average where steps are not given."""
     output: str | None = None
-    """Folder to make of an average: a run without training, for generate, evaluate, export and checkpoint.init_from."""
+    """Folder to make: of an average a run without training, for generate, evaluate, export and checkpoint.init_from; of
+    a resharded checkpoint a run that checkpoint.load continues."""
+    files: int | None = None
+    """Files that reshard spreads a checkpoint over, of about equal size; fewer where it has not so many rows."""
     overwrite: bool = False
-    """Replace an earlier average in that folder."""
+    """Replace what the same action made in that folder before."""
 
     @property
     def wanted_steps(self) -> list[int] | None:
@@ -99,7 +144,7 @@ class CheckpointActionConfig:
         return [self.steps] if isinstance(self.steps, int) else self.steps
 
     def check(self) -> None:
-        """Raises ConfigError on steps that are none, and on an average without an output."""
+        """Raises ConfigError on steps that are none, and on keys that an action needs or that mean nothing to it."""
         steps = self.wanted_steps
         if steps is not None and (
             not isinstance(steps, list)
@@ -110,9 +155,16 @@ class CheckpointActionConfig:
             raise ConfigError(f"steps = {self.steps!r}: want numbers, each once, as in steps='[100, 200]'")
         if self.last < 1:
             raise ConfigError(f"last = {self.last}: must be at least 1")
-        if (self.output is None) == (self.action is CheckpointAction.average):
+        if (self.output is None) == (self.action in (CheckpointAction.average, CheckpointAction.reshard)):
             told = "needs output=<folder>" if self.output is None else f"writes nothing: leave output={self.output} out"
             raise ConfigError(f"{self.action.value} {told}")
+        if (self.files is None) == (self.action is CheckpointAction.reshard):
+            told = "needs files=<number>" if self.files is None else f"makes no files: leave files={self.files} out"
+            raise ConfigError(f"{self.action.value} {told}")
+        if self.files is not None and self.files < 1:
+            raise ConfigError(f"files = {self.files}: must be at least 1")
+        if self.action is CheckpointAction.reshard and steps is not None and len(steps) > 1:
+            raise ConfigError(f"steps = {self.steps}: reshard takes one checkpoint; give one step")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:

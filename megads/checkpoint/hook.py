@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.manifest import RunRecord, software
+from megads.checkpoint.retention import KEEP_ALL, Retention
 from megads.checkpoint.store import (
     RanksFailed,
     SaveError,
     hidden_folder,
+    make_room,
     on_first,
     prepare,
     remove_old,
@@ -28,7 +31,7 @@ from megads.runtime.heartbeat import SAVING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
+from megads.runtime.metrics import EventWriter, LedgerRecord, MetricHistory, MetricsWriter
 
 _MARGIN = 2
 """Free memory over that of the copies, where nobody asked for them."""
@@ -59,6 +62,7 @@ class CheckpointHook:
         beats: of this rank; None: it sends none.
         writer: of this rank, for saves that training does not wait for; None: it waits for all of them.
         timeout_s: a writer that takes longer has hung.
+        best_by: metric by which checkpoint.keep_best compares checkpoints.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class CheckpointHook:
         beats: Heartbeat | None = None,
         writer: CheckpointWriter | None = None,
         timeout_s: float = 600.0,
+        best_by: str | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -84,8 +89,8 @@ class CheckpointHook:
         self._fence = fence
         self._beats = beats or Heartbeat()
         self._ledger = metrics.record if metrics is not None else lambda: None
-        # The one before the newest stays until the newest is proven.
-        self._kept = max(config.keep, 2) if config.keep else 0
+        self._losses = MetricHistory(run_dir, best_by) if best_by is not None else None
+        self._checkpoint_bytes = 0
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
         self._failed_saves = 0
@@ -135,16 +140,17 @@ class CheckpointHook:
         """Says before the first step that checkpoints will not fit; refuses where not even the first one would."""
         control = self._engine.grid.control
         size = sum(control.gather(sum(shard.tensor.nbytes for shard in self._engine.named_shards()), int))
+        self._checkpoint_bytes, config = size, self._config
+        # How many keep_every adds depends on the length, which `megads plan` counts with.
+        kept = config.retention({}, newest_is_proven=False).recent + config.keep_best
 
         def look() -> str:
             free = shutil.disk_usage(self._run_dir).free
-            more = max(1, self._kept + 1 - len(list_checkpoints(self._run_dir)))
+            more = max(1, kept + 1 - len(list_checkpoints(self._run_dir)))
             if free >= more * size:
                 return ""
-            text = (
-                f"the disk of {self._run_dir} has {free / 2**30:.2f} GiB free, a checkpoint takes {size / 2**30:.2f}; "
-                f"{more} more have to fit (checkpoint.keep = {self._config.keep})"
-            )
+            best = f", keep_best = {config.keep_best}" if config.keep_best else ""
+            text = f"{self._space(free)}; {more} more have to fit (checkpoint.keep = {config.keep}{best})"
             if free < size and not list_checkpoints(self._run_dir):
                 raise CheckpointError(f"{text}: free some space, or choose another folder with run.dir=<path>")
             return text
@@ -152,6 +158,12 @@ class CheckpointHook:
         wrong = on_first(control, look, str)
         if wrong:
             self._events.write("disk_space", level="warning", message=wrong)
+
+    def _space(self, free: int) -> str:
+        return (
+            f"the disk of {self._run_dir} has {free / 2**30:.2f} GiB free, a checkpoint takes "
+            f"{self._checkpoint_bytes / 2**30:.2f}"
+        )
 
     def on_step(self, info: StepInfo) -> None:
         assert info.step == self._state.step, "the loop counts before it calls its hooks"
@@ -168,7 +180,7 @@ class CheckpointHook:
         self._report_commit()
         if self._unproven and info.step > self._saved_step:
             self._unproven = False
-            remove_old(self._run_dir, self._saved_step, self._config.keep)
+            remove_old(self._run_dir, self._saved_step, self._retention(newest_is_proven=True))
         if info.last or due or self._due:
             self._save(last=info.last)
 
@@ -187,6 +199,7 @@ class CheckpointHook:
             return
         # A copy holds the weights of now, which after skipped steps are those of the last finite one.
         run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
+        self._make_room(step)
         # Where a writer failed, the ranks look what can be done, on a full disk for instance.
         if last or settled is Stage.failed or not self._order(run):
             self._save_now(run, last)
@@ -209,7 +222,7 @@ class CheckpointHook:
             return False
         writer.copy(self._engine.named_shards())
         keys = sorted({shard.key for shard in self._engine.named_shards(owned=False)})
-        writer.write(SaveOrder(final, replace(run, ledger=ledger), software(), keys, self._kept))
+        writer.write(SaveOrder(final, replace(run, ledger=ledger), software(), keys, self._retention()))
         self._ordered, self._late = run.state["step"], False
         self._waited_s = time.perf_counter() - start
         return True
@@ -305,7 +318,7 @@ class CheckpointHook:
         self._committed(step, time.perf_counter() - start)
 
     def _write(self, run: RunRecord) -> Path:
-        """Saves; on a full disk again without the oldest checkpoint, until only the newest is left.
+        """Saves; on a full disk again without one of the older checkpoints, until only the newest is left.
 
         Raises:
             SaveError: on every rank.
@@ -314,19 +327,53 @@ class CheckpointHook:
         keys = {shard.key for shard in self._engine.named_shards(owned=False)}
 
         def save() -> Path:
-            shards = self._engine.named_shards()
-            return save_checkpoint(self._run_dir, shards, run, self._kept, keys, self._fence, control, self._ledger)
+            shards, keep = self._engine.named_shards(), self._retention()
+            return save_checkpoint(self._run_dir, shards, run, keep, keys, self._fence, control, self._ledger)
 
-        def remove_oldest() -> list[str]:
-            # A step after the newest was finite, or nothing would be saved now: it is enough.
-            there = sum(at <= step for at in list_checkpoints(self._run_dir))
-            return remove_old(self._run_dir, step, max(1, there - 1))
+        def delete_one() -> str:
+            return make_room(self._run_dir, step, self._retention(), all_reasons=True)
 
         while True:
             try:
                 return save()
             except SaveError as error:
-                gone = on_first(control, remove_oldest, list[str]) if error.disk_full and self._kept else []
+                gone = on_first(control, delete_one, str) if error.disk_full and self._config.keep else ""
                 if not gone:
                     raise
-                self._events.write("checkpoint_removed", level="warning", step=step, folders=gone, reason=str(error))
+                self._events.write("checkpoint_removed", level="warning", step=step, folders=[gone], reason=str(error))
+
+    def _make_room(self, step: int) -> None:
+        """Where a disk has no room for a checkpoint, rank 0 deletes recent ones before it is written.
+
+        Those that stay for their step or their loss give way to a failure only: what a disk says of its free space is
+        not always true. The newest stays. A step after it was finite, or nothing would be saved now: it is enough.
+        """
+        if not self._config.keep or self._engine.grid.rank:
+            return
+
+        def free() -> int:
+            return shutil.disk_usage(self._run_dir).free
+
+        # The save itself fails of what is wrong with the disk.
+        with suppress(OSError):
+            if free() >= self._checkpoint_bytes or (self._fence is not None and self._fence.reason()):
+                return
+            # What a killed start left behind takes room, too.
+            prepare(hidden_folder(step_folder(self._run_dir, step), "partial"))
+            while (room := free()) < self._checkpoint_bytes:
+                gone = make_room(self._run_dir, step, self._retention(), all_reasons=False)
+                if not gone:
+                    return
+                reason = self._space(room)
+                self._events.write("checkpoint_removed", level="warning", step=step, folders=[gone], reason=reason)
+
+    def _retention(self, *, newest_is_proven: bool = False) -> Retention:
+        """Which checkpoints stay, as rank 0 knows: the others remove none."""
+        losses: dict[int, float] = {}
+        if self._losses is not None and self._engine.grid.rank == 0:
+            try:
+                losses = self._losses.values()
+            except OSError:
+                # Nobody knows which the best ones are.
+                return KEEP_ALL
+        return self._config.retention(losses, newest_is_proven=newest_is_proven)

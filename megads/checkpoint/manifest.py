@@ -1,7 +1,8 @@
-"""manifest.json: which rectangles of which tensors a checkpoint holds and where, and the software that computed it.
+"""manifest.json: which tensors a checkpoint holds and in which files, and the run and software that computed it.
 
-It is written last, so that its presence commits the checkpoint. A resume promises equal bits only with the same
-software and thread count.
+It is written last, so that its presence commits the checkpoint. It holds the checksum of each file's header, which says
+what is in the file (`rank_file`): a manifest grows with the number of files and no faster, and a rank that loads its
+own part reads one header. A resume promises equal bits only with the same software and thread count.
 """
 
 from __future__ import annotations
@@ -10,20 +11,31 @@ import json
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
-from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import xxhash
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 import megads
 from megads.checkpoint.config import list_checkpoints, step_of
+from megads.checkpoint.rank_file import (
+    FILE_NAME,
+    STRICT,
+    Count,
+    Extents,
+    FileRecord,
+    StoredTensor,
+    file_name,
+    rank_of,
+    read_rank_file,
+)
+from megads.checkpoint.rectangle import Rectangle, add_cover_sums, cover_sum, coverage_fault, whole
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.errors import CheckpointError
 from megads.ops.resolve import loaded_kernels
@@ -32,100 +44,14 @@ from megads.runtime.metrics import LedgerRecord
 from megads.runtime.registry import plugin_versions
 
 MANIFEST_FILE = "manifest.json"
-FORMAT_VERSION = 2
-"""2 added what a checkpoint knows of its data and tokenizer; one of version 1 knows neither."""
-_FILE_NAME = re.compile(r"rank_\d{5,}\.safetensors")
+FORMAT_VERSION = 3
+"""2 added what a checkpoint knows of its data and tokenizer; 3 left the rectangles to the headers of the files."""
 _COUNTERS = {"step", "samples", "tokens"}
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Extents = tuple[Count, ...]
-_STRICT = ConfigDict(strict=True, extra="forbid")
-"""What is read is of the types that are written, with nothing missing and nothing more."""
+_FIRST_LINE = re.compile(
+    rb'(\{"format_version": (\d{1,9}), "sequence": (\d{1,18}), "contents": "[0-9a-f]{32}"), '
+    rb'"checksum": "([0-9a-f]{32})",\n'
+)
 _PLUGIN = "plugin "
-
-
-@dataclass(frozen=True)
-class Rectangle:
-    """A part of a global tensor.
-
-    Attributes:
-        offset: first index in each dim.
-        shape: extent in each dim.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """One past the last index in each dim."""
-        return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
-
-    def overlap(self, other: Rectangle) -> Rectangle | None:
-        """The elements that both hold, None where there are none."""
-        offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(high - low for low, high in zip(offset, map(min, self.end, other.end), strict=True))
-        return Rectangle(offset, shape) if all(extent > 0 for extent in shape) else None
-
-    def within(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Where this rectangle lies in a tensor that holds `outer`, which contains it."""
-        starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
-        return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
-
-
-def coverage_fault(global_shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str | None:
-    """Says why rectangles do not cover every element of a tensor exactly once, None when they do."""
-    whole = Rectangle((0,) * len(global_shape), tuple(global_shape))
-    # A sweep along the first dim: only rectangles that are still open there can overlap the next one.
-    open_rectangles: list[Rectangle] = []
-    covered = 0
-    for rectangle in sorted(rectangles, key=lambda part: part.offset):
-        if len(rectangle.shape) != len(whole.shape) or rectangle.overlap(whole) != rectangle:
-            return f"the part at {list(rectangle.offset)} of shape {list(rectangle.shape)} is not inside it"
-        open_rectangles = [part for part in open_rectangles if not part.shape or part.end[0] > rectangle.offset[0]]
-        for part in open_rectangles:
-            if part.overlap(rectangle) is not None:
-                return f"the parts at {list(part.offset)} and {list(rectangle.offset)} overlap"
-        open_rectangles.append(rectangle)
-        covered += rectangle.elements
-    if covered != whole.elements:
-        return f"{whole.elements - covered} of its {whole.elements} elements are in no part"
-    return None
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One rectangle on disk.
-
-    Attributes:
-        key: name of the global tensor, "<kind>/<parameter name>".
-        global_shape: shape of the global tensor.
-        offset: where the rectangle starts in it.
-        shape: extent of the rectangle.
-        dtype: as safetensors names it, "F32" for instance.
-        file: name of the file in the checkpoint's folder.
-        name: name of the tensor in that file.
-        checksum: xxh3_128 of its bytes, hex.
-    """
-
-    __pydantic_config__: ClassVar = _STRICT
-
-    key: str
-    global_shape: Extents
-    offset: Extents
-    shape: Extents
-    dtype: str
-    file: str
-    name: str
-    checksum: str
-
-    @property
-    def rectangle(self) -> Rectangle:
-        return Rectangle(self.offset, self.shape)
 
 
 @dataclass(frozen=True)
@@ -143,7 +69,7 @@ class RunRecord:
         data_digest: sha256 of the data_record.json of the start that wrote it; None in version 1.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
 
     state: dict[str, Count]
     optimizer_steps: Count
@@ -156,6 +82,21 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
+class TensorRecord:
+    """A global tensor.
+
+    Attributes:
+        shape: of all of it.
+        files: ranks whose files hold parts of it, ascending.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    shape: Extents
+    files: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """A committed checkpoint.
 
@@ -164,23 +105,43 @@ class Manifest:
         software: versions and thread count at the time.
         sequence: 1 more than that of any checkpoint in the folder before; tells the newest one even after a run went
             back to an earlier step.
-        files: size in bytes of each file.
-        tensors: every stored rectangle.
+        files: every file, by name.
+        tensors: every tensor, by key.
+        stored: every rectangle, by file, in checkpoints of versions 1 and 2, whose files do not say it themselves.
+        checksum: of the text that it was read from, hex; empty where it was not read.
     """
-
-    __pydantic_config__: ClassVar = _STRICT
 
     run: RunRecord
     software: dict[str, str]
     sequence: Count
-    files: dict[str, Count]
-    tensors: tuple[StoredTensor, ...]
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+    stored: Mapping[str, list[StoredTensor]] | None = None
+    checksum: str = field(default="", compare=False)
 
-    def by_key(self) -> dict[str, list[StoredTensor]]:
-        return _group(self.tensors, "key")
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files.values())
 
-    def by_file(self) -> dict[str, list[StoredTensor]]:
-        return _group(self.tensors, "file")
+    def stored_in(self, folder: Path, name: str) -> list[StoredTensor]:
+        """What a file holds.
+
+        Args:
+            folder: of the checkpoint.
+            name: of the file.
+
+        Raises:
+            CheckpointError: it is not what this manifest says; names the file.
+        """
+        if self.stored is not None:
+            return self.stored[name]
+        found = read_rank_file(folder / name, self.files[name])
+        for tensor in found:
+            record = self.tensors.get(tensor.key)
+            if record is None or tensor.global_shape != record.shape:
+                raise CheckpointError(f"{folder / name}: {tensor} is of no tensor that the manifest knows")
+        return found
 
     def check(self, step: int | None) -> None:
         """Holds the contents to each other, whatever their checksum says.
@@ -189,48 +150,62 @@ class Manifest:
             step: that the folder's name says; None: it says none.
 
         Raises:
-            CheckpointError: counters, files or shapes cannot be those of a checkpoint, or tensors are not whole.
+            CheckpointError: counters or files cannot be those of a checkpoint.
         """
-        state, outside = self.run.state, sorted(name for name in self.files if not _FILE_NAME.fullmatch(name))
-        stored = {tensor.file for tensor in self.tensors}
+        state, outside = self.run.state, sorted(name for name in self.files if not FILE_NAME.fullmatch(name))
+        named = {file_name(rank) for tensor in self.tensors.values() for rank in tensor.files}
         for wrong, why in (
             (state.keys() != _COUNTERS, f"the run's counters are {', '.join(sorted(state))}"),
             (step is not None and state.get("step") != step, f"it is of step {state.get('step')}, its folder is not"),
             (self.run.optimizer_steps > state.get("step", 0), f"it counts {self.run.optimizer_steps} optimizer steps"),
             (bool(outside), f"{', '.join(map(repr, outside[:3]))} cannot be a file of a checkpoint"),
-            (stored != self.files.keys(), "the files are not those that the tensors are in"),
+            (named != self.files.keys(), "the files are not those that the tensors are in"),
             (not self.tensors, "it holds no tensor"),
         ):
             if wrong:
                 raise CheckpointError(f"it cannot be used: {why}")
-        for tensor in self.tensors:
-            if not len(tensor.global_shape) == len(tensor.offset) == len(tensor.shape):
-                raise CheckpointError(f"it cannot be used: offset and shape of {tensor.key} differ in length")
-        self.check_coverage()
 
-    def check_coverage(self) -> None:
-        """Raises CheckpointError unless the rectangles cover every element of every key exactly once."""
-        for key, parts in self.by_key().items():
-            shapes = {part.global_shape for part in parts}
-            if len(shapes) > 1:
-                raise CheckpointError(f"{key} is stored with several global shapes: {sorted(shapes)}")
-            fault = coverage_fault(parts[0].global_shape, (part.rectangle for part in parts))
+    def cover_sum(self) -> int:
+        """That of all tensors, see `rectangle.cover_sum`: what the parts in all files must add up to."""
+        return add_cover_sums(cover_sum(key, [whole(tensor.shape)]) for key, tensor in self.tensors.items())
+
+    def explain_coverage(self, folder: Path, keys: Iterable[str] | None = None) -> str:
+        """What is wrong with the parts of tensors that are not stored exactly once; empty where nothing is.
+
+        Args:
+            folder: with the files, of which every header is read that has to do with it.
+            keys: of the tensors; None: all.
+        """
+        wanted = {key: self.tensors[key] for key in (self.tensors if keys is None else keys)}
+        parts: dict[str, list[Rectangle]] = {key: [] for key in wanted}
+        for name in {file_name(rank) for tensor in wanted.values() for rank in tensor.files}:
+            for tensor in self.stored_in(folder, name):
+                if tensor.key in parts:
+                    parts[tensor.key].append(tensor.rectangle)
+        for key, found in parts.items():
+            fault = coverage_fault(wanted[key].shape, found)
             if fault:
-                raise CheckpointError(
-                    f"{key} of shape {list(parts[0].global_shape)} is not stored exactly once: {fault}"
-                )
+                return f"{key} of shape {list(wanted[key].shape)} is not stored exactly once: {fault}"
+        return ""
 
     def digest(self) -> str:
         """Checksum of the whole contents, hex."""
-        return _digest(self._body())
+        return self.checksum or Manifest.decode(self.encode()).checksum
 
     def encode(self) -> bytes:
-        """JSON text with a checksum of itself."""
-        body = self._body()
-        return json.dumps({"checksum": _digest(body), **body}, indent=1).encode()
-
-    def _body(self) -> dict[str, Any]:
-        return {"format_version": FORMAT_VERSION, **asdict(self)}
+        """JSON text: a first line with the sequence and checksums, then an entry a line."""
+        contents = "\n".join(
+            (
+                f'"run": {json.dumps(asdict(self.run))},',
+                f'"software": {json.dumps(self.software)},',
+                '"files": {',
+                ",\n".join(f"{json.dumps(name)}: {json.dumps(vars(record))}" for name, record in self.files.items()),
+                '},\n"tensors": {',
+                ",\n".join(f"{json.dumps(key)}: {json.dumps(vars(record))}" for key, record in self.tensors.items()),
+                "}}\n",
+            )
+        ).encode()
+        return _first_line(self.sequence, contents) + contents
 
     @classmethod
     def decode(cls, text: bytes) -> Manifest:
@@ -240,19 +215,15 @@ class Manifest:
             CheckpointError: the text is damaged or from a newer version of the format.
         """
         try:
-            body = json.loads(text)
-            found, version = body.pop("checksum"), body["format_version"]
-            if type(version) is int and version > FORMAT_VERSION:
-                raise CheckpointError(
-                    f"format version {version} is newer than this megads reads ({FORMAT_VERSION}): load it with the "
-                    "version that wrote it"
-                )
-            if found != _digest(body):
+            line = _FIRST_LINE.match(text)
+            if line is None or int(line[2]) != FORMAT_VERSION:
+                return _decode_before_3(text)
+            sequence, contents = int(line[3]), text[line.end() :]
+            if line[0] != _first_line(sequence, contents):
                 raise CheckpointError("its checksum does not match its contents")
-            if type(version) is not int or version < 1:
-                raise CheckpointError(f"format version {version!r} never was one")
-            del body["format_version"]
-            return _SCHEMA.validate_json(json.dumps(body))
+            body = _CONTENTS.validate_json(b"{" + contents)
+            checksum = line[4].decode()
+            return cls(body.run, body.software, sequence, body.files, body.tensors, checksum=checksum)
         except ValidationError as error:
             first = error.errors()[0]
             raise CheckpointError(f"it is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from None
@@ -260,7 +231,78 @@ class Manifest:
             raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})") from error
 
 
-_SCHEMA = TypeAdapter(Manifest)
+@dataclass(frozen=True)
+class _Contents:
+    """What follows the first line."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    run: RunRecord
+    software: dict[str, str]
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
+
+
+@dataclass(frozen=True)
+class _ContentsBefore3:
+    """Of versions 1 and 2: the manifest held every rectangle of every file."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    run: RunRecord
+    software: dict[str, str]
+    sequence: Count
+    files: dict[str, Count]
+    tensors: tuple[StoredTensor, ...]
+
+
+_CONTENTS, _CONTENTS_BEFORE_3 = TypeAdapter(_Contents), TypeAdapter(_ContentsBefore3)
+
+
+def _decode_before_3(text: bytes) -> Manifest:
+    """Reads versions 1 and 2.
+
+    Raises:
+        CheckpointError: the text is damaged, or from a version after 3.
+        ValueError, TypeError, KeyError, AttributeError: it is no manifest.
+    """
+    body = json.loads(text)
+    version = body["format_version"]
+    if type(version) is int and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"format version {version} is newer than this megads reads ({FORMAT_VERSION}): load it with the "
+            "version that wrote it"
+        )
+    checksum = body.pop("checksum")
+    if checksum != xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()):
+        raise CheckpointError("its checksum does not match its contents")
+    if type(version) is not int or version not in (1, 2):
+        raise CheckpointError(f"format version {version!r} never was one of such a text")
+    del body["format_version"]
+    found = _CONTENTS_BEFORE_3.validate_json(json.dumps(body))
+    shapes: dict[str, Extents] = {}
+    holders: dict[str, set[int]] = defaultdict(set)
+    for tensor in found.tensors:
+        if shapes.setdefault(tensor.key, tensor.global_shape) != tensor.global_shape:
+            raise CheckpointError(f"it cannot be used: {tensor.key} is stored with several global shapes")
+        if not len(tensor.global_shape) == len(tensor.offset) == len(tensor.shape):
+            raise CheckpointError(f"it cannot be used: offset and shape of {tensor.key} differ in length")
+        if not FILE_NAME.fullmatch(tensor.file):
+            raise CheckpointError(f"it cannot be used: {tensor.file!r} cannot be a file of a checkpoint")
+        holders[tensor.key].add(rank_of(tensor.file))
+    files = {name: FileRecord(size, "") for name, size in found.files.items()}
+    tensors = {key: TensorRecord(shape, tuple(sorted(holders[key]))) for key, shape in shapes.items()}
+    stored: dict[str, list[StoredTensor]] = {name: [] for name in files}
+    for tensor in found.tensors:
+        stored.setdefault(tensor.file, []).append(tensor)
+    return Manifest(found.run, found.software, found.sequence, files, tensors, stored, checksum)
+
+
+def _first_line(sequence: int, contents: bytes | memoryview) -> bytes:
+    """With a checksum of the rest and one of itself: checkpoints are put in order without parsing what follows."""
+    digest = xxhash.xxh3_128_hexdigest(contents)
+    line = f'{{"format_version": {FORMAT_VERSION}, "sequence": {sequence}, "contents": "{digest}"'.encode()
+    return line + f', "checksum": "{xxhash.xxh3_128_hexdigest(line)}",\n'.encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -282,24 +324,34 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def read_sequence(folder: Path) -> int | None:
+    """A checkpoint's place in the order in which a run's were written; its manifest is verified, but not parsed.
+
+    Returns:
+        None where the manifest cannot be read.
+    """
+    try:
+        text = read_regular(folder / MANIFEST_FILE)
+        line = _FIRST_LINE.match(text)
+        if line is not None and line[0] == _first_line(int(line[3]), memoryview(text)[line.end() :]):
+            return int(line[3])
+        return read_manifest(folder).sequence
+    except (OSError, CheckpointError):
+        return None
+
+
+def newest_sequence(run_dir: Path) -> int:
+    """Of this run's last written checkpoint; 0 where there is none."""
+    return max((read_sequence(folder) or 0 for folder in list_checkpoints(run_dir).values()), default=0)
+
+
 def newest_manifest(run_dir: Path) -> Manifest | None:
     """Of this run's last written checkpoint, whose tensors nobody has looked at; None where there is none."""
-    found = []
-    for folder in list_checkpoints(run_dir).values():
+    sequences = {folder: read_sequence(folder) for folder in list_checkpoints(run_dir).values()}
+    for folder in sorted(sequences, key=lambda folder: sequences[folder] or 0, reverse=True):
         with suppress(CheckpointError):
-            found.append(read_manifest(folder))
-    return max(found, key=lambda manifest: manifest.sequence, default=None)
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _group(tensors: Iterable[StoredTensor], attribute: str) -> dict[str, list[StoredTensor]]:
-    groups: dict[str, list[StoredTensor]] = defaultdict(list)
-    for tensor in tensors:
-        groups[getattr(tensor, attribute)].append(tensor)
-    return dict(groups)
+            return read_manifest(folder)
+    return None
 
 
 def software() -> dict[str, str]:

@@ -5,29 +5,30 @@ Nothing is trusted before its checksum holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, cast
 
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from safetensors import SafetensorError, safe_open
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
-    Rectangle,
-    StoredTensor,
     read_manifest,
+    read_sequence,
     software,
     software_differences,
 )
+from megads.checkpoint.rank_file import StoredTensor, file_name, opened, verify_tensors
+from megads.checkpoint.rectangle import Rectangle, add_cover_sums, cover_sum
 from megads.checkpoint.store import agreed, on_first, recover
-from megads.checkpoint.tensor_file import DTYPE_NAMES, checksum
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
@@ -53,11 +54,39 @@ class CheckpointHandle:
         folder: where it is.
         manifest: what it holds.
         passed_by: newer ones that are not usable, each with its reason.
+        headers: what is known so far of what files hold, by file and key.
     """
 
     folder: Path
     manifest: Manifest
     passed_by: tuple[str, ...] = ()
+    headers: dict[str, Mapping[str, list[StoredTensor]]] = field(default_factory=dict, repr=False, compare=False)
+
+    def stored_in(self, name: str) -> Mapping[str, list[StoredTensor]]:
+        """What a file holds by key; each header is read once.
+
+        Raises:
+            CheckpointError: the file is not what the manifest says.
+        """
+        if name not in self.headers:
+            by_key: dict[str, list[StoredTensor]] = defaultdict(list)
+            for tensor in self.manifest.stored_in(self.folder, name):
+                by_key[tensor.key].append(tensor)
+            self.headers[name] = by_key
+        return self.headers[name]
+
+    def parts_of(self, key: str, rank: int = 0) -> Iterator[StoredTensor]:
+        """The stored parts of a tensor; a header is read when its file is come to.
+
+        Args:
+            key: of the tensor.
+            rank: the files of ranks near it come first.
+
+        Raises:
+            CheckpointError: a file is not what the manifest says.
+        """
+        for holder in sorted(self.manifest.tensors[key].files, key=lambda other: abs(other - rank)):
+            yield from self.stored_in(file_name(holder)).get(key, ())
 
     @property
     def state(self) -> dict[str, int]:
@@ -169,35 +198,66 @@ def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | Non
     return None, passed_by
 
 
-def read_into(handle: CheckpointHandle, shards: Sequence[Shard]) -> None:
+def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) -> None:
     """Fills every shard from whichever stored rectangles overlap it, whatever layout wrote them; not collective.
 
-    Files are mapped: only the bytes a shard needs are read.
+    Files are mapped: only the bytes a shard needs are read. So are headers: a rank that loads what it saved reads its
+    own alone.
+
+    Args:
+        handle: the checkpoint.
+        shards: to fill.
+        rank: whose shards they are: the files of ranks near it are looked at first.
 
     Raises:
         CheckpointError: a key is missing or has another shape, or a file went away; names the tensor.
     """
-    stored = handle.manifest.by_key()
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for shard in shards:
             target = Rectangle(tuple(shard.offset), tuple(shard.tensor.shape))
             filled = 0
-            for part in _parts(handle, stored, shard):
-                overlap = part.rectangle.overlap(target)
-                if overlap is None:
-                    continue
+            for part, overlap in stored_parts(handle, shard, rank):
                 if part.file not in files:
-                    files[part.file] = stack.enter_context(_opened(handle.folder / part.file))
+                    files[part.file] = stack.enter_context(opened(handle.folder / part.file))
                 source = files[part.file].get_tensor(part.name)[overlap.within(part.rectangle)]
                 shard.tensor[overlap.within(target)].copy_(source)
                 filled += overlap.elements
-            # The manifest's parts are disjoint, so an equal count means that each element was filled exactly once.
             if filled != target.elements:
                 raise CheckpointError(
                     f"{handle.folder}: {shard.key} at {list(target.offset)} of shape {list(target.shape)}: "
                     f"{filled} of {target.elements} elements are stored"
                 )
+
+
+def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[tuple[StoredTensor, Rectangle]]:
+    """What fills a shard, and which elements of the global tensor: headers are read until it is full.
+
+    Args:
+        handle: the checkpoint.
+        shard: to fill.
+        rank: the files of ranks near it are looked at first.
+
+    Raises:
+        CheckpointError: its key is missing or has another shape, or a file went away.
+    """
+    record, target = handle.manifest.tensors.get(shard.key), Rectangle(tuple(shard.offset), tuple(shard.tensor.shape))
+    if record is None:
+        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model or optimizer (optim.name)")
+    if record.shape != tuple(shard.global_shape):
+        raise CheckpointError(
+            f"{handle.folder}: {shard.key} has shape {list(record.shape)} there and "
+            f"{list(shard.global_shape)} here: it is of another model"
+        )
+    left = target.elements
+    for part in handle.parts_of(shard.key, rank):
+        overlap = part.rectangle.overlap(target)
+        if overlap is not None:
+            yield part, overlap
+            # Parts are disjoint, so each element is met exactly once.
+            left -= overlap.elements
+        if left <= 0:
+            return
 
 
 def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> None:
@@ -270,14 +330,12 @@ def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[Check
 
 
 def _newest_first(run_dir: Path) -> list[Path]:
-    """This run's checkpoints by descending sequence; those without a readable manifest first, to be reported."""
+    """This run's checkpoints by descending sequence; those whose manifest has none first, to be reported."""
 
     def age(item: tuple[int, Path]) -> tuple[float, int]:
         step, folder = item
-        try:
-            return read_manifest(folder).sequence, step
-        except CheckpointError:
-            return float("inf"), step
+        sequence = read_sequence(folder)
+        return float("inf") if sequence is None else sequence, step
 
     return [folder for _, folder in sorted(list_checkpoints(run_dir).items(), key=age, reverse=True)]
 
@@ -296,54 +354,42 @@ def _verified(folder: Path, control: ControlPlane) -> Manifest:
             f"rank {different[0]} sees another {folder} than rank 0: run.dir must be shared by all ranks"
         )
     share = sorted(manifest.files)[control.rank :: control.world_size]
-    tensors = manifest.by_file()
+    sums = control.gather(agreed(control, lambda: f"{_verify_files(folder, manifest, share):032x}"), str)
+    if add_cover_sums(int(found, 16) for found in sums) != manifest.cover_sum():
 
-    def verify_share() -> None:
-        for name in share:
-            _verify_file(folder / name, manifest.files[name], tensors[name])
+        def explain() -> None:
+            raise CheckpointError(manifest.explain_coverage(folder) or "its files are not those of one checkpoint")
 
-    agreed(control, verify_share)
+        on_first(control, explain, NoneType)
     return manifest
 
 
-def _verify_file(path: Path, size: int, tensors: Sequence[StoredTensor]) -> None:
-    """Raises CheckpointError unless the file has its size and every tensor its dtype, shape and checksum."""
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror} (it holds {tensors[0].key})") from error
-    if found != size:
-        raise CheckpointError(f"{path} has {found} bytes instead of {size} (it holds {tensors[0].key})")
-    with _opened(path) as file:
-        names = set(file.keys())
-        for stored in tensors:
-            if stored.name not in names:
-                raise CheckpointError(f"{path}: tensor {stored.name} ({stored.key}) is missing")
-            tensor = file.get_tensor(stored.name)
-            if DTYPE_NAMES.get(tensor.dtype) != stored.dtype or tuple(tensor.shape) != stored.shape:
-                raise CheckpointError(f"{path}: tensor {stored.name} ({stored.key}) has another dtype or shape")
-            if checksum(tensor) != stored.checksum:
-                raise CheckpointError(f"{path}: tensor {stored.name} ({stored.key}) fails its checksum")
+def _verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int:
+    """Reads some of a checkpoint's files; returns the cover sum of what they hold.
 
-
-def _opened(path: Path) -> Any:
-    """The mapped file, a context manager."""
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _parts(handle: CheckpointHandle, stored: Mapping[str, list[StoredTensor]], shard: Shard) -> list[StoredTensor]:
-    parts = stored.get(shard.key)
-    if parts is None:
-        raise CheckpointError(f"{handle.folder} holds no {shard.key}: it is of another model or optimizer (optim.name)")
-    if parts[0].global_shape != tuple(shard.global_shape):
-        raise CheckpointError(
-            f"{handle.folder}: {shard.key} has shape {list(parts[0].global_shape)} there and "
-            f"{list(shard.global_shape)} here: it is of another model"
-        )
-    return parts
+    Raises:
+        CheckpointError: one is not intact, or holds other tensors than the manifest says; names file and tensor.
+    """
+    held: dict[str, set[str]] = {name: set() for name in names}
+    for key, tensor in manifest.tensors.items():
+        for name in map(file_name, tensor.files):
+            if name in held:
+                held[name].add(key)
+    sums = []
+    for name in names:
+        about = f"(it holds {min(held[name])})"
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: {error.strerror} {about}") from error
+        if found != manifest.files[name].bytes:
+            raise CheckpointError(f"{folder / name} has {found} bytes instead of {manifest.files[name].bytes} {about}")
+        stored = manifest.stored_in(folder, name)
+        if {tensor.key for tensor in stored} != held[name]:
+            raise CheckpointError(f"{folder / name} holds other tensors than the manifest says")
+        verify_tensors(folder / name, stored)
+        sums += [cover_sum(tensor.key, [tensor.rectangle]) for tensor in stored]
+    return add_cover_sums(sums)
 
 
 def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.dtype) -> GPT:

@@ -14,24 +14,29 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     RunRecord,
-    StoredTensor,
-    newest_manifest,
-    read_manifest,
+    TensorRecord,
+    newest_sequence,
+    read_sequence,
     software,
 )
-from megads.checkpoint.tensor_file import DTYPE_NAMES, TensorLayout, write_tensor_file
+from megads.checkpoint.rank_file import FileRecord, WrittenFile, file_name, write_rank_file
+from megads.checkpoint.rectangle import add_cover_sums, cover_sum, whole
+from megads.checkpoint.retention import KEEP_ALL, Retention
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane
@@ -41,6 +46,8 @@ from megads.runtime.metrics import LedgerRecord
 
 T = TypeVar("T")
 
+Part = tuple[WrittenFile | None, list[str]]
+"""A rank's of a checkpoint: its file, None where it owns nothing; and the keys of everything that it holds."""
 _NAMED_FAILURES = 3
 
 
@@ -61,7 +68,7 @@ def save_checkpoint(
     run_dir: Path,
     shards: Sequence[Shard],
     run: RunRecord,
-    keep: int = 0,
+    keep: Retention = KEEP_ALL,
     keys: Collection[str] = (),
     fence: Fence | None = None,
     control: ControlPlane = ALONE,
@@ -73,7 +80,7 @@ def save_checkpoint(
         run_dir: the run's folder, shared by all ranks.
         shards: this rank's part; over all ranks they cover every key exactly once.
         run: what to record of the run; run.state["step"] names the checkpoint. The same on all ranks.
-        keep: checkpoints to keep, this one included; 0 keeps all.
+        keep: which checkpoints stay.
         keys: of everything this rank holds, copies that another rank owns included; a key that no rank owns at all
             is noticed only through these.
         fence: of the start that writes; None where nobody else can.
@@ -92,8 +99,8 @@ def save_checkpoint(
     partial = hidden_folder(final, "partial")
     try:
         on_first(control, lambda: prepare(partial), NoneType)
-        stored = agreed(control, lambda: write_shards(partial, control.rank, shards))
-        parts = control.gather_to_first((stored, sorted(keys)), tuple[list[StoredTensor], list[str]])
+        written = agreed(control, lambda: write_rank_file(partial, control.rank, shards))
+        parts = control.gather_to_first((written, sorted(keys)), Part)
         _require_lease(fence, control)
         on_first(
             control, lambda: commit(partial, final, replace(run, ledger=ledger()), parts or [], software()), NoneType
@@ -103,18 +110,27 @@ def save_checkpoint(
         state = f"{previous} remains the last one" if previous else "there is no earlier one"
         message = f"checkpoint of step {run.state['step']} not saved, {state}: {error}"
         raise SaveError(message, previous, bool(error.errnos.intersection(DISK_FULL))) from error
-    if control.rank == 0 and keep:
+    if control.rank == 0:
         remove_old(run_dir, run.state["step"], keep)
     return final
 
 
-def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) -> Path:
+def save_parts(
+    run_dir: Path,
+    parts: Iterable[Sequence[Shard]],
+    run: RunRecord,
+    read: Callable[[Shard], Iterator[Tensor]] | None = None,
+    versions: dict[str, str] | None = None,
+) -> Path:
     """Writes a checkpoint in one process, a file for each part; a part is asked for when the one before is on disk.
 
     Args:
         run_dir: the run's folder, which nobody else writes to.
         parts: together they cover every key exactly once.
         run: what to record of the run; run.state["step"] names the checkpoint.
+        read: gives a shard's values in blocks of its rows when they are due, for a part that is larger than memory; the
+            shards' own tensors may then be on the meta device. None: they are the values.
+        versions: the software that computed the values; None: this one.
 
     Returns:
         The committed folder.
@@ -126,8 +142,8 @@ def save_parts(run_dir: Path, parts: Iterable[Sequence[Shard]], run: RunRecord) 
     partial = hidden_folder(final, "partial")
     try:
         prepare(partial)
-        stored = [(write_shards(partial, number, part), list[str]()) for number, part in enumerate(parts)]
-        commit(partial, final, run, stored, software())
+        written = [(write_rank_file(partial, number, part, read), list[str]()) for number, part in enumerate(parts)]
+        commit(partial, final, run, written, software() if versions is None else versions)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
@@ -177,34 +193,11 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def write_shards(partial: Path, rank: int, shards: Sequence[Shard]) -> list[StoredTensor]:
-    """Writes this rank's file; a rank that owns nothing writes none."""
-    kept = [shard for shard in shards if shard.tensor.numel()]
-    if not kept:
-        return []
-    file = f"rank_{rank:05d}.safetensors"
-    layouts = [TensorLayout(str(i), shard.tensor.dtype, tuple(shard.tensor.shape)) for i, shard in enumerate(kept)]
-    checksums = write_tensor_file(partial / file, layouts, (shard.tensor for shard in kept))
-    return [
-        StoredTensor(
-            key=shard.key,
-            global_shape=tuple(shard.global_shape),
-            offset=tuple(shard.offset),
-            shape=tuple(shard.tensor.shape),
-            dtype=DTYPE_NAMES[shard.tensor.dtype],
-            file=file,
-            name=str(index),
-            checksum=digest,
-        )
-        for index, (shard, digest) in enumerate(zip(kept, checksums, strict=True))
-    ]
-
-
 def commit(
     partial: Path,
     final: Path,
     run: RunRecord,
-    parts: list[tuple[list[StoredTensor], list[str]]],
+    parts: Sequence[Part],
     versions: dict[str, str],
 ) -> None:
     """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next.
@@ -213,25 +206,14 @@ def commit(
         partial: where they are.
         final: where they go.
         run: the run's part of the manifest.
-        parts: what each rank stored, and the keys it holds.
+        parts: of each rank, in their order.
         versions: of the software, see `manifest.software`.
 
     Raises:
         CheckpointError: a file or a part is missing, or the parts do not fit together.
         OSError: as the system reports it.
     """
-    tensors = [tensor for stored, _ in parts for tensor in stored]
-    unowned = {key for _, keys in parts for key in keys} - {tensor.key for tensor in tensors}
-    if unowned:
-        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
-    names = sorted({tensor.file for tensor in tensors})
-    unseen = [name for name in names if not (partial / name).exists()]
-    if unseen:
-        raise CheckpointError(f"{unseen[0]} is not in {partial} as rank 0 sees it: run.dir must be shared by all ranks")
-    files = {name: (partial / name).stat().st_size for name in names}
-    newest = newest_manifest(final.parent.parent)
-    sequence = 1 if newest is None else newest.sequence + 1
-    manifest = Manifest(run, versions, sequence, files, tuple(tensors))
+    manifest = _manifest_of(partial, run, parts, versions, newest_sequence(final.parent.parent) + 1)
     manifest.check(run.state["step"])
     with atomic_writer(partial / MANIFEST_FILE) as file:
         file.write(manifest.encode())
@@ -247,12 +229,50 @@ def commit(
         file.write(f"{final.name}\n".encode())
 
 
-def _sequence(folder: Path) -> int:
-    """Of a checkpoint; 0 for one that is not usable."""
+def _manifest_of(
+    partial: Path, run: RunRecord, parts: Sequence[Part], versions: dict[str, str], sequence: int
+) -> Manifest:
+    """The manifest of written files.
+
+    Raises:
+        CheckpointError: a file or a part of a tensor is missing or there twice, or parts are of different tensors.
+    """
+    files: dict[str, FileRecord] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    holders: dict[str, list[int]] = defaultdict(list)
+    sums: dict[str, list[int]] = defaultdict(list)
+    for rank, (written, _) in enumerate(parts):
+        if written is None:
+            continue
+        name = file_name(rank)
+        _require_seen(partial / name, written.record)
+        files[name] = written.record
+        for key, shape in written.shapes.items():
+            if shapes.setdefault(key, shape) != shape:
+                raise CheckpointError(f"{key} is stored with several global shapes: {sorted({shapes[key], shape})}")
+            holders[key].append(rank)
+            sums[key].append(int(written.cover_sums[key], 16))
+    unowned = {key for _, keys in parts for key in keys} - shapes.keys()
+    if unowned:
+        raise CheckpointError(f"no rank owns {', '.join(sorted(unowned))}")
+    tensors = {key: TensorRecord(shape, tuple(holders[key])) for key, shape in shapes.items()}
+    manifest = Manifest(run, versions, sequence, files, tensors)
+    faulty = [key for key, shape in shapes.items() if add_cover_sums(sums[key]) != cover_sum(key, [whole(shape)])]
+    if faulty:
+        raise CheckpointError(manifest.explain_coverage(partial, faulty[:1]) or f"{faulty[0]} is not stored once")
+    return manifest
+
+
+def _require_seen(path: Path, record: FileRecord) -> None:
+    """Raises CheckpointError where another rank's file is not there as that rank wrote it."""
     try:
-        return read_manifest(folder).sequence
-    except CheckpointError:
-        return 0
+        seen = path.stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.name} is not in {path.parent} as rank 0 sees it: run.dir must be shared by all ranks"
+        ) from None
+    if seen != record.bytes:
+        raise CheckpointError(f"{path} has {seen} bytes as rank 0 sees it, and {record.bytes} as its rank does")
 
 
 def _give_up(partial: Path) -> str | None:
@@ -264,31 +284,52 @@ def _give_up(partial: Path) -> str | None:
     return committed[-1] if committed else None
 
 
-def remove_old(run_dir: Path, step: int, keep: int) -> list[str]:
-    """Deletes the oldest checkpoints up to `step`; later steps belong to a part of the run that was left behind.
-
-    Each is renamed first, so that one whose deletion is cut off does not look committed. A folder that cannot be
-    removed costs space, not the run. Called by one rank.
+def remove_old(run_dir: Path, step: int, keep: Retention) -> list[str]:
+    """Deletes the checkpoints up to `step` that nothing keeps; later steps belong to a part of the run that was left
+    behind. Called by one rank.
 
     Args:
         run_dir: the run's folder.
         step: of the newest.
-        keep: how many stay, the newest included; at least 1.
+        keep: which stay.
 
     Returns:
         The names of those that are gone.
     """
-    gone = []
-    found = [path for number, path in list_checkpoints(run_dir).items() if number <= step]
-    for folder in sorted(found, key=_sequence)[:-keep]:
-        removed = hidden_folder(folder, "removed")
-        try:
-            folder.rename(removed)
-        except OSError:
-            continue
-        shutil.rmtree(removed, ignore_errors=True)
-        gone.append(folder.name)
-    return gone
+    if not keep.recent:
+        return []
+    return [name for at in keep.surplus(_sequences(run_dir, step)) if (name := _delete(step_folder(run_dir, at)))]
+
+
+def make_room(run_dir: Path, step: int, keep: Retention, *, all_reasons: bool) -> str:
+    """Deletes one more checkpoint up to `step`, which another one needs the space of; see `Retention.expendable`.
+
+    Called by one rank.
+
+    Returns:
+        Its name; empty where there is none to delete.
+    """
+    found = keep.expendable(_sequences(run_dir, step), all_reasons=all_reasons)
+    return next(filter(None, (_delete(step_folder(run_dir, at)) for at in found)), "")
+
+
+def _sequences(run_dir: Path, step: int) -> dict[int, int]:
+    """Of the checkpoints up to a step."""
+    return {at: read_sequence(folder) or 0 for at, folder in list_checkpoints(run_dir).items() if at <= step}
+
+
+def _delete(folder: Path) -> str:
+    """Deletes a checkpoint and returns its name; empty where it cannot be: that costs space, not the run.
+
+    It is renamed first, so that one whose deletion is cut off does not look committed.
+    """
+    removed = hidden_folder(folder, "removed")
+    try:
+        folder.rename(removed)
+    except OSError:
+        return ""
+    shutil.rmtree(removed, ignore_errors=True)
+    return folder.name
 
 
 class RanksFailed(CheckpointError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor
 
 from megads.errors import CheckpointError
+from megads.runtime.files import open_regular
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -28,6 +29,10 @@ DTYPE_NAMES = {
     torch.int64: "I64",
 }
 """Names of dtypes in the safetensors format."""
+_NO_CHECKSUM = "0" * 32
+"""As long as one."""
+_MOST_HEADER_BYTES = 100_000_000
+"""As safetensors says."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def write_tensor_file(
     path: Path,
     layouts: Sequence[TensorLayout],
     tensors: Iterable[Tensor | Iterator[Tensor]],
-    metadata: Mapping[str, str] = {},
+    metadata: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str]] | None = None,
     wait: bool = True,
 ) -> list[str]:
     """Writes tensors in the format of safetensors.
@@ -64,7 +69,7 @@ def write_tensor_file(
         layouts: what the file holds.
         tensors: the tensors in that order, on any device; each is asked for when the one before is written. An
             iterator gives a tensor in blocks of its rows.
-        metadata: of the file.
+        metadata: of the file; or what makes it of the tensors' checksums, with a length that does not depend on them.
         wait: until all is on disk.
 
     Returns:
@@ -73,6 +78,29 @@ def write_tensor_file(
     Raises:
         CheckpointError: the file cannot be written; part of it may exist.
     """
+    checksums = []
+    try:
+        with path.open("xb") as file:
+            about = metadata if callable(metadata) else lambda _: metadata or {}
+            header = encode_header(layouts, about([_NO_CHECKSUM] * len(layouts)))
+            file.write(header)
+            for layout, tensor in zip(layouts, tensors, strict=True):
+                checksums.append(_write(file, layout, iter((tensor,)) if isinstance(tensor, Tensor) else tensor))
+            final = encode_header(layouts, about(checksums))
+            assert len(final) == len(header), "metadata grows with the checksums"
+            if final != header:
+                file.seek(0)
+                file.write(final)
+            file.flush()
+            if wait:
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    return checksums
+
+
+def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with: the inverse of `read_header` and of reading its JSON."""
     header: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for layout in layouts:
@@ -82,18 +110,23 @@ def write_tensor_file(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     # Data that starts at a multiple of 8 can be mapped as any dtype.
     encoded += b" " * (-len(encoded) % 8)
-    checksums = []
-    try:
-        with path.open("xb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for layout, tensor in zip(layouts, tensors, strict=True):
-                checksums.append(_write(file, layout, iter((tensor,)) if isinstance(tensor, Tensor) else tensor))
-            file.flush()
-            if wait:
-                os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-    return checksums
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def read_header(path: Path) -> bytes:
+    """What a file begins with: 8 bytes that say how long the JSON is that follows, and the JSON.
+
+    Raises:
+        CheckpointError: the file is cut off within it.
+        OSError: as the system reports it; EINVAL where it is no regular file.
+    """
+    with open_regular(path) as file:
+        length = file.read(8)
+        size = int.from_bytes(length, "little")
+        header = length + (file.read(size) if size <= _MOST_HEADER_BYTES else b"")
+    if len(length) < 8 or len(header) != 8 + size:
+        raise CheckpointError(f"{path} has no header")
+    return header
 
 
 def _write(file: BinaryIO, layout: TensorLayout, blocks: Iterator[Tensor]) -> str:

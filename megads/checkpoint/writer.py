@@ -10,7 +10,6 @@ done, so that memory is never copied over while it is read.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import signal
@@ -18,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -30,8 +29,10 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megads.checkpoint.manifest import RunRecord, StoredTensor
-from megads.checkpoint.store import commit, failure_of, hidden_folder, remove_old, write_shards
+from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.rank_file import write_rank_file
+from megads.checkpoint.retention import Retention
+from megads.checkpoint.store import Part, commit, failure_of, hidden_folder, remove_old
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.files import atomic_writer, read_regular
@@ -45,7 +46,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 """Between two looks for the parts of the others."""
 _END_S = 5.0
 """A killed writer that is not gone by then waits for a disk; it is left to the kernel."""
-_PART = TypeAdapter(tuple[list[StoredTensor], list[str]])
+_PART = TypeAdapter(Part)
 
 
 class Stage(Enum):
@@ -82,14 +83,14 @@ class SaveOrder:
         run: what the manifest says of the run.
         software: what it says of versions.
         keys: of everything this rank holds.
-        keep: checkpoints to keep, this one included; 0 keeps all.
+        keep: which checkpoints stay once this one is committed.
     """
 
     folder: Path
     run: RunRecord
     software: dict[str, str]
     keys: list[str]
-    keep: int
+    keep: Retention
 
 
 @dataclass(frozen=True)
@@ -262,26 +263,30 @@ def _carry_out(
     """Writes this rank's part; as rank 0 waits for the others' and commits."""
     begin, partial = time.perf_counter(), hidden_folder(order.folder, "partial")
     try:
-        stored = write_shards(partial, rank, shards)
+        part = (write_rank_file(partial, rank, shards), order.keys)
         if rank:
-            with atomic_writer(partial / _part_name(rank)) as file:
-                file.write(json.dumps([[asdict(tensor) for tensor in stored], order.keys]).encode())
+            write_part(partial, rank, part)
             return SaveProgress(Stage.done)
-        parts = [(stored, order.keys), *(_await_part(partial, other, cancelled) for other in range(1, world_size))]
+        parts = [part, *(await_part(partial, other, cancelled) for other in range(1, world_size))]
         for other in range(1, world_size):
             (partial / _part_name(other)).unlink()
         if fence is not None:
             fence.check()
         commit(partial, order.folder, order.run, parts, order.software)
-        if order.keep:
-            remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
+        remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
     except (CheckpointError, OSError, Fenced) as error:
         return SaveProgress(Stage.failed, failure_of(error)[0])
     return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
-def _await_part(partial: Path, rank: int, cancelled: Callable[[], bool]) -> tuple[list[StoredTensor], list[str]]:
-    """What another rank stored, once it has.
+def write_part(partial: Path, rank: int, part: Part) -> None:
+    """Leaves a rank's part where rank 0's writer looks for it: its file is on disk."""
+    with atomic_writer(partial / _part_name(rank)) as file:
+        file.write(_PART.dump_json(part))
+
+
+def await_part(partial: Path, rank: int, cancelled: Callable[[], bool]) -> Part:
+    """Of another rank, once it has written its file.
 
     Raises:
         CheckpointError: the rank of this writer has given the save up.

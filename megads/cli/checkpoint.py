@@ -1,4 +1,4 @@
-"""`megads checkpoint`: lists, verifies and averages the checkpoints of a run."""
+"""`megads checkpoint`: lists, verifies, averages and reshards the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megads.errors import EXIT_OK
 def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
     """Does one of them, and says what it did or found."""
     config.check()
-    from megads.tools.checkpoints import average, list_all, verify
+    from megads.tools.checkpoints import average, list_all, reshard, verify
 
     match config.action:
         case CheckpointAction.list:
@@ -19,6 +19,8 @@ def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
             return verify(config.run, config.wanted_steps)
         case CheckpointAction.average:
             print(average(config))
+        case CheckpointAction.reshard:
+            print(reshard(config))
     return EXIT_OK
 
 

@@ -27,7 +27,7 @@ VERBS = {
     "evaluate": "lm-eval's tasks and perplexity of a checkpoint",
     "export": "a trained model for transformers and whatever reads its format",
     "import": "a model in Hugging Face's format, to start from",
-    "checkpoint": "list, verify or average the checkpoints of a run",
+    "checkpoint": "list, verify, average or reshard the checkpoints of a run",
     "why": "the documents and text that a step trained on",
     "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
     "verify_layout": "does a layout train the same model as one process?",

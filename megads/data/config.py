@@ -27,6 +27,8 @@ DEFAULT_EXTENSIONS = (*_PROSE, *_RECORDS, *_CODE)
 
 
 AUTO_ENCODING = "auto"
+HELD_OUT = "held_out"
+"""Name of the validation set where the config gives none."""
 
 
 def check_text(section: str, extensions: list[str], encoding: str) -> None:
@@ -317,7 +319,18 @@ class DataConfig:
         """Validation datasets by name; empty when data.split makes them."""
         if self.valid is None:
             return {}
-        return {"held_out": self.valid} if isinstance(self.valid, str) else dict(self.valid)
+        return {HELD_OUT: self.valid} if isinstance(self.valid, str) else dict(self.valid)
+
+    @property
+    def valid_names(self) -> list[str]:
+        """Names of the validation sets, in order."""
+        if self.valid is not None or self.split[1] == 0:
+            return list(self.valid_paths)
+        return [self.share_name(item) for item in self.train] if self.raw is None else [HELD_OUT]
+
+    def share_name(self, item: DatasetConfig) -> str:
+        """Name of the validation set that data.split makes of a training dataset."""
+        return item.shown_name if len(self.train) > 1 else HELD_OUT
 
     def _check_blend(self) -> None:
         """Weights where they are wanted, and only there."""
@@ -372,7 +385,7 @@ class DataConfig:
                     f"data.train: the names {names} of the validation shares are not distinct: give each dataset a name"
                 )
             return
-        paths = {"held_out": self.valid} if isinstance(self.valid, str) else self.valid
+        paths = {HELD_OUT: self.valid} if isinstance(self.valid, str) else self.valid
         if not isinstance(paths, dict) or not paths or not all(isinstance(p, str) and p for p in paths.values()):
             raise ConfigError(
                 f"data.valid = {self.valid!r}: want a prefix, or prefixes by name, for example "

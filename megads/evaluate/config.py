@@ -49,6 +49,11 @@ class EvaluationConfig:
             raise ConfigError(f"evaluation.every_steps = {self.every_steps}: must not be negative")
 
 
+def loss_key(name: str) -> str:
+    """Of a validation set's loss in the metrics."""
+    return f"valid/{name}/loss"
+
+
 class WeightPrecision(StrEnum):
     """Dtype of weights and activations in generation."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
-from megads.evaluate.config import EvaluationConfig
+from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter
@@ -73,7 +73,7 @@ class ValidationHook:
 
     @property
     def _loss_key(self) -> str:
-        return f"valid/{self._name}/loss"
+        return loss_key(self._name)
 
     def _due(self, step: int) -> bool:
         every = self._config.every_steps

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.config import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
@@ -29,7 +29,7 @@ class DiskNeed:
         checkpoint: of one checkpoint.
         most: checkpoints that are there at the same time, the one that is being written included.
         present: of these, those that are there already.
-        kept: checkpoint.keep, in words.
+        kept: which stay, in words.
         data: the prepared data, in words; empty where the user made it.
         data_to_make: of prepared data that is still to be made, about.
         free: of the disk of the run directory.
@@ -90,7 +90,7 @@ def disk_need(resolved: ResolvedRun) -> DiskNeed | None:
         checkpoint=checkpoint_bytes(config),
         most=_most_at_a_time(config, there),
         present=len(there),
-        kept=_kept(config.checkpoint.keep),
+        kept=_kept(config.checkpoint),
         data=words,
         data_to_make=to_make,
         free=_free(run_dir),
@@ -113,21 +113,33 @@ def checkpoint_bytes(config: RootConfig) -> int:
 
 def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:
     """The oldest checkpoint is removed once the newest is written; a length not known yet is long enough for that."""
-    keep, every, begin = config.checkpoint.keep, config.checkpoint.every_steps, max(there, default=0)
-    saves = 0
+    checkpoint, every, begin = config.checkpoint, config.checkpoint.every_steps, max(there, default=0)
+    recent = checkpoint.retention({}, newest_is_proven=False).recent
+    # Those that are there and the planned ones, but for the last one, which is there while it is written.
+    planned, saves = range(0), 0
     if not config.train.length_is_known:
-        saves = max(keep, 2) + 1 if keep and every else 1
+        saves = recent + checkpoint.keep_best + 1 if recent and every else 1
     elif (last := planned_steps(config)) > begin:
-        saves = 1 + ((last - 1) // every - begin // every if every else 0)
-    return len(there) + saves if keep == 0 else min(max(keep, 2) + 1, len(there) + saves)
+        planned = range(begin // every * every + every, last, every) if every else range(0)
+        saves = len(planned) + 1
+    if not recent:
+        return len(there) + saves
+    older = max(0, len(there) + saves - recent - 1)
+    steps = sorted(there)[:older]
+    multiples = 0
+    if checkpoint.keep_every:
+        multiples = sum(step % checkpoint.keep_every == 0 for step in (*steps, *planned[: older - len(steps)]))
+    return len(there) + saves - older + multiples + min(checkpoint.keep_best, older - multiples)
 
 
-def _kept(keep: int) -> str:
-    if keep == 0:
+def _kept(checkpoint: CheckpointConfig) -> str:
+    if checkpoint.keep == 0:
         return "checkpoint.keep = 0 keeps all"
     # CheckpointHook keeps the one before until a step after the newest was finite.
-    unproven = ", the one before until the newest has proven itself" if keep == 1 else ""
-    return f"checkpoint.keep = {keep}{unproven}, and the one that is being written"
+    unproven = ", the one before until the newest has proven itself" if checkpoint.keep == 1 else ""
+    best = f", checkpoint.keep_best = {checkpoint.keep_best}" if checkpoint.keep_best else ""
+    every = f", checkpoint.keep_every = {checkpoint.keep_every} for good" if checkpoint.keep_every else ""
+    return f"checkpoint.keep = {checkpoint.keep}{unproven}{best}{every}, and the one that is being written"
 
 
 def _prepared_data(resolved: ResolvedRun) -> tuple[str, int]:

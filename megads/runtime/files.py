@@ -67,24 +67,32 @@ _MOST_BYTES = 1 << 30
 _MOST_YAML, _MOST_DEPTH = 1 << 20, 100
 
 
-def read_regular(path: Path) -> bytes:
-    """Returns the bytes of a regular file.
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read it.
 
     Raises:
-        OSError: as the system reports it; EINVAL for a pipe, a socket or a device, EFBIG for more than 1 GiB.
+        OSError: as the system reports it; EINVAL for a pipe, a socket or a device.
     """
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        if state.st_size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     except OSError:
         os.close(descriptor)
         raise
-    with os.fdopen(descriptor, "rb") as file:
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns the bytes of a regular file.
+
+    Raises:
+        OSError: as `open_regular`; EFBIG for more than 1 GiB.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
@@ -222,6 +223,45 @@ def _begins_as(path: Path, known: LedgerRecord) -> bool:
 def _free_name(path: Path) -> Path:
     """A name beside the file that nothing has: metrics.1.jsonl, metrics.2.jsonl, ..."""
     return next(name for n in count(1) if not (name := path.with_stem(f"{path.stem}.{n}")).exists())
+
+
+class MetricHistory:
+    """The finite values of one metric by step; each look reads what metrics.jsonl has got since the last one.
+
+    Args:
+        run_dir: the run's folder.
+        key: of the metric.
+    """
+
+    def __init__(self, run_dir: Path, key: str) -> None:
+        self._path, self._key = run_dir / METRICS_FILE, key
+        self._read_bytes, self._values = 0, dict[int, float]()
+
+    def values(self) -> dict[int, float]:
+        """Returns them; no file, no values.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        if not is_readable(self._path):
+            return {}
+        with self._path.open("rb") as lines:
+            if os.fstat(lines.fileno()).st_size < self._read_bytes:  # it was cut back to a checkpoint
+                self._read_bytes, self._values = 0, {}
+            lines.seek(self._read_bytes)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._read_bytes += len(line)
+                # Most lines are of steps without it; parsing takes longer than this.
+                if self._key.encode() in line:
+                    self._add(_parse(line) or {})
+        return dict(self._values)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
+        step, value = record.get("step"), record.get(self._key)
+        if type(step) is int and isinstance(value, int | float) and math.isfinite(value):
+            self._values[step] = value
 
 
 class EventWriter(JsonLinesWriter):

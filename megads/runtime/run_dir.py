@@ -19,6 +19,8 @@ EVENTS_FILE = "events.jsonl"
 CONFIG_FILE = "config.yaml"
 DATA_FILE = "data_record.json"
 TOKENIZER_FILE = "tokenizer.json"
+STARTS_FOLDER = "configs"
+"""Keeps the config of every start, and what its data held."""
 
 
 def recorded_config(path: Path) -> str:
@@ -40,12 +42,12 @@ def recorded_config(path: Path) -> str:
 
 def recorded_config_path(run_dir: Path, digest: str) -> Path:
     """Returns the file that keeps the config of one start by its sha256; config.yaml is that of the last one only."""
-    return run_dir / "configs" / f"{digest[:16]}.yaml"
+    return run_dir / STARTS_FOLDER / f"{digest[:16]}.yaml"
 
 
 def recorded_data_path(run_dir: Path, digest: str) -> Path:
     """Returns the file that keeps what the data of one start held; data_record.json is that of the last one only."""
-    return run_dir / "configs" / f"data_{digest[:16]}.json"
+    return run_dir / STARTS_FOLDER / f"data_{digest[:16]}.json"
 
 
 def kept_tokenizer_path(run_dir: Path, sha256: str) -> Path:

@@ -1,4 +1,5 @@
-"""What can be done with the checkpoints of a run beside training: a list, a check of every byte, an average."""
+"""What can be done with the checkpoints of a run beside training: a list, a check of every byte, an average, a copy in
+other files."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,23 +18,44 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints
+from megads.checkpoint.config import CheckpointActionConfig, checkpoints_folder, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, read_manifest
-from megads.checkpoint.read import CheckpointHandle, check_model, model_config_of, open_checkpoint, read_into
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    check_model,
+    model_config_of,
+    open_checkpoint,
+    read_into,
+    readable_folders,
+)
+from megads.checkpoint.retention import Reason
 from megads.checkpoint.store import save_parts
+from megads.checkpoint.tensor_file import DTYPE_NAMES
+from megads.config import best_loss_key
 from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
-from megads.errors import EXIT_OK, CheckpointError
+from megads.errors import EXIT_OK, CheckpointError, ConfigError
+from megads.frozen_config import load_frozen
 from megads.plan.model_size import parameter_shapes
-from megads.runtime.metrics import read_json_lines
+from megads.runtime.metrics import MetricHistory, read_json_lines
 from megads.runtime.progress import Progress
-from megads.runtime.run_dir import METRICS_FILE, TOKENIZER_FILE
+from megads.runtime.run_dir import (
+    CONFIG_FILE,
+    DATA_FILE,
+    METRICS_FILE,
+    STARTS_FOLDER,
+    TOKENIZER_FILE,
+)
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.generate import run_path
-from megads.tools.output_folder import new_folder, require_free, write_origin
+from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 
 _MADE_BY = "megads checkpoint average"
+_RESHARDED_BY = "megads checkpoint reshard"
 _PIPE_WIDTH = 120
+_BLOCK_BYTES = 64 * 2**20
+"""Of a tensor that is resharded, so much is in memory at a time, or one row where that is more."""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def list_all(run: str) -> None:
@@ -46,7 +69,7 @@ def list_all(run: str) -> None:
     table = Table(box=SIMPLE_HEAD)
     for name in ("step", "samples", "tokens", "loss", "valid", "layout", "size", "written", ""):
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
-    newest = max((manifest.sequence for manifest in found.values() if isinstance(manifest, Manifest)), default=0)
+    kept = _kept(run_dir, found)
     for step, manifest in found.items():
         if isinstance(manifest, str):
             table.add_row(f"{step:,}", *[""] * 7, "not usable")
@@ -58,9 +81,9 @@ def list_all(run: str) -> None:
             f"{state['tokens']:,}",
             *losses.get(step, ("", "")),
             " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process",
-            f"{sum(manifest.files.values()) / 1e6:,.1f} MB",
+            f"{manifest.nbytes / 1e6:,.1f} MB",
             _when(_folder(run_dir, step) / MANIFEST_FILE),
-            "newest" if manifest.sequence == newest else "",
+            kept.get(step, ""),
         )
     # A file or a pipe is read by whoever gives it room.
     VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
@@ -83,7 +106,7 @@ def verify(run: str, steps: Sequence[int] | None) -> int:
         CheckpointError: there is no such checkpoint.
     """
     run_dir, found = _checkpoints(run, steps)
-    code, total = EXIT_OK, sum(sum(m.files.values()) for m in found.values() if isinstance(m, Manifest))
+    code, total = EXIT_OK, sum(m.nbytes for m in found.values() if isinstance(m, Manifest))
     done = 0
     with Progress("verifying checkpoints", total) as progress:
         for step, manifest in found.items():
@@ -92,9 +115,9 @@ def verify(run: str, steps: Sequence[int] | None) -> int:
             except CheckpointError as error:
                 code, said = error.exit_code, f"damaged: {error}"
             else:
-                tensors = len(handle.manifest.by_key())
+                tensors = len(handle.manifest.tensors)
                 said = f"sound: {tensors:,} tensors, {len(handle.manifest.files):,} files"
-            done += sum(manifest.files.values()) if isinstance(manifest, Manifest) else 0
+            done += manifest.nbytes if isinstance(manifest, Manifest) else 0
             progress.update(done)
             print(f"{_folder(run_dir, step)}: {said}", flush=True)
     return code
@@ -176,6 +199,158 @@ def _record(newest: CheckpointHandle) -> RunRecord:
     )
 
 
+@dataclass(frozen=True)
+class Resharded:
+    """What was made.
+
+    Attributes:
+        folder: a run with one checkpoint.
+        source: the checkpoint that has the same values.
+        files_before: files of tensors that the source has.
+        files: those that were made.
+        asked: those that were asked for.
+    """
+
+    folder: Path
+    source: CheckpointHandle
+    files_before: int
+    files: int
+    asked: int
+
+    def __str__(self) -> str:
+        fewer = f" ({self.asked:,} were asked for; rows are not cut)" if self.files < self.asked else ""
+        return (
+            f"{self.folder}: step {self.source.state['step']:,} in {self.files:,} files{fewer}, {self.files_before:,} "
+            f"before\ncontinue it: megads train ... checkpoint.load={self.folder}"
+        )
+
+
+def reshard(config: CheckpointActionConfig) -> Resharded:
+    """Writes a checkpoint again, byte for byte the same values in another number of files.
+
+    The output is a run that goes on where the source would: it has weights, optimizer state, counters, and the run's
+    records of config, data and tokenizer. A block of a tensor is in memory at a time.
+
+    Raises:
+        ConfigError: the output is taken, or in the run itself.
+        CheckpointError: the checkpoint is missing or damaged; or the output cannot be written.
+    """
+    assert config.files is not None
+    output, source = Path(str(config.output)), _one_checkpoint(config.run, config.wanted_steps)
+    run_dir = source.parent.parent if checkpoints_folder(source.parent.parent) == source.parent else None
+    _require_apart(output, run_dir or source)
+    require_free(output, config.overwrite, _RESHARDED_BY)
+    with Progress("verifying the checkpoint"):
+        handle = open_checkpoint(source)
+    size = handle.manifest.nbytes
+    require_room(output, size)
+    parts = list(_spread(_whole_tensors(handle), config.files))
+    # What metrics.jsonl held is for the run that has it.
+    record = replace(handle.manifest.run, ledger=None)
+    with new_folder(output) as partial, Progress("resharding", size) as progress:
+        blocks = _BlockReader(handle, progress)
+        save_parts(partial, parts, record, blocks.read, handle.manifest.software)
+        if run_dir is not None:
+            _copy_records(run_dir, partial)
+        write_origin(partial, _RESHARDED_BY)
+    return Resharded(output, handle, len(handle.manifest.files), len(parts), config.files)
+
+
+def _one_checkpoint(run: str, steps: Sequence[int] | None) -> Path:
+    """The checkpoint of a step, the given one, or a run's newest, which is not passed by where it is damaged."""
+    if not steps:
+        return readable_folders(run_path(run))[0]
+    run_dir, found = _checkpoints(run, steps)
+    return _folder(run_dir, next(iter(found))).absolute()
+
+
+def _require_apart(output: Path, source: Path) -> None:
+    made, there = output.resolve(), source.resolve()
+    if made.is_relative_to(there) or there.is_relative_to(made):
+        where = "is" if made == there else "is inside" if made.is_relative_to(there) else "holds"
+        raise ConfigError(f"output = {output}: {where} {source}, which is only read; choose a folder beside it")
+
+
+def _whole_tensors(handle: CheckpointHandle) -> list[Shard]:
+    """What a checkpoint holds, every tensor as one shard without values, in the order of its files."""
+    wholes = []
+    for key, record in handle.manifest.tensors.items():
+        dtypes = {part.dtype for part in handle.parts_of(key)}
+        shape = record.shape
+        # Reading would convert, and the values would not be the same bytes.
+        if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
+            raise CheckpointError(f"{handle.folder}: {key} is stored as {', '.join(sorted(dtypes))}, want one dtype")
+        without_values = torch.empty(shape, dtype=_DTYPES[dtypes.pop()], device="meta")
+        wholes.append(Shard(key, shape, (0,) * len(shape), without_values))
+    return wholes
+
+
+def _spread(wholes: Sequence[Shard], num_files: int) -> Iterator[list[Shard]]:
+    """Cuts tensors between rows into parts of about as many bytes each; there are at most as many parts as rows."""
+    total, num_files = sum(whole.tensor.nbytes for whole in wholes), min(num_files, sum(map(_num_rows, wholes)))
+    part: list[Shard] = []
+    number, start = 1, 0
+    for whole in wholes:
+        row, row_bytes = 0, whole.tensor.nbytes // _num_rows(whole)
+        while row < _num_rows(whole):
+            end = min((total * number // num_files - start) // row_bytes, _num_rows(whole))
+            if end > row:
+                part.append(_rows(whole, row, end))
+                row = end
+            if row < _num_rows(whole):
+                number += 1
+                if part:
+                    yield part
+                part = []
+        start += whole.tensor.nbytes
+    yield part
+
+
+def _num_rows(shard: Shard) -> int:
+    return shard.tensor.shape[0] if shard.tensor.dim() else 1
+
+
+def _rows(shard: Shard, start: int, end: int) -> Shard:
+    if not shard.tensor.dim():
+        return shard
+    return replace(shard, offset=(shard.offset[0] + start, *shard.offset[1:]), tensor=shard.tensor[start:end])
+
+
+class _BlockReader:
+    """Reads shards from a checkpoint in blocks of rows.
+
+    Args:
+        handle: the checkpoint.
+        progress: is told of every byte.
+    """
+
+    def __init__(self, handle: CheckpointHandle, progress: Progress) -> None:
+        self._handle, self._progress, self._done_bytes = handle, progress, 0
+
+    def read(self, shard: Shard) -> Iterator[Tensor]:
+        """The values of a shard, whose tensor has none."""
+        num_rows = _num_rows(shard)
+        step = max(1, _BLOCK_BYTES * num_rows // shard.tensor.nbytes)
+        for start in range(0, num_rows, step):
+            block = _rows(shard, start, min(start + step, num_rows))
+            block = replace(block, tensor=torch.empty_like(block.tensor, device="cpu"))
+            read_into(self._handle, [block])
+            yield block.tensor
+            self._done_bytes += block.tensor.nbytes
+            self._progress.update(self._done_bytes)
+
+
+def _copy_records(run_dir: Path, folder: Path) -> None:
+    """Copies what a start that continues a checkpoint asks of the run that wrote it: config, data, tokenizer."""
+    paths = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
+    # All of them: what a manifest names is no path to write to.
+    for path in (*paths, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
+        if path.is_file():
+            copy = folder / path.relative_to(run_dir)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
 def _checkpoints(run: str, steps: Sequence[int] | None = None) -> tuple[Path, dict[int, Manifest | str]]:
     """A run's folder, and its checkpoints' manifests by step, or why one cannot be read.
 
@@ -217,6 +392,21 @@ def _losses(run_dir: Path) -> dict[int, tuple[str, str]]:
         valid = " ".join([valid, *(f"{value:.4f}" for value in values if isinstance(value, int | float))]).strip()
         found[step] = loss, valid
     return found
+
+
+def _kept(run_dir: Path, found: Mapping[int, Manifest | str]) -> dict[int, str]:
+    """Why each checkpoint stays, by the config of the run's last start; the newest alone where that is not there."""
+    sequences = {step: 0 if isinstance(manifest, str) else manifest.sequence for step, manifest in found.items()}
+    kept = dict.fromkeys(sequences, "")
+    with suppress(ConfigError):
+        config = load_frozen(run_dir / CONFIG_FILE, complete=False)
+        key = best_loss_key(config)
+        losses = MetricHistory(run_dir, key).values() if key is not None else {}
+        retention = config.checkpoint.retention(losses, newest_is_proven=False)
+        if retention.recent:
+            kept = {step: ", ".join(reasons) for step, reasons in retention.reasons(sequences).items()}
+    newest = max(sequences, key=sequences.__getitem__)
+    return kept | {newest: kept[newest].replace(Reason.recent, "newest") or "newest"}
 
 
 def _when(path: Path) -> str:

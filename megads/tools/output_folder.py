@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megads.errors import CheckpointError, ConfigError
 from megads.runtime.files import parse_json, read_regular, sync_directory
-from megads.runtime.run_dir import CONFIG_FILE as RUN_CONFIG_FILE
+from megads.runtime.run_dir import EVENTS_FILE
 
 _ORIGIN_FILE = "megads.json"
 
@@ -35,8 +35,9 @@ def require_free(output: Path, overwrite: bool, made_by: str) -> None:
         found = parse_json(read_regular(output / _ORIGIN_FILE))
     except (OSError, ValueError, RecursionError):
         found = None
-    # A run that was trained in an imported folder is more than that folder.
-    if found != {"made_by": made_by} or (output / RUN_CONFIG_FILE).exists():
+    # A run that was trained in an imported folder is more than that folder. Every start writes events; the config may
+    # have been copied along with a checkpoint.
+    if found != {"made_by": made_by} or (output / EVENTS_FILE).exists():
         raise ConfigError(f"output = {output}: is none of {made_by}, and overwrite=true replaces no other folder")
 
 
@@ -90,4 +91,4 @@ def require_room(output: Path, nbytes: int) -> None:
     parent = next(folder for folder in (output.absolute().parent, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
     if free < nbytes:
-        raise CheckpointError(f"output = {output}: the weights have {nbytes:,} bytes, {parent} has {free:,} free")
+        raise CheckpointError(f"output = {output}: it takes {nbytes:,} bytes, {parent} has {free:,} free")

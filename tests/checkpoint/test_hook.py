@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,13 +16,15 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.store import SaveError
 from megads.engine.interface import Shard
-from megads.errors import CheckpointError
+from megads.errors import CheckpointError, Fenced
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.lease import Fence, claimed
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
+from megads.runtime.slurm import SlurmJob
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
@@ -45,13 +47,21 @@ def run(
     keep: int = 0,
     skipped: Collection[int] = (),
     to_the_end: bool = True,
+    losses: Mapping[int, float] = MappingProxyType({}),
+    fence: Fence | None = None,
+    **options: Any,
 ) -> None:
-    """A loop of `steps` steps that counts and calls the hook; one that is killed after its last step has no end."""
+    """A loop of `steps` steps that counts and calls the hook; one that is killed after its last step has no end.
+
+    Steps that have a loss are validated after the hook, as ValidationHook does. Options are those of CheckpointConfig.
+    """
     state = TrainState(loaded_step, 8 * loaded_step, 80 * loaded_step)
     events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
-    config = CheckpointConfig(every_steps=every_steps, keep=keep)
+    config = CheckpointConfig(every_steps=every_steps, keep=keep, **options)
     engine: Any = OneRankEngine()
-    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events)
+    metrics, key = MetricsWriter(run_dir, enabled=open_control_plane().rank == 0), "valid/held_out/loss"
+    best_by = key if config.keep_best else None
+    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events, fence, metrics, best_by=best_by)
     hook.on_start(state)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(loaded_step + 1, steps + 1):
@@ -62,6 +72,8 @@ def run(
             hook.on_step(info(state, step == steps, step in skipped))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if step in losses:
+            metrics.write({"step": step, key: losses[step], "valid/other/loss": -losses[step]})
     if to_the_end:
         hook.on_end(state)
 
@@ -176,26 +188,111 @@ def test_saves_fail_only_so_often(tmp_path: Path) -> None:
     assert [step for event, step in events_of(tmp_path) if event == "checkpoint_failed"] == [2, 3, 5, 6, 7, 8]
 
 
-def with_room_for_two(run_dir: Path) -> list[str]:
-    """A disk that takes a third checkpoint only when another is gone."""
-    limits, room, removals = resource.getrlimit(resource.RLIMIT_FSIZE), hook_module.remove_old, list[str]()
+@pytest.mark.parametrize(
+    ("options", "losses", "left"),
+    [
+        ({"keep": 1, "keep_every": 4}, {}, [4, 8, 9, 10]),
+        ({"keep": 1, "keep_best": 2}, {2: 3.0, 3: 1.0, 5: 2.0, 6: 9.0, 8: 4.0}, [3, 5, 9, 10]),
+        ({"keep": 2, "keep_best": 1}, {number: 1 / number for number in range(1, 11)}, [9, 10]),
+        ({"keep": 2, "keep_best": 2}, {1: float("nan"), 3: float("inf"), 5: 7.0, 7: 8.0}, [5, 7, 9, 10]),
+        ({"keep": 3, "keep_every": 5, "keep_best": 1}, {1: 1.0, 5: 2.0}, [1, 5, 8, 9, 10]),
+    ],
+)
+def test_what_is_kept(options: dict[str, int], losses: dict[int, float], left: list[int], tmp_path: Path) -> None:
+    """Catches a best checkpoint, or one of a multiple, that goes with the old ones or before its loss is known, one
+    that is compared by another validation set, a loss that is none, and old ones that stay without a reason."""
+    run(tmp_path, 10, 1, losses=losses, **options)  # type: ignore[arg-type]
+    assert list(list_checkpoints(tmp_path)) == left
 
-    def remove_old(*arguments: Any) -> list[str]:
-        removals.extend(room(*arguments))
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        return removals
 
-    hook_module.remove_old = remove_old
-    run(run_dir, 5, 1, full_disk_at=[4], keep=3)
-    return removals
+def test_the_best_of_earlier_starts_stay(tmp_path: Path) -> None:
+    """Catches a start that knows only the losses that it computed itself, and, after it went back, a checkpoint of the
+    part that was left behind that goes or counts among the best."""
+    run(tmp_path, 6, 1, keep=2, keep_best=1, losses={2: 1.0, 6: 0.5})
+    assert list(list_checkpoints(tmp_path)) == [2, 5, 6]
+    # What a start that continues from step 2 does to the ledger.
+    ledger = MetricsWriter(tmp_path, enabled=True)
+    ledger.drop_after(2)
+    ledger.close()
+    run(tmp_path, 5, 1, loaded_step=2, keep=2, keep_best=1)
+    assert list(list_checkpoints(tmp_path)) == [2, 4, 5, 6]
+
+
+def with_a_full_disk(run_dir: Path, needed: int) -> list[str]:
+    """A disk that takes a checkpoint of step 5 only when so many are gone; one that nothing helps fails once."""
+    limits, room, gone = resource.getrlimit(resource.RLIMIT_FSIZE), hook_module.make_room, list[str]()
+
+    def make_room(*arguments: Any, **options: Any) -> str:
+        gone.append(room(*arguments, **options))
+        if len(gone) == needed:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        return gone[-1]
+
+    hook_module.make_room = make_room
+    run(run_dir, 6, 1, full_disk_at=[5], keep=3, keep_every=2)
+    return gone
 
 
 @pytest.mark.distributed
-def test_room_is_made(tmp_path: Path) -> None:
-    """Catches a disk with room for checkpoint.keep, but not for one more, on which every save fails."""
-    assert run_ranks(with_room_for_two, 1, tmp_path) == [["step_00000001"]]
-    assert list(list_checkpoints(tmp_path)) == [3, 4, 5]
-    assert ("checkpoint_removed", 4) in events_of(tmp_path)
+@pytest.mark.parametrize(
+    ("needed", "gone", "left"), [(1, [3], [2, 4, 5, 6]), (2, [3, 2], [4, 5, 6]), (9, [3, 2], [4, 6])]
+)
+def test_room_is_made(needed: int, gone: list[int], left: list[int], tmp_path: Path) -> None:
+    """Catches a disk with room for what is kept, but not for one more, on which every save fails, a checkpoint kept for
+    good that goes while another one would do, a run that dies of a full disk with such ones on it, and the newest gone.
+    """
+    names = [f"step_{step:08d}" for step in gone]
+    assert run_ranks(with_a_full_disk, 1, tmp_path, needed) == [[*names, ""] if needed > 2 else names]
+    assert list(list_checkpoints(tmp_path)) == left
+    removed = [line for line in read_json_lines(tmp_path / EVENTS_FILE) if line["event"] == "checkpoint_removed"]
+    assert [(line["step"], line["folders"]) for line in removed] == [(5, [name]) for name in names]
+
+
+def small_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: float) -> int:
+    """Lets the disk of a run hold so many checkpoints; returns the bytes of one."""
+    engine: Any = OneRankEngine()
+    size = sum(shard.tensor.nbytes for shard in engine.named_shards())
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        # Of files so small the header is the larger part: each counts as the bytes of its tensors.
+        return SimpleNamespace(free=int(checkpoints * size) - size * len(list(run_dir.rglob("*.safetensors"))))
+
+    monkeypatch.setattr(hook_module.shutil, "disk_usage", disk_usage)
+    return size
+
+
+def test_room_is_made_before_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a checkpoint that is begun on a disk too small for it, one that gives way though there is room, and the
+    newest or one kept for good that goes before a save has failed."""
+    small_disk(tmp_path, monkeypatch, 3.5)
+    run(tmp_path, 6, 1, keep=3, keep_every=2)
+    assert list(list_checkpoints(tmp_path)) == [2, 4, 5, 6]
+    removed = [line for line in read_json_lines(tmp_path / EVENTS_FILE) if line["event"] == "checkpoint_removed"]
+    assert [(line["step"], line["folders"]) for line in removed] == [(4, ["step_00000001"]), (5, ["step_00000003"])]
+    assert "GiB free, a checkpoint takes" in removed[0]["reason"]
+
+
+def test_leftovers_go_before_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a checkpoint that gives way to what a killed start left behind."""
+    run(tmp_path, 2, 1, keep=3)
+    size = small_disk(tmp_path, monkeypatch, 3.5)
+    leftover = tmp_path / "checkpoints" / ".step_00000009.partial"
+    leftover.mkdir()
+    (leftover / "rank_00000.safetensors").write_bytes(bytes(size))
+    run(tmp_path, 3, 1, loaded_step=2, keep=3)
+    assert list(list_checkpoints(tmp_path)) == [1, 2, 3] and not leftover.exists()
+
+
+def test_an_orphan_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a rank of an earlier start that deletes checkpoints, or what the new start is writing."""
+    run(tmp_path, 3, 1, keep=3)
+    small_disk(tmp_path, monkeypatch, 3.5)
+    being_written = tmp_path / "checkpoints" / ".step_00000004.partial"
+    being_written.mkdir()
+    first, second = SlurmJob("1", 0, "c"), SlurmJob("1", 1, "c")
+    with claimed(tmp_path, first) as orphan, claimed(tmp_path, second), pytest.raises(Fenced):
+        run(tmp_path, 4, 1, loaded_step=3, keep=3, fence=Fence(tmp_path, orphan.number))
+    assert list(list_checkpoints(tmp_path)) == [1, 2, 3] and being_written.exists()
 
 
 def test_a_disk_without_room_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

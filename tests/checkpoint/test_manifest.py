@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,28 +12,30 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
-    StoredTensor,
-    _digest,
+    TensorRecord,
     read_manifest,
+    read_sequence,
     software,
     software_differences,
 )
+from megads.checkpoint.rank_file import FileRecord
+from megads.checkpoint.read import open_checkpoint, read_into
 from megads.errors import CheckpointError
-from tests.checkpoint.random_layouts import run_record
+from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
+
+GOLDEN = Path(__file__).with_name("golden")
+"""Checkpoints that earlier versions wrote: random_layout(7, 2) of global_tensors(7)."""
 
 
-def manifest(offset: int = 2) -> Manifest:
-    tensors = (
-        StoredTensor("weight/a", (4, 3), (0, 0), (2, 3), "F32", "rank_00000.safetensors", "0", "ab"),
-        StoredTensor("weight/a", (4, 3), (offset, 0), (2, 3), "F32", "rank_00001.safetensors", "0", "cd"),
-    )
-    return Manifest(
-        run_record(7), {"torch": "2"}, 3, {"rank_00000.safetensors": 99, "rank_00001.safetensors": 99}, tensors
-    )
+def manifest() -> Manifest:
+    files = {"rank_00000.safetensors": FileRecord(99, "ab"), "rank_00001.safetensors": FileRecord(99, "cd")}
+    tensors = {"weight/a": TensorRecord((4, 3), (0, 1)), "weight/b": TensorRecord((), (1,))}
+    return Manifest(run_record(7), {"torch": "2"}, 3, files, tensors)
 
 
 def test_round_trip() -> None:
@@ -55,36 +58,57 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 def test_newer_format_is_refused() -> None:
     """Catches a newer checkpoint reported as damaged, which sends its owner looking for a broken disk."""
-    body = json.loads(manifest().encode())
-    body["format_version"] = 99
+    text = manifest().encode().replace(b'"format_version": 3', b'"format_version": 99', 1)
     with pytest.raises(CheckpointError, match="format version 99 is newer"):
-        Manifest.decode(json.dumps(body).encode())
+        Manifest.decode(text)
 
 
-def test_a_checkpoint_of_version_1_still_loads() -> None:
-    """Catches checkpoints of before that are refused for what they could not know yet."""
-    body = json.loads(manifest().encode())
-    body["format_version"] = 1
-    for key in ("tokenizer", "data_digest"):
-        del body["run"][key]
-    found = Manifest.decode(resigned(body))
-    assert found == manifest() and found.run.tokenizer is None
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_of_earlier_versions(version: int, tmp_path: Path) -> None:
+    """Catches checkpoints of before that are refused, read wrongly, or believed when they are damaged."""
+    folder = tmp_path / "step_00000007"
+    shutil.copytree(GOLDEN / f"version_{version}", folder)
+    handle = open_checkpoint(folder)
+    assert handle.manifest.run == run_record(7) and handle.manifest.sequence == 1
+    shards = [shard for layout in random_layout(3, 4) for shard in shards_of(layout)]
+    read_into(handle, shards)
+    assert all_equal(shards, global_tensors(7))
+    file = folder / "rank_00001.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"rank_00001.safetensors: \w+/\w at \[.*\] fails its checksum"):
+        open_checkpoint(folder)
+    file.write_bytes(whole)
+    body = json.loads((folder / MANIFEST_FILE).read_text())
+    keys = [tensor["key"] for tensor in body["tensors"]]
+    gone = body["tensors"].pop(next(index for index, key in enumerate(keys) if keys.count(key) > 1))
+    (folder / MANIFEST_FILE).write_bytes(resigned_before_3(body))
+    with pytest.raises(CheckpointError, match=f"{gone['key']} of shape .* is not stored exactly once"):
+        open_checkpoint(folder)
 
 
 def resigned(body: dict[str, Any]) -> bytes:
-    """The text of a manifest with a checksum that holds, as whoever can write it can make it."""
+    """The text of a manifest with checksums that hold, as whoever can write it can make it."""
+    head = {key: body.pop(key) for key in ("format_version", "sequence", "contents", "checksum") if key in body}
+    contents = json.dumps(body)[1:].encode()
+    line = json.dumps({**head, "contents": xxhash.xxh3_128_hexdigest(contents), "checksum": ""})
+    signed = line[: line.rindex(', "checksum"')].encode()
+    return signed + f', "checksum": "{xxhash.xxh3_128_hexdigest(signed)}",\n'.encode() + contents
+
+
+def resigned_before_3(body: dict[str, Any]) -> bytes:
+    """The same in the form of versions 1 and 2."""
     body.pop("checksum")
-    return json.dumps({"checksum": _digest(body), **body}).encode()
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps({"checksum": digest, **body}).encode()
 
 
 Change = Callable[[dict[str, Any]], object]
 HOSTILE: dict[str, Change] = {
-    "files elsewhere": lambda body: (
-        body.update(files={"../../x.safetensors": 99}),
-        [tensor.update(file="../../x.safetensors") for tensor in body["tensors"]],
-    ),
+    "files elsewhere": lambda body: body["files"].update({"../../x.safetensors": {"bytes": 99, "header": "ab"}}),
     "no files": lambda body: body.update(files={}),
-    "no tensors": lambda body: body.update(files={}, tensors=[]),
+    "a file less": lambda body: body["files"].popitem(),
+    "no tensors": lambda body: body.update(files={}, tensors={}),
     "version 0": lambda body: body.update(format_version=0),
     "version NaN": lambda body: body.update(format_version=float("nan")),
     "version true": lambda body: body.update(format_version=True),
@@ -98,15 +122,16 @@ HOSTILE: dict[str, Change] = {
     "a run that is a list": lambda body: body.update(run=[]),
     "a model that is text": lambda body: body["run"].update(model="gpt"),
     "a sequence that is text": lambda body: body.update(sequence="3"),
-    "a size below 0": lambda body: body["files"].update({"rank_00000.safetensors": -1}),
-    "a tensor of another kind": lambda body: body["tensors"].append(7),
-    "a tensor with more": lambda body: body["tensors"][0].update(code="x"),
-    "an offset that is short": lambda body: body["tensors"][0].update(offset=[0]),
-    "an offset below 0": lambda body: body["tensors"][0].update(offset=[-1, 0]),
-    "a shape of text": lambda body: body["tensors"][0].update(shape="23"),
+    "a size below 0": lambda body: body["files"]["rank_00000.safetensors"].update(bytes=-1),
+    "a file with more": lambda body: body["files"]["rank_00000.safetensors"].update(code="x"),
+    "a tensor of another kind": lambda body: body["tensors"].update({"weight/c": 7}),
+    "a tensor with more": lambda body: body["tensors"]["weight/a"].update(code="x"),
+    "a rank below 0": lambda body: body["tensors"]["weight/a"].update(files=[-1]),
+    "a shape below 0": lambda body: body["tensors"]["weight/a"].update(shape=[-4, 3]),
+    "a shape of text": lambda body: body["tensors"]["weight/a"].update(shape="23"),
     "a tokenizer with more": lambda body: body["run"].update(tokenizer={"sha256": "ab", "code": "x"}),
     "something more": lambda body: body.update(more=1),
-    "nothing at all": lambda body: [body.pop(key) for key in list(body) if key != "checksum"],
+    "nothing at all": lambda body: [body.pop(key) for key in ("run", "software", "files", "tensors")],
 }
 
 
@@ -141,11 +166,22 @@ def test_a_pipe_in_its_place(tmp_path: Path) -> None:
         signal.alarm(0)
 
 
-def test_coverage() -> None:
-    """Catches parts that overlap and leave a gap of the same size."""
-    manifest().check_coverage()
-    with pytest.raises(CheckpointError, match=r"weight/a of shape \[4, 3\] is not stored exactly once: .* overlap"):
-        manifest(offset=1).check_coverage()
+def test_the_order_is_known_without_a_parser(tmp_path: Path) -> None:
+    """Catches a manifest that is damaged and counts, among those that are kept or as the newest."""
+    folder = tmp_path / "step_00000007"
+    folder.mkdir()
+    text = manifest().encode()
+    for change, found in (
+        (text, 3),
+        (text.replace(b'"sequence": 3', b'"sequence": 9', 1), None),
+        (text.replace(b'"bytes": 99', b'"bytes": 98', 1), None),
+        (text[:-1], None),
+        (text[: text.index(b"\n") + 1], None),
+    ):
+        (folder / MANIFEST_FILE).write_bytes(change)
+        assert read_sequence(folder) == found, change[:90]
+    (folder / MANIFEST_FILE).unlink()
+    assert read_sequence(folder) is None
 
 
 def test_thread_count_and_versions_are_recorded() -> None:

@@ -18,6 +18,7 @@ import pytest
 from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
+from megads.checkpoint.retention import Retention
 from megads.checkpoint.store import RanksFailed, SaveError, agreed, on_first, save_checkpoint
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.distributed import open_control_plane
@@ -41,7 +42,7 @@ def save(
         run_dir,
         shards_of(layout, global_tensors(step if seed is None else seed)),
         run_record(step),
-        keep,
+        Retention(keep),
         fence=fence,
         control=open_control_plane(),
     )

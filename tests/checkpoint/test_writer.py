@@ -27,7 +27,7 @@ from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.lease import Fence, claimed
-from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.slurm import SlurmJob
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
@@ -67,8 +67,9 @@ class Loop:
         config = CheckpointConfig(**{"every_steps": 1, "async_save": True, **options})
         events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
         self.hook = CheckpointHook(
-            self.engine, run_dir, config, run_record(0), self.state, events, writer=writer, timeout_s=timeout_s
-        )  # type: ignore[arg-type]
+            self.engine, run_dir, config, run_record(0), self.state, events, writer=writer, timeout_s=timeout_s,
+            best_by="valid/held_out/loss" if config.keep_best else None,
+        )  # type: ignore[arg-type] # fmt: skip
         self.hook.on_start(self.state)
 
     def step(self, last: bool = False) -> None:
@@ -118,13 +119,13 @@ def seeds_of(run_dir: Path) -> list[int]:
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """A writer's disk takes so long; to be called before the writer is forked."""
-    write = writer_module.write_shards
+    write = writer_module.write_rank_file
 
     def slow(*arguments: Any) -> Any:
         time.sleep(seconds)
         return write(*arguments)
 
-    monkeypatch.setattr(writer_module, "write_shards", slow)
+    monkeypatch.setattr(writer_module, "write_rank_file", slow)
 
 
 def train_steps(run_dir: Path, steps: int, behind: bool) -> list[int]:
@@ -152,6 +153,29 @@ def test_as_a_synchronous_save(world_size: int, tmp_path: Path) -> None:
         )  # fmt: skip
         assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *sorted(ours.files)]
     assert seeds_of(tmp_path / "behind") == list(list_checkpoints(tmp_path / "behind"))
+
+
+def validated_steps(run_dir: Path) -> list[int]:
+    """Steps 1 to 8, each saved behind the training and then validated by rank 0: 3 is the best, 5 the next one."""
+    metrics = MetricsWriter(run_dir, enabled=open_control_plane().rank == 0)
+    with started() as writer:
+        loop = Loop(run_dir, writer, keep=1, keep_best=2, keep_every=4)
+        for step in range(1, 9):
+            loop.step(last=step == 8)
+            metrics.write({"step": step, "valid/held_out/loss": {3: 1.0, 5: 2.0}.get(step, 2.0 + step)})
+            while writer.progress().stage is Stage.writing:
+                time.sleep(0.001)
+            open_control_plane().barrier()
+        loop.hook.on_end(loop.state)
+    return list(list_checkpoints(run_dir))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_writer_keeps_the_best(world_size: int, tmp_path: Path) -> None:
+    """Catches a writer process that does not know what a rank knows of the losses, or knows it of another rank."""
+    assert run_ranks(validated_steps, world_size, tmp_path) == [[3, 4, 5, 7, 8]] * world_size
+    assert seeds_of(tmp_path) == [3, 4, 5, 7, 8]
 
 
 def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +283,7 @@ def test_a_bug_of_the_writer_is_in_the_log(
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(writer_module, "write_shards", broken)
+    monkeypatch.setattr(writer_module, "write_rank_file", broken)
     with started() as writer:
         Loop(tmp_path, writer).step()
         wait_for(Stage.lost, writer)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.config import RootConfig
 from megads.frozen_config import load_frozen
 from megads.launch import disk_need
@@ -67,6 +68,30 @@ def test_checkpoints_at_the_same_time(keep: int, every: int, steps: int, there: 
     config = RootConfig()
     config.checkpoint.keep, config.checkpoint.every_steps, config.train.steps = keep, every, steps
     assert disk_need._most_at_a_time(config, dict.fromkeys(there, Path())) == most
+
+
+def test_checkpoints_that_stay_for_good() -> None:
+    """Catches checkpoints that are kept for their step or their loss and not counted, or counted twice, and those of
+    earlier starts: a run whose losses are the worst for the disk has as many at the same time as was said."""
+    draw = random.Random(3)
+    for _ in range(300):
+        config, every = RootConfig(), draw.randint(1, 3)
+        config.train.steps, config.checkpoint = draw.randint(1, 30), CheckpointConfig(every, draw.randint(1, 3))
+        config.checkpoint.keep_every, config.checkpoint.keep_best = every * draw.randint(0, 3), draw.randint(0, 3)
+        multiple = config.checkpoint.keep_every
+        # The first ones are the best, but for those that stay for their step.
+        losses = {step: float(step) + (1000 if multiple and not step % multiple else 0) for step in range(1, 31)}
+        keep = config.checkpoint.retention(losses, newest_is_proven=False)
+        start, said, most, there = draw.randint(0, config.train.steps - 1), 0, 0, dict[int, int]()
+        for step in range(1, config.train.steps + 1):
+            if step == start + 1:
+                said, most = disk_need._most_at_a_time(config, dict.fromkeys(there, Path())), len(there)
+            if step % every == 0 or step == config.train.steps:
+                there[step] = step
+                most = max(most, len(there))
+                for gone in keep.surplus(there):
+                    del there[gone]
+        assert said == most, (config.checkpoint, config.train.steps, start)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter, read_json_lines
+from megads.runtime.metrics import EventWriter, LedgerRecord, MetricHistory, MetricsWriter, read_json_lines
 from tests.distributed import run_ranks
 
 
@@ -194,3 +194,23 @@ def test_two_writers_of_events(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["launch", "start", "exit"]
     assert all(line["time"] > 1.7e9 for line in lines)
+
+
+def test_the_values_of_one_metric(tmp_path: Path) -> None:
+    """Catches values of another metric or of none, a line that is read when half of it is there and then never again,
+    and values of steps that were cut off."""
+    history, metrics = MetricHistory(tmp_path, "valid/a/loss"), MetricsWriter(tmp_path, enabled=True)
+    assert history.values() == {}
+    for step, value in enumerate((3.0, math.nan, None, math.inf, 2), 1):
+        metrics.write({"step": step, "loss": 0.5})
+        metrics.write({"step": step, "valid/a/loss": value, "valid/b/loss": 1.0, "note": "valid/a/loss"})
+    assert history.values() == {1: 3.0, 5: 2}
+    line = json.dumps({"step": 6, "valid/a/loss": 1.5}) + "\n"
+    path = tmp_path / "metrics.jsonl"
+    for part in (line[:14], line[14:]):
+        assert history.values() == {1: 3.0, 5: 2}
+        with path.open("a") as file:
+            file.write(part)
+    assert history.values() == {1: 3.0, 5: 2, 6: 1.5}
+    metrics.drop_after(4)
+    assert history.values() == {1: 3.0}

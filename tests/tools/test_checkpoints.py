@@ -59,6 +59,19 @@ def test_list(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["1"] == ["1", "not", "usable"]
 
 
+def test_list_says_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a checkpoint without its reason, and a best one by the losses of another validation set."""
+    write_run(run_dir, run_dir.parent / "data" / "corpus", model_of(7), 7)
+    with (run_dir / "config.yaml").open("a") as file:
+        file.write("checkpoint: {every_steps: 1, keep: 2, keep_every: 2, keep_best: 1, best_by: web}\n")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step, loss in {1: 3.0, 2: 3.5, 7: 3.25}.items():
+            file.write(json.dumps({"step": step, "valid/web/loss": loss, "valid/held_out/loss": -step}) + "\n")
+    assert do(CheckpointAction.list, run_dir) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if ":" in line]
+    assert {line[0]: line[-1] for line in lines} == {"1": "best", "2": "every", "5": "recent", "7": "newest"}
+
+
 def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a flipped bit that is called sound, and one damaged checkpoint that ends the check of the others."""
     assert do(CheckpointAction.verify, run_dir) == 0

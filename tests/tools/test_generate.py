@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megads.batch import BatchInfo
 from megads.config import RootConfig
@@ -37,6 +36,7 @@ from megads.tools.generate import (
     given_tasks,
     refuse_to_overwrite,
 )
+from tests.checkpoint.test_format import read_checkpoint
 from tests.command import StartCommand, checkpoint_of, small_model
 from tests.small_run import TOKENS, hot_model, model_config, write_dataset, write_run
 
@@ -349,15 +349,8 @@ def test_a_prompt_that_does_not_fit_ends_no_session(
 
 def assembled(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The full weights, put together from the files without megads' reader."""
-    full: dict[str, torch.Tensor] = {}
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for part in json.loads((checkpoint / "manifest.json").read_text())["tensors"]:
-        kind, name = part["key"].split("/")
-        if kind == "weight":
-            weights = files.setdefault(part["file"], load_file(checkpoint / part["file"]))
-            place = tuple(slice(o, o + n) for o, n in zip(part["offset"], part["shape"], strict=True))
-            full.setdefault(name, torch.empty(part["global_shape"]))[place] = weights[part["name"]]
-    return full
+    found = read_checkpoint().tensors(checkpoint)
+    return {key.removeprefix("weight/"): tensor for key, tensor in found if key.startswith("weight/")}
 
 
 @pytest.mark.slow

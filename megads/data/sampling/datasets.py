@@ -34,8 +34,6 @@ from megads.runtime.progress import Progress
 
 _COPIED_BYTES = 1 << 23
 """At a time, when a dataset is staged."""
-HELD_OUT = "held_out"
-"""Name of the validation set where the config gives none."""
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +80,7 @@ def open_datasets(
         splits = [split_documents(dataset, config.split) for dataset in datasets]
         train_documents = [train for train, _ in splits]
         held_out = {
-            item.shown_name if len(config.train) > 1 else HELD_OUT: (dataset, split[1])
+            config.share_name(item): (dataset, split[1])
             for item, dataset, split in zip(items, datasets, splits, strict=True)
             if item in config.train
         }

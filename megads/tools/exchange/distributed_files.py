@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.checkpoint.manifest import Rectangle, coverage_fault
+from megads.checkpoint.rectangle import Rectangle, coverage_fault
 from megads.errors import CheckpointError
 from megads.runtime.files import read_regular
 from megads.tools.exchange.inert_pickle import Named, read_inert

@@ -80,7 +80,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     model = model_config_of(handle)
     architecture = choose_architecture(model, "auto")
     tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
-    stored = handle.manifest.by_key()
+    stored = handle.manifest.tensors
     names = parameter_shapes(model)
     moments = MOMENTS if all(f"{kind}/{name}" in stored for kind in MOMENTS for name in names) else ()
     kinds = (WEIGHT, *moments)

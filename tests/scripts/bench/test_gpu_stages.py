@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megads.checkpoint.store import save_parts
+from megads.engine.interface import Shard
 from megads.model.attention import rotary_tables
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import initial_value
@@ -27,6 +28,7 @@ from scripts.bench.gpu_sanitizer import findings, sanitizer_command
 from scripts.bench.gpu_stages import RESERVE_S, Clock, Runner, first_error, plan
 from scripts.bench.gpu_train import SIZES, fit_of, quickest_attention
 from scripts.bench.torchtitan_side import torchtitan_weights
+from tests.checkpoint.random_layouts import run_record
 from tests.command import COMPUTED
 
 TRAINING = Training((), vocabulary=512, steps=4, every=2, killed_after=3)
@@ -205,7 +207,7 @@ def test_what_nvidias_tools_say_is_read() -> None:
     assert slowest(timed, 2) == ["slower", "slow"]
 
 
-def run_of(folder: Path, losses: list[float], resumed: int | None = None, checksum: str = "ab") -> Path:
+def run_of(folder: Path, losses: list[float], resumed: int | None = None, weight: float = 1.0) -> Path:
     """A run's ledger, events and last checkpoint."""
     metrics = MetricsWriter(folder, enabled=True)
     for step, loss in enumerate(losses, start=1):
@@ -213,10 +215,7 @@ def run_of(folder: Path, losses: list[float], resumed: int | None = None, checks
     EventWriter(folder).write("start", step=0)
     if resumed is not None:
         EventWriter(folder).write("resume", step=resumed)
-    last = folder / "checkpoints" / f"step_{TRAINING.steps:08d}"
-    last.mkdir(parents=True)
-    tensors = [{"key": "weight", "offset": [0], "shape": [1], "checksum": checksum}]
-    (last / "manifest.json").write_text(json.dumps({"tensors": tensors}))
+    save_parts(folder, [[Shard("weight/a", (1,), (0,), torch.tensor([weight]))]], run_record(TRAINING.steps))
     return folder
 
 
@@ -225,14 +224,14 @@ def test_a_resume_is_judged(tmp_path: Path) -> None:
     whether the kill had to do with it."""
     reference = run_of(tmp_path / "reference", [4.0, 3.0, 2.0, 1.0])
     found = {
-        name: verdict(reference, run_of(tmp_path / name, losses, resumed, checksum), TRAINING, 3)
-        for name, losses, resumed, checksum in (
-            ("same", [4.0, 3.0, 2.0, 1.0], 2, "ab"),
-            ("after", [4.0, 3.0, 2.0, 1.5], 2, "ab"),
-            ("before", [4.0, 3.5, 2.0, 1.0], 2, "ab"),
-            ("tensors", [4.0, 3.0, 2.0, 1.0], 2, "cd"),
-            ("short", [4.0, 3.0, 2.0], 2, "ab"),
-            ("never", [4.0, 3.0, 2.0, 1.0], None, "ab"),
+        name: verdict(reference, run_of(tmp_path / name, losses, resumed, weight), TRAINING, 3)
+        for name, losses, resumed, weight in (
+            ("same", [4.0, 3.0, 2.0, 1.0], 2, 1.0),
+            ("after", [4.0, 3.0, 2.0, 1.5], 2, 1.0),
+            ("before", [4.0, 3.5, 2.0, 1.0], 2, 1.0),
+            ("tensors", [4.0, 3.0, 2.0, 1.0], 2, 2.0),
+            ("short", [4.0, 3.0, 2.0], 2, 1.0),
+            ("never", [4.0, 3.0, 2.0, 1.0], None, 1.0),
         )
     }
     assert found["same"].startswith(EQUAL) and "resumed from 2" in found["same"]

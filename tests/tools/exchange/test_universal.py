@@ -94,7 +94,7 @@ def test_it_comes_back(tmp_path: Path, tokenizer: Path) -> None:
         assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
     import_folder(ImportConfig(str(tmp_path / "out"), str(tmp_path / "weights"), optimizer=False))
     weights = open_checkpoint(tmp_path / "weights")
-    assert weights.state["step"] == 0 and {key.partition("/")[0] for key in weights.manifest.by_key()} == {"weight"}
+    assert weights.state["step"] == 0 and {key.partition("/")[0] for key in weights.manifest.tensors} == {"weight"}
 
 
 def test_deepspeed_loads_it(tmp_path: Path, tokenizer: Path) -> None:

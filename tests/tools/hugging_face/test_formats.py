@@ -327,7 +327,7 @@ def test_overwrite_replaces_its_own_kind_only(tmp_path: Path, tokenizer: Path) -
     imported = str(tmp_path / "imported")
     load.import_folder(ImportConfig(str(folder), imported))
     load.import_folder(ImportConfig(str(folder), imported, overwrite=True))
-    (tmp_path / "imported" / "config.yaml").write_text("the config of a run that was trained here")
+    (tmp_path / "imported" / "events.jsonl").write_text("the events of a run that was trained here")
     for output in (run_dir, theirs, folder, Path(imported)):
         with pytest.raises(ConfigError, match="is none of megads import"):
             load.import_folder(ImportConfig(str(folder), str(output), overwrite=True))
