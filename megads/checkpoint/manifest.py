@@ -11,10 +11,11 @@ import json
 import platform
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -161,6 +162,10 @@ class Manifest:
             (bool(outside), f"{', '.join(map(repr, outside[:3]))} cannot be a file of a checkpoint"),
             (named != self.files.keys(), "the files are not those that the tensors are in"),
             (not self.tensors, "it holds no tensor"),
+            (
+                any(not _ascending(tensor.files) for tensor in self.tensors.values()),
+                "its ranks are in disorder",
+            ),
         ):
             if wrong:
                 raise CheckpointError(f"it cannot be used: {why}")
@@ -229,6 +234,10 @@ class Manifest:
             raise CheckpointError(f"it is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']})") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"it is damaged ({type(error).__name__}: {error})") from error
+
+
+def _ascending(numbers: Sequence[int]) -> bool:
+    return all(before < after for before, after in pairwise(numbers))
 
 
 @dataclass(frozen=True)

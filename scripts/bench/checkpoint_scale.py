@@ -107,7 +107,7 @@ def write_holes(folder: Path, layout: Layout) -> None:
         with path.open("xb") as file:
             file.write(header)
             file.truncate(len(header) + sum(entry.nbytes for entry in layouts))
-        write_part(folder, rank, (summarize(path, shards), []))
+        write_part(folder, rank, (summarize(path, shards), sorted({shard.key for shard in shards})))
 
 
 def measured(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:

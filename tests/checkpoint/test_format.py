@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,47 @@ def test_headers_that_no_checkpoint_has(change: Change, reason: str, tmp_path: P
     (folder / MANIFEST_FILE).write_bytes(resigned(body))
     with pytest.raises(CheckpointError, match=reason):
         open_checkpoint(folder)
+
+
+def flipped(data: bytes, draw: random.Random) -> bytes:
+    position = draw.randrange(len(data))
+    return data[:position] + bytes([data[position] ^ 1 << draw.randrange(8)]) + data[position + 1 :]
+
+
+def cut(data: bytes, draw: random.Random) -> bytes:
+    return data[: draw.randrange(len(data))]
+
+
+def with_a_hole(data: bytes, draw: random.Random) -> bytes:
+    begin = draw.randrange(len(data))
+    end = min(len(data), begin + draw.choice((1, 8, 64, 512)))
+    return data[:begin] + bytes(end - begin) + data[end:]
+
+
+def with_bytes_moved(data: bytes, draw: random.Random) -> bytes:
+    begin, end = sorted(draw.randrange(len(data)) for _ in range(2))
+    return data[end:] + data[begin:end] + data[:begin]
+
+
+def longer(data: bytes, draw: random.Random) -> bytes:
+    return data + draw.randbytes(draw.choice((1, 8, 100)))
+
+
+@pytest.mark.parametrize("change", [flipped, cut, with_a_hole, with_bytes_moved, longer])
+def test_no_damage_is_silent(change: Callable[[bytes, random.Random], bytes], tmp_path: Path) -> None:
+    """Catches damage of any byte of any file that is loaded, or that ends in anything but a refusal that names it."""
+    folder, draw = saved(tmp_path), random.Random(change.__name__)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for _ in range(600):
+        name = draw.choice(sorted(whole))
+        damaged = change(whole[name], draw)
+        if damaged == whole[name]:
+            continue
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            open_checkpoint(folder)
+        (folder / name).write_bytes(whole[name])
+    assert open_checkpoint(folder).state["step"] == 7
 
 
 def test_files_of_two_checkpoints(tmp_path: Path) -> None:

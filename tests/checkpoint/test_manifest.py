@@ -126,6 +126,7 @@ HOSTILE: dict[str, Change] = {
     "a file with more": lambda body: body["files"]["rank_00000.safetensors"].update(code="x"),
     "a tensor of another kind": lambda body: body["tensors"].update({"weight/c": 7}),
     "a tensor with more": lambda body: body["tensors"]["weight/a"].update(code="x"),
+    "a rank twice": lambda body: body["tensors"]["weight/a"].update(files=[0, 0, 1]),
     "a rank below 0": lambda body: body["tensors"]["weight/a"].update(files=[-1]),
     "a shape below 0": lambda body: body["tensors"]["weight/a"].update(shape=[-4, 3]),
     "a shape of text": lambda body: body["tensors"]["weight/a"].update(shape="23"),
