@@ -117,7 +117,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "another type": (lambda header: header[first(header)].update(dtype="F64"), "is no F64 of shape"),
     "an unknown type": (lambda header: header[first(header)].update(dtype="F7"), "is no F7 of shape"),
     "another shape": (lambda header: header[first(header)].update(shape=[1, 2]), "is no F32 of shape"),
-    "bytes elsewhere": (lambda header: header[first(header)].update(data_offsets=[10**9, 10**9]), "is no F32 of shape"),
+    "no bytes": (lambda header: header[first(header)].update(data_offsets=[10**9, 10**9]), "is no F32 of shape"),
+    "bytes elsewhere": (lambda header: header[first(header)].update(data_offsets=[10**9, 10**9 + 4]), "cannot be read"),
     "no metadata": (lambda header: header.pop("__metadata__"), "its header cannot be used"),
     "a tensor without notes": (lambda header: header["__metadata__"].popitem(), "name other tensors"),
 }
@@ -138,6 +139,16 @@ def test_headers_that_no_checkpoint_has(change: Change, reason: str, tmp_path: P
     body["files"][path.name] = {"bytes": path.stat().st_size, "header": xxhash.xxh3_128_hexdigest(text)}
     (folder / MANIFEST_FILE).write_bytes(resigned(body))
     with pytest.raises(CheckpointError, match=reason):
+        open_checkpoint(folder)
+
+
+def test_a_manifest_that_leaves_a_holder_out(tmp_path: Path) -> None:
+    """Catches a checkpoint that is called sound, and of which a part cannot be found."""
+    folder = saved(tmp_path)
+    body = json.loads((folder / MANIFEST_FILE).read_text())
+    next(record for record in body["tensors"].values() if len(record["files"]) > 1)["files"].pop()
+    (folder / MANIFEST_FILE).write_bytes(resigned(body))
+    with pytest.raises(CheckpointError, match="holds other tensors than the manifest says"):
         open_checkpoint(folder)
 
 

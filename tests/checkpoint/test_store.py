@@ -15,11 +15,21 @@ from typing import Any
 
 import pytest
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.rank_file import file_name, write_rank_file
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.retention import Retention
-from megads.checkpoint.store import RanksFailed, SaveError, agreed, on_first, save_checkpoint
+from megads.checkpoint.store import (
+    RanksFailed,
+    SaveError,
+    agreed,
+    commit,
+    hidden_folder,
+    on_first,
+    prepare,
+    save_checkpoint,
+)
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.lease import Fence, claimed
@@ -157,6 +167,23 @@ def test_incomplete_set_is_not_committed(missing: str, reason: str, tmp_path: Pa
     for message in run_ranks(save_incomplete, 2, tmp_path, missing):
         assert reason in message
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("seen", "reason"), [(99, "has 99 bytes as rank 0 sees it"), (None, "must be shared by all")])
+def test_what_rank_0_sees_of_the_others(seen: int | None, reason: str, tmp_path: Path) -> None:
+    """Catches a checkpoint with a file that is not there, or not all there, on a disk that is not shared or lags."""
+    partial, final = hidden_folder(step_folder(tmp_path, 1), "partial"), step_folder(tmp_path, 1)
+    prepare(partial)
+    tensors = global_tensors(1)
+    written = [(write_rank_file(partial, rank, shards_of(layout, tensors)), list[str]())
+               for rank, layout in enumerate(random_layout(1, 2))]  # fmt: skip
+    if seen is None:
+        (partial / file_name(1)).unlink()
+    else:
+        os.truncate(partial / file_name(1), seen)
+    with pytest.raises(CheckpointError, match=reason):
+        commit(partial, final, run_record(1), written, {})
+    assert not final.exists()
 
 
 def save_with_one_full_disk(run_dir: Path) -> list[Any]:
