@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,11 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
+from megads.runtime.files import read_regular
 from megads.runtime.heartbeat import RankPosition, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
+
+T = TypeVar("T")
 
 _FULL_BYTES = 2**20
 _HINTS: dict[int, str] = {
@@ -145,22 +147,29 @@ def clear_records(run_dir: Path) -> None:
 
 def read_failures(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> list[FailureRecord]:
     """Returns the failure records that ranks of a start left, see run_dir.failure_path."""
-    found = (_record(failure_path(run_dir, rank, start)) for rank in ranks)
-    return [FailureRecord(**record) for record in found if record is not None]
+    found = (_record(failure_path(run_dir, rank, start), FailureRecord) for rank in ranks)
+    return [record for record in found if record is not None]
 
 
 def read_exits(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> dict[int, int]:
     """Returns the codes that ranks of a start returned, of those that left a record."""
-    found = {rank: _record(exit_path(run_dir, rank, start)) for rank in ranks}
-    return {rank: record["exit_code"] for rank, record in found.items() if record is not None}
+    found = (_record(exit_path(run_dir, rank, start), RankExit) for rank in ranks)
+    return {record.rank: record.exit_code for record in found if record is not None}
 
 
-def _record(path: Path) -> dict[str, Any] | None:
-    """What a rank of this node, or of any on a shared disk, left under this name; None for nothing."""
+def _record(path: Path, kind: type[T]) -> T | None:
+    """What a rank of this node, or of any on a shared disk, left under this name; None for nothing that can be read:
+    its exit status and its log are there all the same."""
+    # Needed after a failure only, and slow to import.
+    from pydantic import TypeAdapter
+
     spare = spare_path(path)
     # Others may write among temporary files; in the run's folder a file server may name another owner.
     ours = path if path.exists() else spare if spare.exists() and spare.stat().st_uid == os.getuid() else None
-    return None if ours is None else json.loads(ours.read_text())
+    try:
+        return None if ours is None else TypeAdapter(kind).validate_json(read_regular(ours))
+    except (OSError, ValueError):
+        return None
 
 
 def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:

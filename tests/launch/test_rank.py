@@ -93,6 +93,15 @@ def test_the_runs_own_record_goes_first(tmp_path: Path, spare: Path) -> None:
     assert read_exits(tmp_path, range(1)) == {0: 6}
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"rank": 0}', '{"rank": "x", "exit_code": []}', "\x00" * 40])
+def test_a_damaged_record_is_none(text: str, tmp_path: Path, spare: Path) -> None:
+    """Catches a launcher that ends in a traceback where a rank's last word is cut off, on a full disk for instance."""
+    (tmp_path / "logs").mkdir()
+    for path in (failure_path(tmp_path, 0), exit_path(tmp_path, 0)):
+        path.write_text(text)
+    assert (read_failures(tmp_path, range(1)), read_exits(tmp_path, range(1))) == ([], {})
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_a_record_of_somebody_else_is_none(tmp_path: Path, spare: Path) -> None:
     """Catches another user of the node who ends a run, or lets a failed one pass for finished."""
