@@ -97,6 +97,7 @@ def test_it_comes_back(tmp_path: Path, tokenizer: Path) -> None:
     assert weights.state["step"] == 0 and {key.partition("/")[0] for key in weights.manifest.tensors} == {"weight"}
 
 
+@pytest.mark.slow
 def test_deepspeed_loads_it(tmp_path: Path, tokenizer: Path) -> None:
     """Catches a checkpoint that DeepSpeed's engine does not load: weights, moments and steps of both its groups of
     parameters, whose settings remain its own."""
@@ -112,6 +113,7 @@ def test_deepspeed_loads_it(tmp_path: Path, tokenizer: Path) -> None:
     assert found["steps"].tolist() == [6.0] and found["global_steps"] == 7 and found["decays"].tolist() == [0.1, 0.0]
 
 
+@pytest.mark.slow
 def test_deepspeeds_own_is_read(tmp_path: Path, tokenizer: Path) -> None:
     """Catches names, shapes or steps of what DeepSpeed trained, saved and converted itself that are read as others."""
     settings = exported(write_run(tmp_path / "run", tokenizer), tmp_path / "out") / "global_step7"
