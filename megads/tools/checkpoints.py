@@ -220,8 +220,8 @@ class Resharded:
     def __str__(self) -> str:
         fewer = f" ({self.asked:,} were asked for; rows are not cut)" if self.files < self.asked else ""
         return (
-            f"{self.folder}: step {self.source.state['step']:,} in {self.files:,} files{fewer}, {self.files_before:,} "
-            f"before\ncontinue it: megads train ... checkpoint.load={self.folder}"
+            f"{self.folder}: step {self.source.state['step']:,} in {self.files:,} file{'s' * (self.files > 1)}{fewer}, "
+            f"{self.files_before:,} before\ncontinue it: megads train ... checkpoint.load={self.folder}"
         )
 
 
