@@ -62,7 +62,7 @@ class CheckpointHook:
         beats: of this rank; None: it sends none.
         writer: of this rank, for saves that training does not wait for; None: it waits for all of them.
         timeout_s: a writer that takes longer has hung.
-        best_by: metric by which checkpoint.keep_best compares checkpoints.
+        loss_key: of the metric by which checkpoint.keep_best compares checkpoints; None: it keeps none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class CheckpointHook:
         beats: Heartbeat | None = None,
         writer: CheckpointWriter | None = None,
         timeout_s: float = 600.0,
-        best_by: str | None = None,
+        loss_key: str | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -89,7 +89,7 @@ class CheckpointHook:
         self._fence = fence
         self._beats = beats or Heartbeat()
         self._ledger = metrics.record if metrics is not None else lambda: None
-        self._losses = MetricHistory(run_dir, best_by) if best_by is not None else None
+        self._losses = MetricHistory(run_dir, loss_key) if loss_key is not None else None
         self._checkpoint_bytes = 0
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False

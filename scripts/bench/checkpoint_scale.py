@@ -20,6 +20,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -110,24 +111,20 @@ def write_holes(folder: Path, layout: Layout) -> None:
         write_part(folder, rank, (summarize(path, shards), sorted({shard.key for shard in shards})))
 
 
-def measured(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:
+def cost(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:
     """Seconds and megabytes of a piece of work, and what it says."""
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.perf_counter()
+    said = work(*arguments)
+    seconds = time.perf_counter() - begin
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return f"{seconds:.3g} s, {grown / 1024:,.0f} MB", said
 
-    def child() -> None:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        begin = time.perf_counter()
-        said = work(*arguments)
-        seconds = time.perf_counter() - begin
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        answers.put((f"{seconds:.3g} s, {grown / 1024:,.0f} MB", said))
 
-    process = context.Process(target=child)
-    process.start()
-    found: tuple[str, str] = answers.get()
-    process.join()
-    return found
+def measured(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:
+    """The same in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(cost, work, *arguments).result()
 
 
 def collect_and_commit(partial: Path, final: Path, record: RunRecord, ranks: int) -> str:

@@ -60,8 +60,8 @@ def run(
     config = CheckpointConfig(every_steps=every_steps, keep=keep, **options)
     engine: Any = OneRankEngine()
     metrics, key = MetricsWriter(run_dir, enabled=open_control_plane().rank == 0), "valid/held_out/loss"
-    best_by = key if config.keep_best else None
-    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events, fence, metrics, best_by=best_by)
+    loss_key = key if config.keep_best else None
+    hook = CheckpointHook(engine, run_dir, config, run_record(0), state, events, fence, metrics, loss_key=loss_key)
     hook.on_start(state)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(loaded_step + 1, steps + 1):

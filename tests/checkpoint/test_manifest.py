@@ -69,7 +69,7 @@ def test_checkpoints_of_earlier_versions(version: int, tmp_path: Path) -> None:
     folder = tmp_path / "step_00000007"
     shutil.copytree(GOLDEN / f"version_{version}", folder)
     handle = open_checkpoint(folder)
-    assert handle.manifest.run == run_record(7) and handle.manifest.sequence == 1
+    assert handle.manifest.run == run_record(7) and handle.manifest.sequence == read_sequence(folder) == 1
     shards = [shard for layout in random_layout(3, 4) for shard in shards_of(layout)]
     read_into(handle, shards)
     assert all_equal(shards, global_tensors(7))

@@ -68,7 +68,7 @@ class Loop:
         events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
         self.hook = CheckpointHook(
             self.engine, run_dir, config, run_record(0), self.state, events, writer=writer, timeout_s=timeout_s,
-            best_by="valid/held_out/loss" if config.keep_best else None,
+            loss_key="valid/held_out/loss" if config.keep_best else None,
         )  # type: ignore[arg-type] # fmt: skip
         self.hook.on_start(self.state)
 
