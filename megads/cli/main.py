@@ -75,6 +75,10 @@ def main() -> None:
         code = EXIT_INTERRUPTED
     finally:
         progress.leave()
+    if code == EXIT_INTERRUPTED:
+        # Where the interrupt fell into an exec() of text, as @dataclass calls it in an import, CPython remembers that
+        # and would end by SIGINT instead of with this code; the next exec() makes it forget.
+        exec("")
     sys.exit(code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import termios
@@ -115,6 +116,24 @@ def test_plain_lines_of_a_log() -> None:
         program = PLAIN.replace("progress.enter", f"{setup}\nprogress.enter", 1).replace("60", "2" if quiet else "60")
         done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, check=True)
         assert (done.stdout.count(b"tokenizing"), done.stdout.count(b"\n"), done.stderr) == (said, said, b"")
+
+
+def test_ctrl_c_while_a_class_is_made(tmp_path: Path) -> None:
+    """Catches an end of `python -m` by SIGINT in place of the exit code, where the interrupt fell into an exec()."""
+    program = """
+from megads.cli import main
+def run(_):
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        return 130
+main.run = run
+main.main()
+"""
+    (tmp_path / "program.py").write_text(program)
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path, env=variables, check=False)
+    assert done.returncode == 130
 
 
 def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
