@@ -43,6 +43,11 @@ def derive_run_id(config: RootConfig, name: str) -> str:
     Returns:
         `<name>-<8 hex digits>`.
     """
+    return f"{name}-{computation_digest(config)[:8]}"
+
+
+def computation_digest(config: RootConfig) -> str:
+    """Returns a sha256, as 64 hex digits, of what a run computes in which layout; see `derive_run_id`."""
     content = config_dict(config)
     for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed"):
         del content[room]
@@ -57,7 +62,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
     # The path of what was prepared says what was read of which files.
     for key in ("history", "extensions", "encoding", "cut_documents"):
         del content["data"][key]
-    return f"{name}-{_sha256(content)[:8]}"
+    return _sha256(content)
 
 
 def _sha256(content: dict[str, Any]) -> str:

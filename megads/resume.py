@@ -9,6 +9,7 @@ import numpy as np
 
 from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
+from megads.checkpoint.local import LocalFolder
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
 from megads.checkpoint.store import on_first
@@ -34,11 +35,13 @@ class Origin:
         checkpoint: that it continues, verified; None for a start at step 0.
         weights: of another run, for a start at step 0; None draws them.
         from_path: the checkpoint is the one that checkpoint.load names.
+        passed_by: later checkpoints that are not used, each with its reason.
     """
 
     checkpoint: CheckpointHandle | None
     weights: WeightSource | None
     from_path: bool
+    passed_by: tuple[str, ...] = ()
 
     @property
     def gives_weights(self) -> bool:
@@ -46,7 +49,9 @@ class Origin:
         return self.checkpoint is not None or self.weights is not None
 
 
-def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane) -> Origin:
+def find_origin(
+    config: RootConfig, run_dir: Path, control: ControlPlane, local_folder: LocalFolder | None = None
+) -> Origin:
     """Finds the checkpoint that the config names, else the newest usable one of this run, else weights; collective.
 
     A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
@@ -56,6 +61,7 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane) -> Ori
         config: of this start.
         run_dir: the run's folder.
         control: of all ranks.
+        local_folder: of this rank; None: there are no local checkpoints.
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used, or is of another model.
@@ -64,16 +70,22 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane) -> Ori
     """
     load = config.checkpoint.load
     from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
-    handle = find_checkpoint(run_dir, load if from_path or load == "none" else "auto", control)
+    handle: CheckpointHandle | None = None
+    not_used: list[str] = []
+    if local_folder is not None and not from_path and load != "none":
+        handle, not_used = local_folder.find()
+    if handle is None:
+        handle = find_checkpoint(run_dir, load if from_path or load == "none" else "auto", control)
     if handle is None:
         given = config.checkpoint.init_from
-        return Origin(None, None if given is None else open_source(given, control), from_path=False)
+        weights = None if given is None else open_source(given, control)
+        return Origin(None, weights, from_path=False, passed_by=tuple(not_used))
     check_model(handle, asdict(config.model))
     now = read_record(run_dir)
     if now is not None:
         # The launcher has looked at the newest one; this one may be older.
-        changes_of_run(_past(handle.folder, handle.manifest), config, now)
-    return Origin(handle, None, from_path)
+        changes_of_run(_past(handle.home, handle.folder, handle.manifest), config, now)
+    return Origin(handle, None, from_path, passed_by=(*not_used, *handle.passed_by))
 
 
 def resume(
@@ -93,6 +105,8 @@ def resume(
     """
     load, handle = config.checkpoint.load, origin.checkpoint
     if handle is None:
+        if origin.passed_by:
+            events.write("fresh_start", level="warning", step=0, passed_by=list(origin.passed_by))
         continue_ledger(metrics, events, 0, keep_copy=load == "none")
         if origin.weights is not None:
             take_weights(origin.weights, config, engine, events)
@@ -102,12 +116,12 @@ def resume(
     events.write(
         "resume",
         step=state.step,
-        checkpoint=handle.folder.name,
+        checkpoint=handle.name,
         note=note_of_path(origin, load, run_dir),
-        passed_by=list(handle.passed_by),
+        passed_by=list(origin.passed_by),
         software_differences=handle.software_differences(),
     )
-    own = handle.folder.parent.parent == run_dir.absolute()
+    own = handle.home.absolute() == run_dir.absolute()
     known = handle.manifest.run.ledger if own else None
     continue_ledger(metrics, events, state.step, known, keep_copy=origin.from_path)
 
@@ -192,13 +206,12 @@ def find_past(load: str, run_dir: Path) -> Past | None:
         return None
     if goes_to_path(load, run_dir):
         folder = given_folder(Path(load))
-        return _past(folder, read_manifest(folder))
+        return _past(folder.parent.parent, folder, read_manifest(folder))
     newest = newest_manifest(run_dir)
-    return None if newest is None else _past(step_folder(run_dir, newest.run.state["step"]), newest)
+    return None if newest is None else _past(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
 
 
-def _past(folder: Path, manifest: Manifest) -> Past:
-    home = folder.parent.parent
+def _past(home: Path, folder: Path, manifest: Manifest) -> Past:
     config = config_of_start(home, manifest.run.config_digest)
     return Past(home, folder, manifest, config, read_record(home, manifest.run.data_digest))
 

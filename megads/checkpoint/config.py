@@ -41,6 +41,12 @@ class CheckpointConfig:
     """Training goes on while a checkpoint is written: a step waits for a copy of the state in memory, and a process of
     each rank writes that to disk. null: where a rank has 64 MiB or more to save and the node has memory for the copies.
     The last save of a run waits until it is on disk."""
+    local_every_steps: int = 0
+    """Steps between local checkpoints: copies of the state in the memory of each node, which survive the end of the
+    processes. After a crash the same command continues from the newest one in seconds, or from the disk where a node is
+    lost. Takes twice the memory of what each rank holds of the state. 0: none."""
+    local_folder: str = "/dev/shm"
+    """A folder in memory (tmpfs) on each node, for local checkpoints."""
     load: str = "auto"
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
     the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
@@ -52,10 +58,15 @@ class CheckpointConfig:
     def check(self) -> None:
         """Raises ConfigError on negative numbers, on settings of which one makes another useless, and on two
         checkpoints to start from."""
-        for name in ("every_steps", "keep", "keep_every", "keep_best", "max_failed_saves"):
+        for name in ("every_steps", "keep", "keep_every", "keep_best", "max_failed_saves", "local_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
         self._check_kept()
+        if self.local_every_steps and not Path(self.local_folder).is_absolute():
+            raise ConfigError(
+                f"checkpoint.local_folder = {self.local_folder!r} is not an absolute path: give a folder in memory "
+                "that each node has, /dev/shm for example"
+            )
         if self.init_from == "":
             raise ConfigError("checkpoint.init_from is empty: give a run's or a checkpoint's folder, or null for none")
         if self.init_from is not None and self.load_path is not None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.image import ImageLayout, StateImage
+from megads.checkpoint.local import LocalSaves, forget
 from megads.checkpoint.manifest import RunRecord, software
 from megads.checkpoint.retention import KEEP_ALL, Retention
 from megads.checkpoint.store import (
@@ -23,7 +25,7 @@ from megads.checkpoint.store import (
     remove_old,
     save_checkpoint,
 )
-from megads.checkpoint.writer import CheckpointWriter, SaveOrder, SaveProgress, Stage
+from megads.checkpoint.writer import CheckpointWriter, SaveOrder, Stage, progress_of_all
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
 from megads.runtime.environment import rank_environment
@@ -63,6 +65,7 @@ class CheckpointHook:
         writer: of this rank, for saves that training does not wait for; None: it waits for all of them.
         timeout_s: a writer that takes longer has hung.
         loss_key: of the metric by which checkpoint.keep_best compares checkpoints; None: it keeps none.
+        local: keeps local checkpoints of this rank; None: it has none.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class CheckpointHook:
         writer: CheckpointWriter | None = None,
         timeout_s: float = 600.0,
         loss_key: str | None = None,
+        local: LocalSaves | None = None,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -88,22 +92,51 @@ class CheckpointHook:
         self._events = events
         self._fence = fence
         self._beats = beats or Heartbeat()
-        self._ledger = metrics.record if metrics is not None else lambda: None
+        self._metrics = metrics
         self._losses = MetricHistory(run_dir, loss_key) if loss_key is not None else None
         self._checkpoint_bytes = 0
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
         self._failed_saves = 0
-        self._writer, self._timeout_s = writer, timeout_s
+        self._writer, self._timeout_s, self._local = writer, timeout_s, local
+        # One image of what this rank owns, or those of the local checkpoints, which hold more; and the last one copied.
+        self._images, self._image, self._copies_all = list[StateImage](), 0, False
         # The step that the writers were ordered to save, until all ranks know what became of it.
         self._ordered: int | None = None
         self._late, self._waited_s = False, 0.0
 
     def on_start(self, state: TrainState) -> None:
-        # The state a run starts from is on disk already, or is a fresh one.
         self._saved_step, self._finite = state.step, state.state_dict()
+        if self._local is not None and self._local.base is not None:
+            # Any other state that a run starts from is on disk already, or is a fresh one.
+            self._saved_step = on_first(self._engine.grid.control, lambda: max(self._on_disk(), default=0), int)
         self._look_for_room()
+        self._begin_local_checkpoints()
         self._decide_on_writers()
+
+    def _on_disk(self) -> dict[int, Path]:
+        """Of this part of the run: later steps belong to one that was left behind."""
+        return {step: path for step, path in list_checkpoints(self._run_dir).items() if step <= self._state.step}
+
+    def _begin_local_checkpoints(self) -> None:
+        local = self._local
+        if local is None:
+            return
+        held, owned = self._engine.named_shards(owned=False), self._engine.named_shards()
+        reason = local.allocate(held, owned, available_memory() // rank_environment().local_world_size)
+        if reason:
+            self._end_local_checkpoints(reason)
+        else:
+            self._images, self._copies_all = local.images, True
+
+    def _end_local_checkpoints(self, reason: str) -> None:
+        """The run goes on without."""
+        assert self._local is not None
+        self._local.end()
+        self._local = None
+        if self._engine.grid.rank == 0:
+            forget(self._run_dir)
+        self._events.write("local_checkpoints_off", level="warning", step=self._state.step, reason=reason)
 
     def _decide_on_writers(self) -> None:
         """Lets the writers take memory for a copy of the state, on all ranks or on none."""
@@ -115,14 +148,18 @@ class CheckpointHook:
             reason = "there are no writers"
         elif not self._config.copies(max(control.gather(size, int))):
             reason = "there is little to save"
-        if not reason:
+        if not reason and not self._images:
             # Where it was asked for, it need not leave room for anything else.
             needed = size * (_MARGIN if asked is None else 1)
             if control.any(available_memory() // rank_environment().local_world_size < needed):
                 reason = f"a node has no memory for copies of {size / 2**30:.1f} GiB a rank"
         if not reason and self._writer is not None:
             try:
-                self._writer.allocate(shards)
+                self._images = self._images or [StateImage.anonymous(ImageLayout.of(shards, shards))]
+                if any(shard.tensor.is_cuda for shard in shards):
+                    for image in self._images:
+                        image.pin()
+                self._writer.attach(self._images)
             except (OSError, torch.cuda.CudaError) as error:
                 reason = f"no shared memory for a copy of {size / 2**30:.1f} GiB: {error}"
             reason = next(filter(None, control.gather(reason, str)), "")
@@ -170,6 +207,8 @@ class CheckpointHook:
         every = self._config.every_steps
         due = bool(every) and info.step % every == 0
         if info.skipped:
+            if self._local is not None:
+                self._local.due(info.step, finite=False)
             if due and not self._due and not info.last:
                 self._events.write("checkpoint_put_off", step=info.step, reason="the step was not finite")
             self._due |= due
@@ -183,9 +222,16 @@ class CheckpointHook:
             remove_old(self._run_dir, self._saved_step, self._retention(newest_is_proven=True))
         if info.last or due or self._due:
             self._save(last=info.last)
+        if self._local is not None and not info.last and self._local.due(info.step, finite=True):
+            self._save_local()
 
     def on_end(self, state: TrainState) -> None:
         self._save(last=True)
+        if self._local is not None:
+            # The state is on disk.
+            if self._engine.grid.rank == 0:
+                forget(self._run_dir)
+            self._local.end()
 
     def _save(self, last: bool) -> None:
         self._due, step = False, self._finite["step"]
@@ -204,6 +250,42 @@ class CheckpointHook:
         if last or settled is Stage.failed or not self._order(run):
             self._save_now(run, last)
 
+    def _save_local(self) -> None:
+        """Copies the state for a local checkpoint alone."""
+        self._beats.enter(SAVING)
+        if not self._local_writers_are_done(wait=False):
+            return
+        control, writer = self._engine.grid.control, self._writer
+        run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
+        # A writer that is stopped may go on later, until it is killed.
+        busy = self._ordered is not None and writer is not None
+        reads = busy and control.any(writer is not None and writer.progress().stage in (Stage.writing, Stage.lost))
+        self._copy(run, self._image if reads else None)
+
+    def _local_writers_are_done(self, *, wait: bool) -> bool:
+        """Whether local checkpoints go on and all ranks have completed the last one, so that another can be made."""
+        local = self._local
+        if local is None:
+            return False
+        progress = local.settle(wait=wait)
+        if progress.stage in (Stage.failed, Stage.lost):
+            self._end_local_checkpoints(progress.reason)
+        return progress.stage is Stage.done
+
+    def _copy(self, run: RunRecord, read: int | None = None) -> int:
+        """Copies the state into an image, which becomes a local checkpoint where there are any; returns its number."""
+        shards = self._engine.named_shards(owned=not self._copies_all)
+        if self._local is None:
+            self._images[0].copy_from(shards)
+            return 0
+        with suppress(OSError):
+            # Processes may end, and the file stays what it is: it need not be on disk.
+            run = replace(run, ledger=self._ledger(wait=False))
+        return self._local.copy(shards, run, self._saved_step, read)
+
+    def _ledger(self, *, wait: bool = True) -> LedgerRecord | None:
+        return self._metrics.record(wait=wait) if self._metrics is not None else None
+
     def _order(self, run: RunRecord) -> bool:
         """Copies the state and lets the writers save it; False where that cannot be, on all ranks."""
         writer, final = self._writer, step_folder(self._run_dir, run.state["step"])
@@ -220,9 +302,10 @@ class CheckpointHook:
             ledger = on_first(self._engine.grid.control, begin, LedgerRecord | None)
         except RanksFailed:
             return False
-        writer.copy(self._engine.named_shards())
+        self._local_writers_are_done(wait=True)
+        self._image = self._copy(run)
         keys = sorted({shard.key for shard in self._engine.named_shards(owned=False)})
-        writer.write(SaveOrder(final, replace(run, ledger=ledger), software(), keys, self._retention()))
+        writer.write(SaveOrder(self._image, final, replace(run, ledger=ledger), software(), keys, self._retention()))
         self._ordered, self._late = run.state["step"], False
         self._waited_s = time.perf_counter() - start
         return True
@@ -251,15 +334,11 @@ class CheckpointHook:
         if self._ordered is None or writer is None:
             return Stage.idle
         while True:
-            progress = writer.progress()
-            if progress.stage is Stage.writing and writer.elapsed_s() > self._timeout_s:
-                reason = f"its writer has not ended after {self._timeout_s:.0f} s"
-                progress = SaveProgress(Stage.lost, reason)
-            found = control.gather((progress.stage.value, progress.reason), tuple[str, str])
-            wrong = [(rank, why) for rank, (stage, why) in enumerate(found) if stage in ("failed", "lost")]
-            busy = [rank for rank, (stage, _) in enumerate(found) if stage == Stage.writing.value]
+            found = progress_of_all(writer, control, self._timeout_s)
+            wrong = [(at, it.reason) for at, it in enumerate(found) if it.stage in (Stage.failed, Stage.lost)]
+            busy = [rank for rank, progress in enumerate(found) if progress.stage is Stage.writing]
             if wrong:
-                self._give_up_order(wrong, lost=any(stage == Stage.lost.value for stage, _ in found))
+                self._give_up_order(wrong, lost=any(progress.stage is Stage.lost for progress in found))
                 return Stage.failed
             if not busy:
                 break
@@ -272,7 +351,7 @@ class CheckpointHook:
                 return Stage.writing
             time.sleep(_POLL_S)
         if self._saved_step != self._ordered:
-            self._committed(self._ordered, self._waited_s, write_s=progress.seconds)
+            self._committed(self._ordered, self._waited_s, write_s=found[0].seconds)
         self._ordered = None
         return Stage.done
 

@@ -89,6 +89,16 @@ class CheckpointHandle:
             yield from self.stored_in(file_name(holder)).get(key, ())
 
     @property
+    def home(self) -> Path:
+        """Folder of the run that wrote it."""
+        return self.folder.parent.parent
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.folder.name
+
+    @property
     def state(self) -> dict[str, int]:
         """For TrainState.load_state_dict."""
         return self.manifest.run.state
@@ -354,7 +364,7 @@ def _verified(folder: Path, control: ControlPlane) -> Manifest:
             f"rank {different[0]} sees another {folder} than rank 0: run.dir must be shared by all ranks"
         )
     share = sorted(manifest.files)[control.rank :: control.world_size]
-    sums = control.gather(agreed(control, lambda: f"{_verify_files(folder, manifest, share):032x}"), str)
+    sums = control.gather(agreed(control, lambda: f"{verify_files(folder, manifest, share):032x}"), str)
     if add_cover_sums(int(found, 16) for found in sums) != manifest.cover_sum():
 
         def explain() -> None:
@@ -364,7 +374,7 @@ def _verified(folder: Path, control: ControlPlane) -> Manifest:
     return manifest
 
 
-def _verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int:
+def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int:
     """Reads some of a checkpoint's files; returns the cover sum of what they hold.
 
     Raises:

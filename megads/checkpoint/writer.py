@@ -1,8 +1,9 @@
-"""Saves in two stages: a rank copies its state into shared memory and trains on; a process of its own writes that.
+"""Saves in two stages: a rank copies its state into an image and trains on; a process of its own does the rest.
 
-Each rank has one writer process, forked before the rank has threads, a process group or a GPU. It writes the same file
-as a synchronous save. Writers meet in the checkpoint's folder: each leaves its part of the manifest there, and that of
-rank 0 commits once all parts are in. Nothing here talks to another rank.
+A rank has a writer process for the disk, and one more where it keeps local checkpoints; both are forked before the rank
+has threads, a process group or a GPU. The former writes the same file as a synchronous save. Writers meet in the
+checkpoint's folder: each leaves its part of the manifest there, and that of rank 0 commits once all parts are in. The
+latter completes images in memory (`local`). Nothing here talks to another rank.
 
 A writer dies with its rank. It writes nothing without an order, and a new order is given only when the last one is
 done, so that memory is never copied over while it is read.
@@ -10,7 +11,6 @@ done, so that memory is never copied over while it is read.
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import sys
@@ -23,25 +23,22 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
-import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 
+from megads.checkpoint.image import StateImage
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.rank_file import write_rank_file
 from megads.checkpoint.retention import Retention
 from megads.checkpoint.store import Part, commit, failure_of, hidden_folder, remove_old
-from megads.engine.interface import Shard
 from megads.errors import CheckpointError, Fenced
+from megads.runtime.distributed import ControlPlane
 from megads.runtime.files import atomic_writer, read_regular
 from megads.runtime.heartbeat import process_stat
 from megads.runtime.lease import Fence
 from megads.runtime.process import die_with_parent
 
-_ALIGNMENT = 64
-"""Of every tensor in shared memory, in bytes."""
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
 """Between two looks for the parts of the others."""
 _END_S = 5.0
@@ -75,10 +72,41 @@ class SaveProgress:
 
 
 @dataclass(frozen=True)
-class SaveOrder:
-    """What to write; all of it but the tensors, which are in shared memory.
+class Worker:
+    """What an order knows of the process that carries it out.
 
     Attributes:
+        rank: whose writer it is.
+        world_size: ranks, each of which has a writer.
+        fence: of the start that they belong to.
+        cancelled: whether the rank has given the order up.
+    """
+
+    rank: int
+    world_size: int
+    fence: Fence | None
+    cancelled: Callable[[], bool]
+
+
+class Order(Protocol):
+    """What a writer does with an image."""
+
+    @property
+    def image(self) -> int:
+        """Number of the image, see `CheckpointWriter.attach`."""
+        ...
+
+    def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
+        """Runs in the writer process; returns done or failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """Writes an image to disk, as this rank's file of a checkpoint.
+
+    Attributes:
+        image: number of the one that holds the state.
         folder: of the checkpoint once it is committed; its hidden folder exists.
         run: what the manifest says of the run.
         software: what it says of versions.
@@ -86,28 +114,32 @@ class SaveOrder:
         keep: which checkpoints stay once this one is committed.
     """
 
+    image: int
     folder: Path
     run: RunRecord
     software: dict[str, str]
     keys: list[str]
     keep: Retention
 
-
-@dataclass(frozen=True)
-class _Place:
-    """Of a tensor in shared memory: a `Shard` with its first byte there in place of the tensor."""
-
-    key: str
-    global_shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-
-    def tensor(self, memory: Tensor) -> Tensor:
-        """A view of the memory, which is a tensor of bytes."""
-        count = self.dtype.itemsize * torch.Size(self.shape).numel()
-        return memory[self.start : self.start + count].view(self.dtype).reshape(self.shape)
+    def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
+        """Writes this rank's part; as rank 0 waits for the others' and commits."""
+        begin, partial = time.perf_counter(), hidden_folder(self.folder, "partial")
+        try:
+            part = (write_rank_file(partial, worker.rank, image.owned), self.keys)
+            if worker.rank:
+                write_part(partial, worker.rank, part)
+                return SaveProgress(Stage.done)
+            others = range(1, worker.world_size)
+            parts = [part, *(await_part(partial, other, worker.cancelled) for other in others)]
+            for other in others:
+                (partial / _part_name(other)).unlink()
+            if worker.fence is not None:
+                worker.fence.check()
+            commit(partial, self.folder, self.run, parts, self.software)
+            remove_old(self.folder.parent.parent, self.run.state["step"], self.keep)
+        except (CheckpointError, OSError, Fenced) as error:
+            return SaveProgress(Stage.failed, failure_of(error)[0])
+        return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
 class CheckpointWriter:
@@ -127,8 +159,6 @@ class CheckpointWriter:
             self._connection.close()
             _serve(parent, theirs, rank, world_size, fence)
         theirs.close()
-        self._places: list[_Place] = []
-        self._views: list[Tensor] = []
         self._progress = SaveProgress(Stage.idle)
         self._ordered_s = 0.0
 
@@ -137,52 +167,18 @@ class CheckpointWriter:
         """Of the writer process."""
         return self._pid
 
-    def allocate(self, shards: Sequence[Shard]) -> None:
-        """Makes the shared memory, all of it resident, for shards of these shapes.
+    def attach(self, images: Sequence[StateImage]) -> None:
+        """Gives the writer the memory that its orders are about; called once.
 
         Raises:
-            OSError: the machine has not that much.
+            OSError: the writer is gone.
         """
-        kept, start = [shard for shard in shards if shard.tensor.numel()], 0
-        for shard in kept:
-            tensor = shard.tensor
-            place = _Place(
-                shard.key, tuple(shard.global_shape), tuple(shard.offset), tuple(tensor.shape), tensor.dtype, start
-            )
-            self._places.append(place)
-            start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        descriptor = os.memfd_create("megads-checkpoint", os.MFD_CLOEXEC)
-        try:
-            size = max(start, _ALIGNMENT)
-            # Allocated here: a page that is missing later would kill with SIGBUS.
-            os.posix_fallocate(descriptor, 0, size)
-            mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            self._connection.send((self._places, size))
-            send_handle(self._connection, descriptor, self._pid)
-        finally:
-            os.close(descriptor)
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        if any(shard.tensor.is_cuda for shard in kept):
-            # Pinned, so that copies from the GPU run at the bus's speed.
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)))
-        self._views = [place.tensor(memory) for place in self._places]
+        self._connection.send([image.layout for image in images])
+        for image in images:
+            send_handle(self._connection, image.descriptor, self._pid)
 
-    def copy(self, shards: Sequence[Shard]) -> None:
-        """Copies the rank's state; returns when it may change. Only while no order is being written.
-
-        Args:
-            shards: those of `allocate`, with what they hold now.
-        """
-        assert self.progress().stage is not Stage.writing, "the writer reads that memory"
-        kept = [shard for shard in shards if shard.tensor.numel()]
-        for place, view, shard in zip(self._places, self._views, kept, strict=True):
-            assert (place.key, place.shape, place.offset) == (shard.key, tuple(shard.tensor.shape), tuple(shard.offset))
-            view.copy_(shard.tensor, non_blocking=True)
-        if any(shard.tensor.is_cuda for shard in kept):
-            torch.cuda.current_stream().synchronize()
-
-    def write(self, order: SaveOrder) -> None:
-        """Lets the writer bring what was copied to disk."""
+    def write(self, order: Order) -> None:
+        """Lets the writer carry out an order; its image must not change until that is done."""
         self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
         try:
             self._connection.send(order)
@@ -227,21 +223,34 @@ class CheckpointWriter:
         self._pid = 0
 
 
+def progress_of_all(writer: CheckpointWriter, control: ControlPlane, timeout_s: float) -> list[SaveProgress]:
+    """Where the last orders of all ranks' writers are, by rank; collective.
+
+    Args:
+        writer: of this rank.
+        control: of all ranks.
+        timeout_s: a writer that takes longer is lost: it hangs.
+    """
+    progress = writer.progress()
+    if progress.stage is Stage.writing and writer.elapsed_s() > timeout_s:
+        progress = SaveProgress(Stage.lost, f"its writer has not ended after {timeout_s:.0f} s")
+    found = control.gather((progress.stage.value, progress.reason, progress.seconds), tuple[str, str, float])
+    return [SaveProgress(Stage(stage), reason, seconds) for stage, reason, seconds in found]
+
+
 def _serve(parent: int, connection: Connection, rank: int, world_size: int, fence: Fence | None) -> NoReturn:
     """The writer process: takes the memory, then orders until its rank is gone."""
     die_with_parent(parent, signal.SIGKILL)
     # A stop is the rank's affair: it waits for what is being written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+    worker = Worker(rank, world_size, fence, connection.poll)
     try:
-        places, size = connection.recv()
-        descriptor = recv_handle(connection)
-        memory = torch.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ | mmap.PROT_WRITE), dtype=torch.uint8)
-        shards = [Shard(place.key, place.global_shape, place.offset, place.tensor(memory)) for place in places]
+        images = [StateImage(layout, recv_handle(connection)) for layout in connection.recv()]
         while True:
             order = connection.recv()
             if order is not None:  # an order was cancelled when it was done already
-                connection.send(_carry_out(order, shards, rank, world_size, fence, connection.poll))
+                connection.send(order.carry_out(images[order.image], worker))
     except (EOFError, OSError):
         # The rank has closed its end.
         os._exit(0)
@@ -250,33 +259,6 @@ def _serve(parent: int, connection: Connection, rank: int, world_size: int, fenc
         sys.stderr.flush()
     finally:
         os._exit(1)
-
-
-def _carry_out(
-    order: SaveOrder,
-    shards: Sequence[Shard],
-    rank: int,
-    world_size: int,
-    fence: Fence | None,
-    cancelled: Callable[[], bool],
-) -> SaveProgress:
-    """Writes this rank's part; as rank 0 waits for the others' and commits."""
-    begin, partial = time.perf_counter(), hidden_folder(order.folder, "partial")
-    try:
-        part = (write_rank_file(partial, rank, shards), order.keys)
-        if rank:
-            write_part(partial, rank, part)
-            return SaveProgress(Stage.done)
-        parts = [part, *(await_part(partial, other, cancelled) for other in range(1, world_size))]
-        for other in range(1, world_size):
-            (partial / _part_name(other)).unlink()
-        if fence is not None:
-            fence.check()
-        commit(partial, order.folder, order.run, parts, order.software)
-        remove_old(order.folder.parent.parent, order.run.state["step"], order.keep)
-    except (CheckpointError, OSError, Fenced) as error:
-        return SaveProgress(Stage.failed, failure_of(error)[0])
-    return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
 
 
 def write_part(partial: Path, rank: int, part: Part) -> None:

@@ -187,12 +187,30 @@ def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) ->
     config = resolved.config
     if ended.exit_code == EXIT_OK:
         console.say(finished_text(resolved))
-    elif ended.exit_code in _INTERRUPTED and resolved.placement is None:
-        step = saved_step(resolved.run_dir)
+        return
+    if resolved.placement is not None:
+        return
+    in_memory = _say_what_memory_holds(resolved, console) if config.checkpoint.local_every_steps else 0
+    if ended.exit_code in _INTERRUPTED:
+        step = max(saved_step(resolved.run_dir), in_memory)
         where = f"continues it from step {step}" if step else "starts it again: it has no checkpoint yet"
         files = stopping_files(config)
         first = f"remove {' and '.join(map(str, files))}, then " if files else ""
         console.say(f"interrupted: {first}the same command {where}")
+
+
+def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
+    """Local checkpoints take memory for as long as nobody continues the run; returns their step."""
+    from megads.checkpoint.local import held_in_memory, node_folder
+
+    root = Path(resolved.config.checkpoint.local_folder)
+    step, size = held_in_memory(root, resolved.run_dir)
+    if size:
+        console.say(
+            f"this machine's memory holds the state of step {step} for the next start: {size / 2**30:.2f} GiB in "
+            f"{node_folder(root, resolved.run_dir)}, which can be removed"
+        )
+    return step
 
 
 def _open_console(resolved: ResolvedRun) -> Console:

@@ -113,8 +113,11 @@ class MetricsWriter(JsonLinesWriter):
         """Appends one step or one validation; `record` holds its `step`."""
         self.write_line(record)
 
-    def record(self) -> LedgerRecord | None:
-        """Waits until the file is on disk and says what it holds; None where another process writes it.
+    def record(self, *, wait: bool = True) -> LedgerRecord | None:
+        """What the file holds; None where another process writes it.
+
+        Args:
+            wait: until that is on disk.
 
         Raises:
             OSError: the disk is full, or broken.
@@ -123,7 +126,8 @@ class MetricsWriter(JsonLinesWriter):
             return None
         if not self._write_waiting(self._file):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        os.fsync(self._file.fileno())
+        if wait:
+            os.fsync(self._file.fileno())
         with self._path.open("rb") as file:
             file.seek(self._hashed_bytes)
             while block := file.read(_BLOCK_BYTES):

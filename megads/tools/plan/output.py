@@ -207,7 +207,12 @@ def _print(
         console.print(f"beside tensors {gib(total)} of rank {fullest.first_rank}'s GPU, an estimate:")
         for name, size in fullest.beside_tensors.items():
             console.print(f"  {gib(size):>12} {name}")
-    if config.checkpoint.copies(largest.saved):
+    if config.checkpoint.local_every_steps:
+        console.print(
+            f"{gib(2 * largest.saved):>12} of the node's memory for two copies of the state in "
+            f"{config.checkpoint.local_folder} (checkpoint.local_every_steps)"
+        )
+    elif config.checkpoint.copies(largest.saved):
         console.print(
             f"{gib(largest.saved):>12} of the node's memory for a copy of the state while a checkpoint is written, if "
             "it has that much (checkpoint.async_save)"

@@ -1,0 +1,152 @@
+"""A rank's state in shared memory, laid out byte for byte as the file of it (`rank_file`).
+
+The rank copies its tensors into an image and trains on; another process writes the image to disk, or completes it in
+place: with checksums and a header, an image that is a file of /dev/shm is a file of safetensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megads.checkpoint.rank_file import FileRecord, describe
+from megads.checkpoint.tensor_file import NO_CHECKSUM, checksum, encode_header
+from megads.engine.interface import Shard
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of a tensor in an image: a `Shard` with its first byte there in place of the tensor.
+
+    Attributes:
+        owned: this rank speaks for it in a checkpoint on disk.
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    owned: bool
+
+    def view(self, memory: Tensor) -> Shard:
+        """The tensor in memory, which is a tensor of bytes."""
+        count = self.dtype.itemsize * torch.Size(self.shape).numel()
+        tensor = memory[self.start : self.start + count].view(self.dtype).reshape(self.shape)
+        return Shard(self.key, self.global_shape, self.offset, tensor)
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """Where everything is in an image.
+
+    Attributes:
+        places: of the tensors, in their order.
+        size: of the image in bytes, header included.
+    """
+
+    places: tuple[_Place, ...]
+    size: int
+
+    @classmethod
+    def of(cls, held: Sequence[Shard], owned: Sequence[Shard]) -> ImageLayout:
+        """The layout of an image that holds shards.
+
+        Args:
+            held: what it holds.
+            owned: those of them that this rank speaks for in a checkpoint on disk.
+        """
+        kept, speaks_for = in_file_order(held), {(shard.key, tuple(shard.offset)) for shard in owned}
+        start, places = 0, []
+        if kept:
+            layouts, notes = describe(kept)
+            start = len(encode_header(layouts, notes([NO_CHECKSUM] * len(kept))))
+        for shard in kept:
+            tensor, offset = shard.tensor, tuple(shard.offset)
+            owns = (shard.key, offset) in speaks_for
+            shape, whole = tuple(tensor.shape), tuple(shard.global_shape)
+            places.append(_Place(shard.key, whole, offset, shape, tensor.dtype, start, owns))
+            start += tensor.nbytes
+        return cls(tuple(places), start)
+
+
+def in_file_order(shards: Sequence[Shard]) -> list[Shard]:
+    """Those with elements, wide dtypes first: a file has no gaps, and each tensor starts at a multiple of its width."""
+    return sorted((shard for shard in shards if shard.tensor.numel()), key=lambda shard: -shard.tensor.dtype.itemsize)
+
+
+class StateImage:
+    """Shared memory with a rank's state.
+
+    Args:
+        layout: of what it holds.
+        descriptor: of a file in memory of that size at least; it stays open.
+        resident: makes all of it resident now.
+    """
+
+    def __init__(self, layout: ImageLayout, descriptor: int, *, resident: bool = False) -> None:
+        self.layout, self.descriptor = layout, descriptor
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if resident else 0)
+        mapped = mmap.mmap(descriptor, max(layout.size, 1), flags=flags)
+        self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.shards = [place.view(self._memory) for place in layout.places]
+        self.owned = [shard for place, shard in zip(layout.places, self.shards, strict=True) if place.owned]
+
+    @classmethod
+    def anonymous(cls, layout: ImageLayout) -> StateImage:
+        """An image that no folder holds, all of it resident.
+
+        Raises:
+            OSError: the machine has not that much memory.
+        """
+        descriptor = os.memfd_create("megads-checkpoint", os.MFD_CLOEXEC)
+        try:
+            allocate(descriptor, layout.size)
+            return cls(layout, descriptor, resident=True)
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    def pin(self) -> None:
+        """Page-locks the memory, so that copies from a GPU run at the bus's speed. Raises torch.cuda.CudaError."""
+        cudart: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)))
+
+    def copy_from(self, shards: Sequence[Shard]) -> None:
+        """Copies the rank's state; returns when that may change.
+
+        Args:
+            shards: those of the layout, with what they hold now.
+        """
+        kept = in_file_order(shards)
+        for place, shard in zip(self.shards, kept, strict=True):
+            assert (place.key, tuple(place.offset)) == (shard.key, tuple(shard.offset))
+            place.tensor.copy_(shard.tensor, non_blocking=True)
+        if any(shard.tensor.is_cuda for shard in kept):
+            torch.cuda.current_stream().synchronize()
+
+    def seal(self) -> FileRecord:
+        """Writes the header with the checksums of what was copied: the image is a rank's file now."""
+        if not self.shards:
+            return FileRecord(0, "")
+        layouts, notes = describe(self.shards)
+        header = encode_header(layouts, notes([checksum(shard.tensor) for shard in self.shards]))
+        self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        return FileRecord(self.layout.size, xxhash.xxh3_128_hexdigest(header))
+
+
+def allocate(descriptor: int, size: int) -> None:
+    """Takes the memory of a file in memory: a page that is missing later would kill with SIGBUS.
+
+    Raises:
+        OSError: the machine, or the file system, has not that much.
+    """
+    os.posix_fallocate(descriptor, 0, max(size, 1))
