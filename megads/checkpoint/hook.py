@@ -25,7 +25,7 @@ from megads.checkpoint.store import (
     remove_old,
     save_checkpoint,
 )
-from megads.checkpoint.writer import CheckpointWriter, SaveOrder, Stage, progress_of_all
+from megads.checkpoint.writer import CheckpointWriter, SaveOrder, Stage, gather_progress
 from megads.engine.interface import TrainEngine
 from megads.errors import CheckpointError
 from megads.runtime.environment import rank_environment
@@ -268,7 +268,10 @@ class CheckpointHook:
         if local is None:
             return False
         progress = local.settle(wait=wait)
-        if progress.stage in (Stage.failed, Stage.lost):
+        if progress.stage is Stage.lost:
+            self._events.write("synchronous_local_checkpoints", level="warning", reason=progress.reason)
+            progress = local.do_without_writers()
+        if progress.stage is Stage.failed:
             self._end_local_checkpoints(progress.reason)
         return progress.stage is Stage.done
 
@@ -334,7 +337,7 @@ class CheckpointHook:
         if self._ordered is None or writer is None:
             return Stage.idle
         while True:
-            found = progress_of_all(writer, control, self._timeout_s)
+            found = gather_progress(writer.progress(self._timeout_s), control)
             wrong = [(at, it.reason) for at, it in enumerate(found) if it.stage in (Stage.failed, Stage.lost)]
             busy = [rank for rank, progress in enumerate(found) if progress.stage is Stage.writing]
             if wrong:

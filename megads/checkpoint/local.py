@@ -36,7 +36,7 @@ from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle, verify_files
 from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
-from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, progress_of_all
+from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, gather_progress
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.runtime.distributed import ControlPlane
@@ -48,6 +48,7 @@ _COMMIT_FILE, _LOCK_FILE = "local.json", "lock"
 _IMAGES = ("a", "b")
 _LOCK_WAIT_S, _POLL_S = 5.0, 0.01
 """For the process that was this rank to be gone."""
+_NAMED = 3
 Saved = tuple[int, int]
 """Number of the start that wrote a local checkpoint, and its step."""
 
@@ -171,6 +172,7 @@ class LocalFolder:
         self._run_dir, self._control, self._start, self._computation = run_dir, control, start, computation
         self._node_folder = node_folder(root, run_dir)
         self._folder = self._node_folder / f"rank_{control.rank:05d}"
+        self._software = software()
         self._lock: int | None = None
         self._last = 0
 
@@ -236,11 +238,11 @@ class LocalFolder:
     def _unfit(self, commit: _Commit, on_disk: int) -> str:
         """Why a local checkpoint is not what this start continues from; empty where it is."""
         manifest = Manifest.decode(commit.manifest.encode())
-        step, now = manifest.run.state["step"], software()
+        step = manifest.run.state["step"]
         for wrong, why in (
             (commit.computation != self._computation, "what the run computes, or its layout, has changed since"),
             (commit.world_size != self._control.world_size, f"they are of {commit.world_size} ranks"),
-            (manifest.software != now, "they are of other software"),
+            (manifest.software != self._software, "they are of other software"),
             (step < on_disk, f"the disk has a later one, step {on_disk}"),
             (on_disk < commit.step_on_disk, f"the checkpoint of step {commit.step_on_disk} has left the disk since"),
         ):
@@ -319,7 +321,7 @@ class LocalFolder:
         """What completes an image that was copied."""
         self._last = image
         folder, computation = self._folder / _IMAGES[image], self._computation
-        return SealOrder(image, folder, self._start, computation, step_on_disk, run, software())
+        return SealOrder(image, folder, self._start, computation, step_on_disk, run, self._software)
 
     def sweep(self) -> None:
         """Frees the memory of ranks that this node has no longer; called by one rank of a node, once all are open."""
@@ -363,9 +365,12 @@ class LocalSaves:
         base: LocalCheckpoint | None,
         timeout_s: float,
     ) -> None:
-        self._folder, self._writer, self._control = folder, writer, control
+        self._folder, self._control = folder, control
+        self._writer: CheckpointWriter | None = writer
         self._every_steps, self._timeout_s, self._base = every_steps, timeout_s, base
         self._due, self._step = False, -1
+        self._order: SealOrder | None = None
+        self._own_progress = SaveProgress(Stage.idle)
         self.images: list[StateImage] = []
 
     @property
@@ -392,7 +397,8 @@ class LocalSaves:
         else:
             try:
                 self.images = self._folder.allocate(held, owned, self._base)
-                self._writer.attach(self.images)
+                if self._writer is not None:
+                    self._writer.attach(self.images)
             except OSError as error:
                 reason = f"two copies of the state, {size / 2**30:.1f} GiB a rank: {failure_of(error)[0]}"
         reason = _first(self._control.gather(reason, str))
@@ -423,7 +429,11 @@ class LocalSaves:
         image = self._folder.next_image(read)
         self._folder.invalidate(image)
         self.images[image].copy_from(shards)
-        self._writer.write(self._folder.order(image, run, step_on_disk))
+        self._order = self._folder.order(image, run, step_on_disk)
+        if self._writer is not None:
+            self._writer.write(self._order)
+        else:
+            self._complete(self._order)
         self._due, self._step = False, run.state["step"]
         return image
 
@@ -434,18 +444,34 @@ class LocalSaves:
             wait: until none is writing.
         """
         while True:
-            found = progress_of_all(self._writer, self._control, self._timeout_s)
-            for rank, progress in enumerate(found):
-                if progress.stage in (Stage.failed, Stage.lost):
-                    return SaveProgress(progress.stage, f"rank {rank}: {progress.reason}")
+            own = self._own_progress if self._writer is None else self._writer.progress(self._timeout_s)
+            found = gather_progress(own, self._control)
+            for stage in (Stage.failed, Stage.lost):
+                wrong = [f"rank {rank}: {at.reason}" for rank, at in enumerate(found) if at.stage is stage]
+                if wrong:
+                    return SaveProgress(stage, "; ".join(wrong[:_NAMED]))
             busy = any(progress.stage is Stage.writing for progress in found)
             if not busy or not wait:
                 return SaveProgress(Stage.writing if busy else Stage.done)
             time.sleep(_POLL_S)
 
+    def do_without_writers(self) -> SaveProgress:
+        """From now on all ranks complete images themselves, beginning with the last one; collective."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._order is not None:
+            self._complete(self._order)
+        return self.settle(wait=True)
+
+    def _complete(self, order: SealOrder) -> None:
+        worker = Worker(self._control.rank, self._control.world_size, None, lambda: False)
+        self._own_progress = order.carry_out(self.images[order.image], worker)
+
     def end(self) -> None:
         """Frees the memory and ends the writer: the state is on disk, or there will be no more local checkpoints."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
         self._folder.remove()
 
 

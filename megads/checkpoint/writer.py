@@ -11,6 +11,7 @@ done, so that memory is never copied over while it is read.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -185,8 +186,12 @@ class CheckpointWriter:
         except OSError:
             self._progress = self._lost()
 
-    def progress(self) -> SaveProgress:
-        """Where the last order is; costs a system call while it is being written."""
+    def progress(self, timeout_s: float = math.inf) -> SaveProgress:
+        """Where the last order is; costs a system call while it is being written.
+
+        Args:
+            timeout_s: a writer that takes longer is lost: it hangs.
+        """
         if self._progress.stage is Stage.writing:
             try:
                 if self._connection.poll():
@@ -195,6 +200,8 @@ class CheckpointWriter:
                     self._progress = SaveProgress(Stage.lost, f"its writer, process {self._pid}, is stopped (SIGSTOP)")
             except (EOFError, OSError):
                 self._progress = self._lost()
+        if self._progress.stage is Stage.writing and self.elapsed_s() > timeout_s:
+            return SaveProgress(Stage.lost, f"its writer has not ended after {timeout_s:.0f} s")
         return self._progress
 
     def cancel(self) -> None:
@@ -223,17 +230,8 @@ class CheckpointWriter:
         self._pid = 0
 
 
-def progress_of_all(writer: CheckpointWriter, control: ControlPlane, timeout_s: float) -> list[SaveProgress]:
-    """Where the last orders of all ranks' writers are, by rank; collective.
-
-    Args:
-        writer: of this rank.
-        control: of all ranks.
-        timeout_s: a writer that takes longer is lost: it hangs.
-    """
-    progress = writer.progress()
-    if progress.stage is Stage.writing and writer.elapsed_s() > timeout_s:
-        progress = SaveProgress(Stage.lost, f"its writer has not ended after {timeout_s:.0f} s")
+def gather_progress(progress: SaveProgress, control: ControlPlane) -> list[SaveProgress]:
+    """Where the last orders of all ranks are, by rank; collective."""
     found = control.gather((progress.stage.value, progress.reason, progress.seconds), tuple[str, str, float])
     return [SaveProgress(Stage(stage), reason, seconds) for stage, reason, seconds in found]
 

@@ -425,7 +425,13 @@ class _Attempts:
         return max((int(line["step"]) for line in read_json_lines(self._run_dir / METRICS_FILE)), default=0)
 
     def _saved_step(self) -> int:
-        return saved_step(self._run_dir)
+        """Of the newest checkpoint; of local ones only where all are on this machine."""
+        saved, config = saved_step(self._run_dir), self._config.checkpoint
+        if not config.local_every_steps or self._placement is not None:
+            return saved
+        from megads.checkpoint.local import held_in_memory
+
+        return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
 
 
 def saved_step(run_dir: Path) -> int:

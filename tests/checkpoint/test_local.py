@@ -1,0 +1,536 @@
+"""Local checkpoints: whatever ends a process, the next one finds a state that is whole, and the newest that can be."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from megads.checkpoint import image as image_module
+from megads.checkpoint import local as local_module
+from megads.checkpoint import writer as writer_module
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.local import RECORD_FILE, LocalFolder, LocalSaves, forget, held_in_memory, node_folder
+from megads.checkpoint.read import find_checkpoint, read_into
+from megads.checkpoint.rectangle import whole
+from megads.checkpoint.store import save_checkpoint
+from megads.checkpoint.writer import CheckpointWriter, Stage
+from megads.engine.interface import Shard
+from megads.parallel.grid import single_rank_grid
+from megads.runtime.distributed import open_control_plane
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
+from tests.checkpoint.random_layouts import SHAPES, all_equal, global_tensors, random_layout, run_record, shards_of
+from tests.distributed import run_ranks
+
+COMPUTATION = "what the run computes"
+TRACED = (image_module.__file__, local_module.__file__)
+
+
+class HoldingEngine:
+    """The part of an engine that saving calls; each rank holds what the next one owns of weight/a, too."""
+
+    optimizer_steps = 0
+
+    def __init__(self) -> None:
+        control = open_control_plane()
+        self.grid = replace(single_rank_grid(), rank=control.rank, control=control)
+        layout = random_layout(7, control.world_size)
+        if control.world_size == 1:
+            layout = [[(key, whole(shape)) for key, shape in SHAPES.items()]]
+        own, others = layout[control.rank], layout[(control.rank + 1) % control.world_size]
+        self._owned = len(own)
+        self._layout = own + [part for part in others if part not in own and part[0] == "weight/a"]
+        self._shards = shards_of(self._layout, global_tensors(0))
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        return self._shards[: self._owned] if owned else self._shards
+
+    def step(self, number: int) -> None:
+        for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
+            shard.tensor.copy_(now.tensor)
+
+
+class Run:
+    """A rank of one start of a run with local checkpoints.
+
+    Args:
+        run_dir: of the run.
+        start: number of the start.
+        behind: checkpoints are written to disk while it trains.
+        options: of CheckpointConfig.
+    """
+
+    def __init__(self, run_dir: Path, start: int = 1, behind: bool = False, **options: Any) -> None:
+        control = open_control_plane()
+        self.memory, self.run_dir = run_dir / "memory", run_dir
+        self.memory.mkdir(exist_ok=True)
+        self.writer = CheckpointWriter(control.rank, control.world_size) if behind else None
+        self.local_writer = CheckpointWriter(control.rank, control.world_size)
+        self.engine, self.state = HoldingEngine(), TrainState()
+        config = CheckpointConfig(**{"every_steps": 0, "async_save": behind, "local_every_steps": 1, **options})
+        events = EventWriter(run_dir, enabled=control.rank == 0)
+        self.folder = LocalFolder(self.memory, run_dir, control, start, COMPUTATION)
+        assert self.folder.open() == ""
+        self.base, self.passed_by = self.folder.find()
+        if self.base is not None:
+            read_into(self.base, self.engine.named_shards(owned=False), control.rank)
+            self.state.load_state_dict(self.base.state)
+        self.saves = LocalSaves(self.folder, self.local_writer, config.local_every_steps, control, self.base, 20.0)
+        self.hook = CheckpointHook(
+            self.engine, run_dir, config, run_record(0), self.state, events, writer=self.writer, local=self.saves
+        )  # type: ignore[arg-type] # fmt: skip
+        self.hook.on_start(self.state)
+
+    def step(self, last: bool = False, skipped: bool = False) -> None:
+        self.state.step = step = self.state.step + 1
+        self.state.samples, self.state.tokens = 8 * step, 80 * step
+        if not skipped:
+            self.engine.step(step)
+        self.hook.on_step(
+            StepInfo(
+                step=step, samples=8 * step, tokens=80 * step, loss=1.0, grad_norm=1.0, lr=1e-3, global_batch_size=8,
+                seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=skipped, culprit="", batch_hash="", last=last,
+            )
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        """Until the last local checkpoint of this rank is complete."""
+        deadline = time.monotonic() + 30
+        while self.local_writer.progress().stage is Stage.writing:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """As the death of the process does."""
+        for writer in (self.writer, self.local_writer):
+            if writer is not None:
+                writer.close()
+        self.folder.close()
+
+    def found(self) -> int:
+        """The step that was found, whose tensors are those of that very step."""
+        if self.base is None:
+            return 0
+        step = self.base.state["step"]
+        assert all_equal(self.engine.named_shards(owned=False), global_tensors(step)), f"step {step} is torn"
+        return step
+
+
+@contextmanager
+def started(run_dir: Path, start: int = 1, **options: Any) -> Iterator[Run]:
+    with closing(Run(run_dir, start, **options)) as run:
+        yield run
+
+
+def events_of(run_dir: Path) -> list[dict[str, Any]]:
+    return list(read_json_lines(run_dir / EVENTS_FILE))
+
+
+def trained(run_dir: Path, steps: int, start: int = 1, **options: Any) -> None:
+    """A start that is killed once the local checkpoint of its last step is complete."""
+    with started(run_dir, start, **options) as run:
+        for _ in range(steps):
+            run.step()
+            run.wait()
+
+
+def files_of(run_dir: Path, rank: int = 0) -> dict[int, Path]:
+    """The images that are complete, by step."""
+    folder = node_folder(run_dir / "memory", run_dir) / f"rank_{rank:05d}"
+    return {step: path for (_, step), (path, _) in sorted(local_module._committed(folder).items())}
+
+
+def several_starts(run_dir: Path) -> list[tuple[int, list[str]]]:
+    found = []
+    for start in range(1, 5):
+        with started(run_dir, start) as run:
+            found.append((run.found(), run.passed_by))
+            for _ in range(3 if start != 2 else 0):
+                run.step()
+                run.wait()
+            open_control_plane().barrier()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_next_start_continues(world_size: int, tmp_path: Path) -> None:
+    """Catches a state that is not that of its step, lacks what another rank owns, or is lost by a start that ends
+    before its first step."""
+    found = [(0, []), (3, []), (3, []), (6, [])]
+    assert run_ranks(several_starts, world_size, tmp_path) == [found] * world_size
+
+
+def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int, int]:
+    """A start whose rank or local writer is killed before the n-th line of the code of images and local checkpoints
+    at step 3, which is copied over step 1.
+
+    Returns:
+        Whether it got that far, the last step whose local checkpoint was complete, and the one that was found.
+    """
+    run_dir.mkdir()
+    complete, armed = run_dir / "complete", run_dir / "armed"
+    rank = os.fork()
+    if rank == 0:
+        seen, main = 0, os.getpid()
+
+        def count(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal seen
+            if frame.f_code.co_filename not in TRACED:
+                return None
+            if event == "line" and (os.getpid() == main) == (role == "rank") and armed.exists():
+                seen += 1
+                if seen == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return count
+
+        sys.settrace(count)
+        with started(run_dir) as run:
+            for step in (1, 2, 3):
+                run.step()
+                run.wait()
+                if run.local_writer.progress().stage is Stage.done:
+                    complete.write_text(str(step))
+                if step == 2:
+                    armed.touch()
+        os._exit(0)
+    died = os.waitpid(rank, 0)[1] != 0
+    last = int(complete.read_text())
+    with started(run_dir, 2) as run:
+        # The end of a run, and not a kill, frees the memory.
+        return died or last < 3, last, run.found()
+
+
+def kill_at_every_line(run_dir: Path, role: str) -> list[tuple[bool, int, int]]:
+    outcomes = []
+    for number in range(1, 1000):
+        outcomes.append(killed_at(run_dir / str(number), role, number))
+        if not outcomes[-1][0]:
+            break
+    return outcomes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("role", ["rank", "writer"])
+def test_a_kill_at_every_line(role: str, tmp_path: Path) -> None:
+    """Catches a moment at which the death of a rank or of its writer leaves a torn state, or none."""
+    (outcomes,) = run_ranks(kill_at_every_line, 1, tmp_path, role)
+    assert len(outcomes) > 30 and not outcomes[-1][0], "not every line was tried"
+    for _, _, found in outcomes:
+        # The rank completes what its writer has not.
+        assert found == 3 if role == "writer" else found in (2, 3)
+    assert {found for *_, found in outcomes} == ({3} if role == "writer" else {2, 3})
+
+
+def with_one_state_incomplete(run_dir: Path) -> list[int]:
+    """Rank 1's writer is killed before it completes step 3; the others have done so."""
+    control = open_control_plane()
+    with started(run_dir) as run:
+        for _ in range(2):
+            run.step()
+            run.wait()
+            control.barrier()
+        if control.rank == 1:
+            os.kill(run.local_writer.pid, signal.SIGKILL)
+            time.sleep(0.1)
+        run.state.step = 2
+        run.engine.step(3)
+        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None)
+        run.wait()
+        control.barrier()
+    with started(run_dir, 2) as run:
+        return [run.found(), *files_of(run_dir, control.rank)]
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_a_step(tmp_path: Path) -> None:
+    """Catches ranks that continue from different steps, or from none though all have one."""
+    found = run_ranks(with_one_state_incomplete, 3, tmp_path)
+    assert [steps[0] for steps in found] == [2, 2, 2]
+
+
+def beside_slow_writers(run_dir: Path) -> list[list[int]]:
+    """Rank 1's disk is slow: its writer reads an image while local checkpoints go on."""
+    control, kept = open_control_plane(), []
+    write = writer_module.write_rank_file
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(1.0 if control.rank == 1 else 0.0)
+        return write(*arguments)
+
+    writer_module.write_rank_file = slow
+    try:
+        run = Run(run_dir, behind=True, every_steps=4, keep=0)
+    finally:
+        writer_module.write_rank_file = write
+    with closing(run):
+        for step in range(1, 9):
+            run.step(last=step == 8)
+            run.wait()
+            control.barrier()
+            kept.append(sorted(files_of(run_dir, control.rank)))
+            control.barrier()
+    return kept
+
+
+@pytest.mark.distributed
+def test_all_ranks_keep_the_same_steps(tmp_path: Path) -> None:
+    """Catches an image that is copied over while a writer reads it, and ranks that keep different steps because the
+    writers of some are slower."""
+    kept = run_ranks(beside_slow_writers, 2, tmp_path)
+    assert kept[0] == kept[1]
+    # While step 4 is being written, its image stays.
+    assert kept[0][:7] == [[1], [1, 2], [2, 3], [3, 4], [4, 5], [4, 6], [4, 7]]
+    for step, folder in list_checkpoints(tmp_path).items():
+        handle = find_checkpoint(tmp_path, str(folder), open_control_plane())
+        assert handle is not None
+        shards = shards_of(random_layout(99, 1)[0])
+        read_into(handle, shards)
+        assert all_equal(shards, global_tensors(step)), f"the disk's step {step} is torn"
+    assert list(list_checkpoints(tmp_path)) == [4, 8]
+
+
+class Kept:
+    """What a start left in memory, to be put back for another try."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._copy = run_dir, run_dir / "kept"
+        shutil.copytree(run_dir / "memory", self._copy)
+        self._record = (run_dir / RECORD_FILE).read_bytes()
+
+    def put_back(self) -> None:
+        shutil.rmtree(self._run_dir / "memory")
+        shutil.copytree(self._copy, self._run_dir / "memory")
+        (self._run_dir / RECORD_FILE).write_bytes(self._record)
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: draw.randrange(len(data))])
+
+
+def lengthen(path: Path, draw: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + bytes(draw.randrange(1, 100)))
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lengthen])
+def test_damage_is_passed_by(damage: Callable[[Path, random.Random], None], tmp_path: Path) -> None:
+    """Catches damage that nobody notices, at any place, and a start that ends because of it."""
+    trained(tmp_path, 3)
+    kept, draw = Kept(tmp_path), random.Random(1)
+    for name in ("rank_00000.safetensors", "local.json"):
+        for _ in range(25):
+            kept.put_back()
+            damage(files_of(tmp_path)[3] / name, draw)
+            with started(tmp_path, 2) as run:
+                # What has changed of local.json may say the same: a number that is smaller, for instance.
+                assert run.found() == 2 or (run.found() == 3 and name == "local.json")
+                if run.found() == 2 and name != "local.json":
+                    assert "step 3 in memory" in run.base.passed_by[0]  # type: ignore[union-attr]
+    kept.put_back()
+    for folder in files_of(tmp_path).values():
+        damage(folder / "rank_00000.safetensors", draw)
+    with started(tmp_path, 2) as run:
+        assert run.found() == 0 and len(run.passed_by) == 2
+
+
+RULES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
+    "another computation": (
+        lambda run_dir, patch: patch.setattr(f"{__name__}.COMPUTATION", "of another layout"),
+        "what the run computes, or its layout, has changed",
+    ),
+    "other software": (
+        lambda run_dir, patch: patch.setattr(local_module, "software", lambda: {"torch": "3.0"}),
+        "of other software",
+    ),
+    "the checkpoint before it is gone": (
+        lambda run_dir, patch: shutil.rmtree(step_folder(run_dir, 2)),
+        "the checkpoint of step 2 has left the disk",
+    ),
+    "of no start of the run": (lambda run_dir, patch: forget(run_dir), ""),
+    "a rank's memory is gone": (
+        lambda run_dir, patch: shutil.rmtree(node_folder(run_dir / "memory", run_dir)),
+        "rank 0 has none on its node",
+    ),
+    "its record is no record": (lambda run_dir, patch: flip(run_dir / RECORD_FILE, random.Random(1)), ""),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_not_continued(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a start that continues from a state that is not the run's any more, or does not say why not."""
+    trained(tmp_path, 3, every_steps=2, keep=0)
+    change, reason = RULES[rule]
+    change(tmp_path, monkeypatch)
+    with started(tmp_path, 2) as run:
+        assert run.found() == 0
+        assert run.passed_by == [] if not reason else reason in run.passed_by[0]
+
+
+def test_a_later_step_on_disk_wins(tmp_path: Path) -> None:
+    """Catches a run that goes back to a local checkpoint older than its newest one on disk: after a part of it in
+    which there were none in memory."""
+    trained(tmp_path, 3)
+    save_checkpoint(tmp_path, shards_of(random_layout(1, 1)[0], global_tensors(9)), run_record(9))
+    with started(tmp_path, 2) as run:
+        assert run.found() == 0 and "the disk has a later one, step 9" in run.passed_by[0]
+
+
+def test_when(tmp_path: Path) -> None:
+    """Catches local checkpoints at other steps than asked for, of a step that was not finite, or of each step after one
+    that was put off; and a checkpoint on disk that is none in memory."""
+    with started(tmp_path, local_every_steps=3, every_steps=5, behind=True) as run:
+        found = []
+        for step in range(1, 11):
+            run.step(skipped=step in (6, 7))
+            run.wait()
+            found.append(max(files_of(tmp_path), default=0))
+    assert found == [0, 0, 3, 3, 5, 5, 5, 8, 9, 10]
+
+
+def test_the_end_of_a_run_frees_the_memory(tmp_path: Path) -> None:
+    """Catches gigabytes that nobody needs any more, and a next start that takes them for the run's newest state."""
+    with started(tmp_path) as run:
+        run.step()
+        run.wait()
+        step, size = held_in_memory(run.memory, tmp_path)
+        assert step == 1 and size > 0
+        run.step(last=True)
+        run.hook.on_end(run.state)
+    assert list(run.memory.iterdir()) == [] and not (tmp_path / RECORD_FILE).exists()
+    assert held_in_memory(run.memory, tmp_path) == (0, 0)
+    assert list(list_checkpoints(tmp_path)) == [2]
+
+
+def test_a_run_that_continues_at_its_end_saves(tmp_path: Path) -> None:
+    """Catches a state that was only in memory and never reaches the disk, as the run has no step left to take."""
+    trained(tmp_path, 3)
+    with started(tmp_path, 2) as run:
+        assert run.found() == 3
+        run.hook.on_end(run.state)
+    assert list(list_checkpoints(tmp_path)) == [3]
+
+
+def kill(writer: CheckpointWriter) -> None:
+    os.kill(writer.pid, signal.SIGKILL)
+
+
+def stop(writer: CheckpointWriter) -> None:
+    os.kill(writer.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("end", [kill, stop])
+def test_a_lost_writer(end: Callable[[CheckpointWriter], None], tmp_path: Path) -> None:
+    """Catches local checkpoints that end, or a run that waits for ever, because a writer is dead or stopped."""
+    with started(tmp_path, behind=True, every_steps=4, keep=0) as run:
+        run.step()
+        run.wait()
+        end(run.local_writer)
+        for _ in range(6):
+            run.step()
+            time.sleep(0.02)
+        assert sorted(files_of(tmp_path)) == [6, 7]
+    (event,) = [event for event in events_of(tmp_path) if event["event"] == "synchronous_local_checkpoints"]
+    assert event["level"] == "warning" and "its writer" in event["reason"]
+    with started(tmp_path, 2) as run:
+        assert run.found() == 7
+
+
+def test_no_room_for_the_record(tmp_path: Path) -> None:
+    """Catches a run that ends, or saves no more on disk, as its local checkpoints cannot be completed."""
+    with started(tmp_path, behind=True, every_steps=2, keep=0) as run:
+        run.step()
+        run.wait()
+        resource.prlimit(run.local_writer.pid, resource.RLIMIT_FSIZE, (10, 10))
+        for step in range(2, 9):
+            run.step(last=step == 8)
+            time.sleep(0.05)
+        run.hook.on_end(run.state)
+    (event,) = [event for event in events_of(tmp_path) if event["event"] == "local_checkpoints_off"]
+    assert event["level"] == "warning" and "File too large" in event["reason"]
+    saved = [event["step"] for event in events_of(tmp_path) if event["event"] == "checkpoint_saved"]
+    assert saved[-1] == 8 and len(saved) >= 3
+    assert not (tmp_path / RECORD_FILE).exists() and list(run.memory.iterdir()) == []
+
+
+def without_memory(run_dir: Path) -> list[int]:
+    """Rank 1's node has no memory for images."""
+    if open_control_plane().rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+    with started(run_dir, behind=True, every_steps=1, keep=0) as run:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        for step in (1, 2):
+            run.step(last=step == 2)
+            open_control_plane().barrier()
+        run.hook.on_end(run.state)
+    return list(list_checkpoints(run_dir))
+
+
+@pytest.mark.distributed
+def test_a_node_without_memory(tmp_path: Path) -> None:
+    """Catches a run that ends where /dev/shm is small, or of which some ranks keep local checkpoints and some none."""
+    found = run_ranks(without_memory, 2, tmp_path)
+    assert all(2 in steps for steps in found)
+    (event,) = [event for event in events_of(tmp_path) if event["event"] == "local_checkpoints_off"]
+    assert "rank 1" in event["reason"] or "File too large" in event["reason"]
+
+
+def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a state that another user has planted, and two processes that write into one image."""
+    monkeypatch.setattr(local_module, "_LOCK_WAIT_S", 0.1)
+    (tmp_path / "elsewhere").mkdir()
+
+    def opened() -> str:
+        return LocalFolder(tmp_path, tmp_path, open_control_plane(), 1, COMPUTATION).open()
+
+    folder = node_folder(tmp_path, tmp_path)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert "belongs to somebody else" in opened()
+    folder.unlink()
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert "others can write to it" in opened()
+    folder.chmod(0o700)
+    assert opened() == ""
+    assert "another process of this run holds it" in opened()
+
+
+def test_memory_of_ranks_that_are_gone_is_freed(tmp_path: Path) -> None:
+    """Catches gigabytes of ranks that a smaller layout has no more."""
+    trained(tmp_path, 2)
+    folder = node_folder(tmp_path / "memory", tmp_path)
+    shutil.copytree(folder / "rank_00000", folder / "rank_00007")
+    trained(tmp_path, 1, start=2)
+    assert [path.name for path in folder.iterdir()] == ["rank_00000"]
+
+
+def test_memory_is_taken_once(tmp_path: Path) -> None:
+    """Catches a start that takes new memory beside what the last one has left."""
+    trained(tmp_path, 3)
+    before = held_in_memory(tmp_path / "memory", tmp_path)[1]
+    with started(tmp_path, 2) as run:
+        assert run.folder.missing_bytes(run.engine.named_shards(owned=False)) == 0
+        run.step()
+        run.wait()
+    assert held_in_memory(tmp_path / "memory", tmp_path) == (4, before)
