@@ -25,10 +25,14 @@ def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int)
     os.kill(int(log.read_text().split("pid ")[-1].split(",")[0]), signal.SIGKILL)
 
 
-def test_killed_ranks_start_again_in_place(corpus: Path, megads: StartCommand) -> None:
+@pytest.mark.parametrize("local_every_steps", [0, 1])
+def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path, megads: StartCommand) -> None:
     """faults.md row 1. Catches a restart that loses or repeats steps, takes another checkpoint than the last, goes
     on for ever, is not in events.jsonl with its cause and its cost, or is counted though the one before had saved."""
-    overrides = small_model(corpus, parallel__dp=2, train__steps=36, checkpoint__every_steps=4)
+    overrides = small_model(
+        corpus, parallel__dp=2, train__steps=36, checkpoint__every_steps=4 if not local_every_steps else 30,
+        checkpoint__local_every_steps=local_every_steps,
+    )  # fmt: skip
     reference, run_dir = megads.folder / "reference", megads.folder / "killed"
     assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
 
@@ -42,6 +46,7 @@ def test_killed_ranks_start_again_in_place(corpus: Path, megads: StartCommand) -
     restarts, resumes = events_of(run_dir, "restart"), events_of(run_dir, "resume")
     assert [event["restart"] for event in restarts] == [1, 2]
     assert [event["from_step"] for event in restarts] == [event["step"] for event in resumes]
+    assert ["in memory" in event["checkpoint"] for event in resumes] == [local_every_steps > 0] * 2
     for event, rank in zip(restarts, (1, 0), strict=True):
         assert f"rank {rank} was killed by SIGKILL" in event["cause"]
         assert event["lost_steps"] == event["last_step"] - event["from_step"] >= 0
