@@ -9,7 +9,7 @@ import numpy as np
 
 from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
-from megads.checkpoint.local import LocalFolder
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
 from megads.checkpoint.store import on_first
@@ -49,9 +49,7 @@ class Origin:
         return self.checkpoint is not None or self.weights is not None
 
 
-def find_origin(
-    config: RootConfig, run_dir: Path, control: ControlPlane, local_folder: LocalFolder | None = None
-) -> Origin:
+def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local: LocalSaves | None = None) -> Origin:
     """Finds the checkpoint that the config names, else the newest usable one of this run, else weights; collective.
 
     A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
@@ -61,7 +59,7 @@ def find_origin(
         config: of this start.
         run_dir: the run's folder.
         control: of all ranks.
-        local_folder: of this rank; None: there are no local checkpoints.
+        local: this rank's local checkpoints; None: it has none.
 
     Raises:
         CheckpointError: a checkpoint is there but cannot be used, or is of another model.
@@ -72,8 +70,11 @@ def find_origin(
     from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
     handle: CheckpointHandle | None = None
     not_used: list[str] = []
-    if local_folder is not None and not from_path and load != "none":
-        handle, not_used = local_folder.find()
+    if local is not None:
+        local.open(run_dir, control)
+        if not from_path and load != "none":
+            not_used = local.find()
+            handle = local.base
     if handle is None:
         handle = find_checkpoint(run_dir, load if from_path or load == "none" else "auto", control)
     if handle is None:

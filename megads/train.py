@@ -16,7 +16,8 @@ import torch
 from megads.batch import MicroBatch
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.local import LocalCheckpoint, LocalFolder, LocalSaves, forget, node_folder
+from megads.checkpoint.local import forget, node_folder
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config import (
@@ -56,7 +57,7 @@ from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
 from megads.resilience import NonFiniteHook
-from megads.resume import Origin, find_origin, resume
+from megads.resume import find_origin, resume
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.heartbeat import VALIDATING, Heartbeat, heartbeat
@@ -91,11 +92,11 @@ def train(config: RootConfig, run_dir: Path) -> int:
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a GPU.
     writer = checkpoint_writer(config, environment, fence)
-    local_writer = CheckpointWriter(environment.rank, environment.world_size) if keeps_local(config) else None
+    local = local_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
         closing(writer) if writer is not None else nullcontext(),
-        closing(local_writer) if local_writer is not None else nullcontext(),
+        closing(local) if local is not None else nullcontext(),
         heartbeat(environment.heartbeats, environment.rank) as beats,
         world(device, config.cluster.timeout_s) as control,
     ):
@@ -113,14 +114,12 @@ def train(config: RootConfig, run_dir: Path) -> int:
             bind_to_share(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("verifying a checkpoint")
-        local_folder = open_local_folder(config, run_dir, environment, control, events)
-        origin = find_origin(config, run_dir, control, local_folder)
+        origin = find_origin(config, run_dir, control, local)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
         state = TrainState()
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
-        local = local_saves(config, local_folder, local_writer, origin, control)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
@@ -346,42 +345,15 @@ def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: F
     return CheckpointWriter(environment.rank, environment.world_size, fence)
 
 
-def keeps_local(config: RootConfig) -> bool:
-    """Whether a local checkpoint is ever due."""
-    return config.checkpoint.local_every_steps > 0
-
-
-def open_local_folder(
-    config: RootConfig, run_dir: Path, environment: RankEnvironment, control: ControlPlane, events: EventWriter
-) -> LocalFolder | None:
-    """This rank's folder for local checkpoints; None where there are none. Collective."""
-    root = Path(config.checkpoint.local_folder)
-    if not keeps_local(config):
-        if environment.rank == 0:
-            forget(run_dir)
-        if environment.local_rank == 0:
-            shutil.rmtree(node_folder(root, run_dir), ignore_errors=True)
-        return None
-    folder = LocalFolder(root, run_dir, control, environment.lease or 0, computation_digest(config))
-    reason = folder.open()
-    if not reason:
-        return folder
-    events.write("local_checkpoints_off", level="warning", reason=reason)
+def local_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> LocalSaves | None:
+    """Keeps local checkpoints; None where nobody wants them, and those of an earlier start are gone then."""
+    if config.checkpoint.local_every_steps:
+        return LocalSaves(config.checkpoint, environment, computation_digest(config), config.cluster.timeout_s)
+    if environment.rank == 0:
+        forget(run_dir)
+    if environment.local_rank == 0:
+        shutil.rmtree(node_folder(Path(config.checkpoint.local_folder), run_dir), ignore_errors=True)
     return None
-
-
-def local_saves(
-    config: RootConfig,
-    folder: LocalFolder | None,
-    writer: CheckpointWriter | None,
-    origin: Origin,
-    control: ControlPlane,
-) -> LocalSaves | None:
-    """Keeps local checkpoints, where that is asked for and possible."""
-    if folder is None or writer is None:
-        return None
-    base = origin.checkpoint if isinstance(origin.checkpoint, LocalCheckpoint) else None
-    return LocalSaves(folder, writer, config.checkpoint.local_every_steps, control, base, config.cluster.timeout_s)
 
 
 def checkpoint_hook(

@@ -1,7 +1,8 @@
 """Checkpoints: a manifest, an atomic store, and reads that reshard.
 
 `hook` saves during a run, `store` writes, `writer` does so while the run trains on, of an `image` of the state; `local`
-keeps images in the node's memory for the next start; `read` finds and loads, `initial` finds weights for a new run to
+keeps images in the node's memory for the next start, which
+`local_saves` makes; `read` finds and loads, `initial` finds weights for a new run to
 start from, `retention` says which checkpoints stay; `manifest` is what a checkpoint says
 of itself, `rank_file` what a rank's file does, `rectangle` the geometry of parts, and `tensor_file` the format of files
 of tensors.
@@ -13,6 +14,7 @@ __all__ = [
     "image",
     "initial",
     "local",
+    "local_saves",
     "manifest",
     "rank_file",
     "read",

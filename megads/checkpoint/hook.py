@@ -12,7 +12,8 @@ import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.image import ImageLayout, StateImage
-from megads.checkpoint.local import LocalSaves, forget
+from megads.checkpoint.local import forget
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord, software
 from megads.checkpoint.retention import KEEP_ALL, Retention
 from megads.checkpoint.store import (

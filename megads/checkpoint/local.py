@@ -35,12 +35,11 @@ from megads.checkpoint.image import ImageLayout, StateImage, allocate
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest_manifest, software
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle, verify_files
-from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
-from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, gather_progress
+from megads.checkpoint.store import RanksFailed, agreed, failure_of
+from megads.checkpoint.writer import SaveProgress, Stage, Worker
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.runtime.distributed import ControlPlane
-from megads.runtime.environment import rank_environment
 from megads.runtime.files import atomic_writer, read_regular
 
 RECORD_FILE = "local_checkpoints.json"
@@ -48,7 +47,6 @@ _COMMIT_FILE, _LOCK_FILE = "local.json", "lock"
 _IMAGES = ("a", "b")
 _LOCK_WAIT_S, _POLL_S = 5.0, 0.01
 """For the process that was this rank to be gone."""
-_NAMED = 3
 Saved = tuple[int, int]
 """Number of the start that wrote a local checkpoint, and its step."""
 
@@ -190,7 +188,7 @@ class LocalFolder:
             self._lock = _locked(self._folder / _LOCK_FILE)
         except OSError as error:
             reason = f"rank {self._control.rank}: {error.filename or self._folder}: {error.strerror}"
-        return _first(self._control.gather(reason, str))
+        return first_reason(self._control.gather(reason, str))
 
     def find(self) -> tuple[LocalCheckpoint | None, list[str]]:
         """The newest local checkpoint that all ranks have, verified; collective.
@@ -208,7 +206,7 @@ class LocalFolder:
         }
         reasons = {saved: self._unfit(commit, on_disk) for saved, (_, commit) in own.items()}
         fitting = sorted(saved for saved, reason in reasons.items() if not reason)
-        found = self._control.gather((fitting, _first(reasons.values())), tuple[list[Saved], str])
+        found = self._control.gather((fitting, first_reason(reasons.values())), tuple[list[Saved], str])
         shared = set.intersection(*(set(saved) for saved, _ in found))
         passed_by: list[str] = []
         for saved in sorted(shared, reverse=True):
@@ -222,7 +220,9 @@ class LocalFolder:
             return LocalCheckpoint(folder, manifest, tuple(passed_by), run_dir=self._run_dir, start=saved[0]), []
         if not shared:
             lacking = [f"rank {rank} has none on its node" for rank, (saved, _) in enumerate(found) if not saved]
-            reason = _first(why for _, why in found) or _first(lacking) or "the ranks have none of the same step"
+            reason = (
+                first_reason(why for _, why in found) or first_reason(lacking) or "the ranks have none of the same step"
+            )
             passed_by.append(f"checkpoints in memory: {reason}")
         return None, passed_by
 
@@ -344,137 +344,6 @@ class LocalFolder:
             self._lock = None
 
 
-class LocalSaves:
-    """Keeps a rank's local checkpoints while it trains.
-
-    Args:
-        folder: of this rank, open.
-        writer: of this rank, which completes images.
-        every_steps: steps between two of them.
-        control: of all ranks.
-        base: the one that this start continues from.
-        timeout_s: a writer that takes longer has hung.
-    """
-
-    def __init__(
-        self,
-        folder: LocalFolder,
-        writer: CheckpointWriter,
-        every_steps: int,
-        control: ControlPlane,
-        base: LocalCheckpoint | None,
-        timeout_s: float,
-    ) -> None:
-        self._folder, self._control = folder, control
-        self._writer: CheckpointWriter | None = writer
-        self._every_steps, self._timeout_s, self._base = every_steps, timeout_s, base
-        self._due, self._step = False, -1
-        self._order: SealOrder | None = None
-        self._own_progress = SaveProgress(Stage.idle)
-        self.images: list[StateImage] = []
-
-    @property
-    def base(self) -> LocalCheckpoint | None:
-        """The one that this start continues from."""
-        return self._base
-
-    def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], free_bytes: int) -> str:
-        """Takes the memory, on all ranks or on none; collective.
-
-        Args:
-            held: everything that this rank holds.
-            owned: what of it the rank speaks for in a checkpoint on disk.
-            free_bytes: of the node's memory, this rank's share.
-
-        Returns:
-            Why there cannot be local checkpoints; empty where there can.
-        """
-        if rank_environment().local_rank == 0:
-            self._folder.sweep()
-        size, reason = self._folder.missing_bytes(held), ""
-        if size > free_bytes:
-            reason = f"two copies of the state take {size / 2**30:.1f} GiB a rank, {free_bytes / 2**30:.1f} are free"
-        else:
-            try:
-                self.images = self._folder.allocate(held, owned, self._base)
-                if self._writer is not None:
-                    self._writer.attach(self.images)
-            except OSError as error:
-                reason = f"two copies of the state, {size / 2**30:.1f} GiB a rank: {failure_of(error)[0]}"
-        reason = _first(self._control.gather(reason, str))
-        if not reason:
-            try:
-                self._folder.begin(self._base)
-            except RanksFailed as error:
-                reason = str(error)
-        return reason
-
-    def due(self, step: int, *, finite: bool) -> bool:
-        """Whether this step's state is to be copied; a step that is not finite leaves it to the next that is."""
-        self._due = self._step != step and (self._due or step % self._every_steps == 0)
-        return finite and self._due
-
-    def copy(self, shards: Sequence[Shard], run: RunRecord, step_on_disk: int, read: int | None) -> int:
-        """Copies the state and lets the writer complete the image; only when `settle` has found all of them done.
-
-        Args:
-            shards: everything that this rank holds.
-            run: what the manifest says of the run.
-            step_on_disk: of the newest committed checkpoint; 0: none.
-            read: image that a writer brings to disk, on any rank.
-
-        Returns:
-            The number of the image.
-        """
-        image = self._folder.next_image(read)
-        self._folder.invalidate(image)
-        self.images[image].copy_from(shards)
-        self._order = self._folder.order(image, run, step_on_disk)
-        if self._writer is not None:
-            self._writer.write(self._order)
-        else:
-            self._complete(self._order)
-        self._due, self._step = False, run.state["step"]
-        return image
-
-    def settle(self, *, wait: bool) -> SaveProgress:
-        """Where the writers of all ranks are, of which the worst counts; collective.
-
-        Args:
-            wait: until none is writing.
-        """
-        while True:
-            own = self._own_progress if self._writer is None else self._writer.progress(self._timeout_s)
-            found = gather_progress(own, self._control)
-            for stage in (Stage.failed, Stage.lost):
-                wrong = [f"rank {rank}: {at.reason}" for rank, at in enumerate(found) if at.stage is stage]
-                if wrong:
-                    return SaveProgress(stage, "; ".join(wrong[:_NAMED]))
-            busy = any(progress.stage is Stage.writing for progress in found)
-            if not busy or not wait:
-                return SaveProgress(Stage.writing if busy else Stage.done)
-            time.sleep(_POLL_S)
-
-    def do_without_writers(self) -> SaveProgress:
-        """From now on all ranks complete images themselves, beginning with the last one; collective."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._order is not None:
-            self._complete(self._order)
-        return self.settle(wait=True)
-
-    def _complete(self, order: SealOrder) -> None:
-        worker = Worker(self._control.rank, self._control.world_size, None, lambda: False)
-        self._own_progress = order.carry_out(self.images[order.image], worker)
-
-    def end(self) -> None:
-        """Frees the memory and ends the writer: the state is on disk, or there will be no more local checkpoints."""
-        if self._writer is not None:
-            self._writer.close()
-        self._folder.remove()
-
-
 def node_folder(root: Path, run_dir: Path) -> Path:
     """Where the ranks of a node keep the local checkpoints of a run."""
     run = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
@@ -543,5 +412,6 @@ def _verify(folder: Path, commit: _Commit) -> None:
     verify_files(folder, manifest, sorted(manifest.files))
 
 
-def _first(reasons: Iterable[str]) -> str:
+def first_reason(reasons: Iterable[str]) -> str:
+    """The first that is not empty; empty where all are."""
     return next(filter(None, reasons), "")

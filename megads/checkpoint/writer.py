@@ -89,7 +89,7 @@ class Worker:
     cancelled: Callable[[], bool]
 
 
-class Order(Protocol):
+class WriterOrder(Protocol):
     """What a writer does with an image."""
 
     @property
@@ -178,7 +178,7 @@ class CheckpointWriter:
         for image in images:
             send_handle(self._connection, image.descriptor, self._pid)
 
-    def write(self, order: Order) -> None:
+    def write(self, order: WriterOrder) -> None:
         """Lets the writer carry out an order; its image must not change until that is done."""
         self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
         try:

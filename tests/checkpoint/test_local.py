@@ -20,10 +20,12 @@ import pytest
 
 from megads.checkpoint import image as image_module
 from megads.checkpoint import local as local_module
+from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint import writer as writer_module
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.local import RECORD_FILE, LocalFolder, LocalSaves, forget, held_in_memory, node_folder
+from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget, held_in_memory, node_folder
+from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.rectangle import whole
 from megads.checkpoint.store import save_checkpoint
@@ -31,6 +33,7 @@ from megads.checkpoint.writer import CheckpointWriter, Stage
 from megads.engine.interface import Shard
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
+from megads.runtime.environment import RankEnvironment
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -38,7 +41,7 @@ from tests.checkpoint.random_layouts import SHAPES, all_equal, global_tensors, r
 from tests.distributed import run_ranks
 
 COMPUTATION = "what the run computes"
-TRACED = (image_module.__file__, local_module.__file__)
+TRACED = (image_module.__file__, local_module.__file__, local_saves_module.__file__)
 
 
 class HoldingEngine:
@@ -80,17 +83,23 @@ class Run:
         self.memory, self.run_dir = run_dir / "memory", run_dir
         self.memory.mkdir(exist_ok=True)
         self.writer = CheckpointWriter(control.rank, control.world_size) if behind else None
-        self.local_writer = CheckpointWriter(control.rank, control.world_size)
+        config = CheckpointConfig(
+            **{
+                "every_steps": 0, "async_save": behind, "local_every_steps": 1, "local_folder": str(self.memory),
+                **options,
+            }
+        )  # fmt: skip
+        environment = RankEnvironment(control.rank, world_size=control.world_size, lease=start)
+        self.saves = LocalSaves(config, environment, COMPUTATION, 20.0)
+        assert self.saves._writer is not None
+        self.local_writer = self.saves._writer
         self.engine, self.state = HoldingEngine(), TrainState()
-        config = CheckpointConfig(**{"every_steps": 0, "async_save": behind, "local_every_steps": 1, **options})
         events = EventWriter(run_dir, enabled=control.rank == 0)
-        self.folder = LocalFolder(self.memory, run_dir, control, start, COMPUTATION)
-        assert self.folder.open() == ""
-        self.base, self.passed_by = self.folder.find()
+        self.saves.open(run_dir, control)
+        self.passed_by, self.base = self.saves.find(), self.saves.base
         if self.base is not None:
             read_into(self.base, self.engine.named_shards(owned=False), control.rank)
             self.state.load_state_dict(self.base.state)
-        self.saves = LocalSaves(self.folder, self.local_writer, config.local_every_steps, control, self.base, 20.0)
         self.hook = CheckpointHook(
             self.engine, run_dir, config, run_record(0), self.state, events, writer=self.writer, local=self.saves
         )  # type: ignore[arg-type] # fmt: skip
@@ -117,10 +126,9 @@ class Run:
 
     def close(self) -> None:
         """As the death of the process does."""
-        for writer in (self.writer, self.local_writer):
-            if writer is not None:
-                writer.close()
-        self.folder.close()
+        if self.writer is not None:
+            self.writer.close()
+        self.saves.close()
 
     def found(self) -> int:
         """The step that was found, whose tensors are those of that very step."""
@@ -526,7 +534,7 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     before = held_in_memory(tmp_path / "memory", tmp_path)[1]
     with started(tmp_path, 2) as run:
-        assert run.folder.missing_bytes(run.engine.named_shards(owned=False)) == 0
+        assert run.saves._folder.missing_bytes(run.engine.named_shards(owned=False)) == 0
         run.step()
         run.wait()
     assert held_in_memory(tmp_path / "memory", tmp_path) == (4, before)

@@ -1,0 +1,172 @@
+"""Makes local checkpoints while a run trains: copies, and a process that completes them (`local`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.image import StateImage
+from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason
+from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.store import RanksFailed, failure_of
+from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, gather_progress
+from megads.engine.interface import Shard
+from megads.runtime.distributed import ControlPlane
+from megads.runtime.environment import RankEnvironment
+
+_POLL_S = 0.01
+_NAMED = 3
+
+
+class LocalSaves:
+    """Keeps a rank's local checkpoints while it trains. Made by `train` before everything else: it forks a process.
+
+    Args:
+        config: says when and where.
+        environment: of this rank.
+        computation: digest of what the run computes, and in which layout.
+        timeout_s: a writer that takes longer has hung.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, environment: RankEnvironment, computation: str, timeout_s: float
+    ) -> None:
+        self._writer: CheckpointWriter | None = CheckpointWriter(environment.rank, environment.world_size)
+        self._config, self._environment = config, environment
+        self._computation, self._timeout_s = computation, timeout_s
+        self._folder: LocalFolder | None = None
+        self._refusal = "their folder was never opened"
+        self._due, self._step = False, -1
+        self._order: SealOrder | None = None
+        self._own_progress = SaveProgress(Stage.idle)
+        self.base: LocalCheckpoint | None = None
+        self.images: list[StateImage] = []
+
+    def open(self, run_dir: Path, control: ControlPlane) -> None:
+        """Takes this rank's folder; where that cannot be had, `allocate` says why. Collective."""
+        self._control = control
+        root, start = Path(self._config.local_folder), self._environment.lease or 0
+        folder = LocalFolder(root, run_dir, control, start, self._computation)
+        self._refusal = folder.open()
+        self._folder = None if self._refusal else folder
+
+    def find(self) -> list[str]:
+        """Finds the local checkpoint that this start continues from, which is `base`; collective, after `open`.
+
+        Returns:
+            Why there is none, or no later one.
+        """
+        if self._folder is None:
+            return []
+        self.base, passed_by = self._folder.find()
+        return passed_by
+
+    def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], free_bytes: int) -> str:
+        """Takes the memory, on all ranks or on none; collective.
+
+        Args:
+            held: everything that this rank holds.
+            owned: what of it the rank speaks for in a checkpoint on disk.
+            free_bytes: of the node's memory, this rank's share.
+
+        Returns:
+            Why there cannot be local checkpoints; empty where there can.
+        """
+        if self._folder is None:
+            return self._refusal
+        if self._environment.local_rank == 0:
+            self._folder.sweep()
+        size, reason = self._folder.missing_bytes(held), ""
+        if size > free_bytes:
+            reason = f"two copies of the state take {size / 2**30:.1f} GiB a rank, {free_bytes / 2**30:.1f} are free"
+        else:
+            try:
+                self.images = self._folder.allocate(held, owned, self.base)
+                if self._writer is not None:
+                    self._writer.attach(self.images)
+            except OSError as error:
+                reason = f"two copies of the state, {size / 2**30:.1f} GiB a rank: {failure_of(error)[0]}"
+        reason = first_reason(self._control.gather(reason, str))
+        if not reason:
+            try:
+                self._folder.begin(self.base)
+            except RanksFailed as error:
+                reason = str(error)
+        return reason
+
+    def due(self, step: int, *, finite: bool) -> bool:
+        """Whether this step's state is to be copied; a step that is not finite leaves it to the next that is."""
+        self._due = self._step != step and (self._due or step % self._config.local_every_steps == 0)
+        return finite and self._due
+
+    def copy(self, shards: Sequence[Shard], run: RunRecord, step_on_disk: int, read: int | None) -> int:
+        """Copies the state and lets the writer complete the image; only when `settle` has found all of them done.
+
+        Args:
+            shards: everything that this rank holds.
+            run: what the manifest says of the run.
+            step_on_disk: of the newest committed checkpoint; 0: none.
+            read: image that a writer brings to disk, on any rank.
+
+        Returns:
+            The number of the image.
+        """
+        assert self._folder is not None
+        image = self._folder.next_image(read)
+        self._folder.invalidate(image)
+        self.images[image].copy_from(shards)
+        self._order = self._folder.order(image, run, step_on_disk)
+        if self._writer is not None:
+            self._writer.write(self._order)
+        else:
+            self._complete(self._order)
+        self._due, self._step = False, run.state["step"]
+        return image
+
+    def settle(self, *, wait: bool) -> SaveProgress:
+        """Where the writers of all ranks are, of which the worst counts; collective.
+
+        Args:
+            wait: until none is writing.
+        """
+        while True:
+            own = self._own_progress if self._writer is None else self._writer.progress(self._timeout_s)
+            found = gather_progress(own, self._control)
+            for stage in (Stage.failed, Stage.lost):
+                wrong = [f"rank {rank}: {at.reason}" for rank, at in enumerate(found) if at.stage is stage]
+                if wrong:
+                    return SaveProgress(stage, "; ".join(wrong[:_NAMED]))
+            busy = any(progress.stage is Stage.writing for progress in found)
+            if not busy or not wait:
+                return SaveProgress(Stage.writing if busy else Stage.done)
+            time.sleep(_POLL_S)
+
+    def do_without_writers(self) -> SaveProgress:
+        """From now on all ranks complete images themselves, beginning with the last one; collective."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._order is not None:
+            self._complete(self._order)
+        return self.settle(wait=True)
+
+    def _complete(self, order: SealOrder) -> None:
+        worker = Worker(self._control.rank, self._control.world_size, None, lambda: False)
+        self._own_progress = order.carry_out(self.images[order.image], worker)
+
+    def end(self) -> None:
+        """Frees the memory: the state is on disk, or there will be no more local checkpoints."""
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+        self.close()
+
+    def close(self) -> None:
+        """Ends the writer; what is complete stays for the next start."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._folder is not None:
+            self._folder.close()
