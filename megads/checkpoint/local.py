@@ -35,7 +35,7 @@ from megads.checkpoint.image import ImageLayout, StateImage, allocate
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest_manifest, software
 from megads.checkpoint.rank_file import STRICT, Count, file_name
 from megads.checkpoint.read import CheckpointHandle, verify_files
-from megads.checkpoint.store import RanksFailed, agreed, failure_of
+from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
 from megads.checkpoint.writer import SaveProgress, Stage, Worker
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
