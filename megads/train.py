@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -91,12 +91,10 @@ def train(config: RootConfig, run_dir: Path) -> int:
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
     # Forked before this process has threads, connections or a GPU.
-    writer = checkpoint_writer(config, environment, fence)
-    local = local_saves(config, run_dir, environment)
+    writer, local = checkpoint_writer(config, environment, fence), local_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
-        closing(writer) if writer is not None else nullcontext(),
-        closing(local) if local is not None else nullcontext(),
+        ended(writer, local),
         heartbeat(environment.heartbeats, environment.rank) as beats,
         world(device, config.cluster.timeout_s) as control,
     ):
@@ -343,6 +341,14 @@ def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: F
     if not config.checkpoint.copies(sys.maxsize):
         return None
     return CheckpointWriter(environment.rank, environment.world_size, fence)
+
+
+@contextmanager
+def ended(writer: CheckpointWriter | None, local: LocalSaves | None) -> Iterator[None]:
+    """Ends the processes that save when the rank ends."""
+    with closing(writer) if writer is not None else nullcontext():
+        with closing(local) if local is not None else nullcontext():
+            yield
 
 
 def local_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> LocalSaves | None:
