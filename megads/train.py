@@ -346,9 +346,11 @@ def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: F
 @contextmanager
 def ended(writer: CheckpointWriter | None, local: LocalSaves | None) -> Iterator[None]:
     """Ends the processes that save when the rank ends."""
-    with closing(writer) if writer is not None else nullcontext():
-        with closing(local) if local is not None else nullcontext():
-            yield
+    with (
+        closing(writer) if writer is not None else nullcontext(),
+        closing(local) if local is not None else nullcontext(),
+    ):
+        yield
 
 
 def local_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> LocalSaves | None:
