@@ -254,7 +254,7 @@ def measure(megabytes: int, folder: Path, rounds: int, threads: int, num_steps: 
     without a save; of one rank."""
     scenario = scenario_of(megabytes)
     with engine_and_writer(scenario, threads) as (engine, writer):
-        batches = step_batches(scenario, 0)
+        batches, state = step_batches(scenario, 0), sum(shard.tensor.nbytes for shard in engine.named_shards())
         sides = {name: make() for name, make in makes_of(scenario, engine, folder, writer).items()}
 
         def step() -> None:
@@ -275,14 +275,21 @@ def measure(megabytes: int, folder: Path, rounds: int, threads: int, num_steps: 
                 found[name]["save"].append(1e3 * (saved - begin))
                 found[name]["both"].append(1e3 * (time.perf_counter() - begin))
                 side.settle()
+                require_saved(name, folder / name, state)
                 empty(folder / name)
         for side in sides.values():
             side.close()
-        state = sum(shard.tensor.nbytes for shard in engine.named_shards())
     counted = {
         name: {kind: times[len(times) // (rounds + 1) :] for kind, times in of.items()} for name, of in found.items()
     }
     return {"state_bytes": state, "num_steps": num_steps, "step_ms": counted[OURS]["step"], "sides": counted}
+
+
+def require_saved(name: str, folder: Path, state_bytes: int) -> None:
+    """Raises RuntimeError where a side was quick because it has saved nothing; DeepSpeed's model pads no vocabulary."""
+    found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if name != COPY and found < 0.9 * state_bytes:
+        raise RuntimeError(f"{name} has saved {found:,} bytes of {state_bytes:,}")
 
 
 def empty(folder: Path) -> None:
