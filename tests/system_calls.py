@@ -225,6 +225,8 @@ class _Calls:
         shown = path.removeprefix(self._folder).lstrip("/") or "."
         shown = re.sub(r"\.[0-9a-f]{12}\.partial", ".*.partial", shown)
         shown = re.sub(r"\b[0-9a-f]{16}\b", "<digest>", shown)
+        # Which step a writer is ready for differs.
+        shown = re.sub(r"\bstep_\d{8}\b", "step_<n>", shown)
         return re.sub(rf"(?<![0-9]){self.pid}(?![0-9])", "<pid>", shown)
 
     def _text(self, address: int) -> str:
