@@ -120,3 +120,15 @@ def test_killed_at_every_call(role: str, runs: Runs) -> None:
     chosen = first_and_last(points)
     print(f"{role}: {len(points)} calls, {len(chosen)} points")
     kill_at_each(runs, role, chosen)
+
+
+@pytest.mark.parametrize(
+    ("role", "label"),
+    [
+        ("launcher", "rename .data_record.json.*.partial data_record.json"),
+        ("rank 0", "rename checkpoints/.latest.*.partial checkpoints/latest"),
+    ],
+)
+def test_killed_at_some_calls(role: str, label: str, runs: Runs) -> None:
+    """Catches the same where a start, and where a checkpoint, is half recorded; and a tracer that kills nobody."""
+    kill_at_each(runs, role, [Point(label, 1)])
