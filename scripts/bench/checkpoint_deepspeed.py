@@ -24,7 +24,7 @@ from megads.model.gpt import GPT
 from megads.runtime.environment import exported
 from tests.parity import Scenario
 
-# data_parallel: without it DeepSpeed 0.19.3 asks for a rank that it has not noted.
+# data_parallel: without it DeepSpeed 0.19.8 asks for a rank that it has not noted.
 _WRITER = {"type": "python", "data_parallel": "replica"}
 WRITERS: dict[str, dict[str, Any] | None] = {
     "DeepSpeed": None,
