@@ -116,7 +116,8 @@ def test_killed_at_every_call(role: str, runs: Runs) -> None:
     behind: before the first and the last call of each kind on each file."""
     _, points, ended = runs.traced(role)
     assert ended.code == 0, ended.err
-    chosen = first_and_last(points)
+    # Writers do the same for every order, and how many they get differs.
+    chosen = [point for point in points if point.number == 1] if "writer" in role else first_and_last(points)
     print(f"{role}: {len(points)} calls, {len(chosen)} points")
     kill_at_each(runs, role, chosen)
 
