@@ -5,12 +5,16 @@ Only the ranks' entry is another: it builds the real engine, breaks one thing in
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.system_calls import Point, trace_this_process
 
 # A rank imports this module for its fault only, and torch through megads.train; the launcher needs neither.
 FAULTY_RANK = 1
@@ -129,6 +133,50 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, prepare)
 
 
+TRACED = "MEGADS_TESTS_TRACED"
+"""Of the environment: JSON text of a `Traced`."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A process whose system calls are watched.
+
+    Attributes:
+        role: launcher, or rank or writer and its number: "writer 0".
+        folder: the run directory.
+        log: see `tests.system_calls.trace_this_process`.
+        label, number: the point at which it is killed.
+    """
+
+    role: str
+    folder: str
+    log: str
+    label: str = ""
+    number: int = 0
+
+    def trace(self, role: str) -> None:
+        """Begins, where this process has the role."""
+        if role == self.role:
+            point, messages = Point(self.label, self.number), not role.startswith("launcher")
+            trace_this_process(Path(self.folder), Path(self.log), point, messages)
+
+
+def die_at_a_call(config: Any, run_dir: Path) -> int:
+    """The launcher, a rank or its writer is killed right before a system call that changes the run directory."""
+    from megads import train
+    from megads.checkpoint import writer
+
+    traced, rank, serve = Traced(**json.loads(os.environ[TRACED])), os.environ.get("RANK", "0"), writer._serve
+
+    def serve_traced(*arguments: Any) -> Any:
+        traced.trace(f"writer {rank}")
+        serve(*arguments)
+
+    writer._serve = serve_traced  # type: ignore[assignment]
+    traced.trace(f"rank {rank}")
+    return train.train(config, run_dir)
+
+
 LAUNCHER = "MEGADS_TESTS_LAUNCHER"
 """Of the environment: the launcher's process, with which the ranks die."""
 
@@ -192,6 +240,8 @@ def main() -> None:
 
     start.launch_spec = with_entry
     os.environ[LAUNCHER] = str(os.getpid())
+    if TRACED in os.environ:
+        Traced(**json.loads(os.environ[TRACED])).trace("launcher")
     sys.exit(run(arguments))
 
 

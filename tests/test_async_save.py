@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.bench.checkpoint_soak import rank_and_writer
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
 
 pytestmark = pytest.mark.distributed
@@ -46,3 +47,33 @@ def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCo
     ended = command.end()
     last = steps_of(run_dir)[-1]["step"]
     assert checkpoint_of(run_dir, last).is_dir(), ended.err
+
+
+def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
+    """Catches a run that waits for a writer that got SIGSTOP, or that saves no more, or anything else than it would."""
+    overrides = small_model(corpus, train__steps=12, checkpoint__every_steps=2, checkpoint__keep=0)
+    reference, run_dir = megads.folder / "reference", megads.folder / "stopped"
+    assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
+    behind = (*overrides, "checkpoint.async_save=true", f"run.dir={run_dir}")
+    command = megads("train", *behind)
+    command.wait_for(lambda: bool(steps_of(run_dir)))
+    os.kill(rank_and_writer(command.process.pid)["writer"].pid, signal.SIGSTOP)
+    ended = command.end()
+    assert ended.code == 0, ended.err
+    assert "(SIGSTOP)" in events_of(run_dir, "synchronous_saves")[0]["reason"]
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, 12)) == checksums(checkpoint_of(reference, 12))
+
+
+def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:
+    """Catches two starts of one command that both train: the ledger has every step once, and one of them is refused
+    with the name of the other's process."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, train__steps=30, checkpoint__every_steps=2, checkpoint__async_save=True)
+    started = [megads("train", *overrides, f"run.dir={run_dir}") for _ in range(2)]
+    ended = [command.end() for command in started]
+    assert sorted(end.code for end in ended) == [0, 2], [end.err for end in ended]
+    winner, loser = sorted(zip(ended, started, strict=True), key=lambda pair: pair[0].code)
+    assert f"is in use by process {winner[1].process.pid}" in loser[0].err
+    assert [line["step"] for line in steps_of(run_dir)] == list(range(1, 31))
+    assert len(events_of(run_dir, "launch")) == 1 and not events_of(run_dir, "resume")

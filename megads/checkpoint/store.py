@@ -160,11 +160,33 @@ def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
 
 
 def recover(run_dir: Path) -> None:
-    """Puts back a checkpoint whose replacement was cut off; called by one rank."""
-    for replaced in checkpoints_folder(run_dir).glob(".step_*.replaced"):
+    """Puts back a checkpoint whose replacement was cut off, and lets `latest` name a newer one that was committed when
+    its writing was; called by one rank."""
+    folder = checkpoints_folder(run_dir)
+    for replaced in folder.glob(".step_*.replaced"):
         final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
         if not final.exists() and replaced.is_dir():
             replaced.rename(final)
+    sequences = {path: read_sequence(path) or 0 for path in list_checkpoints(run_dir).values()}
+    newest = max(sequences, key=lambda path: sequences[path], default=None)
+    # Nothing that is needed: a disk that is full or read-only keeps it as it is.
+    with suppress(OSError):
+        for leftover in folder.glob(f".{LATEST_FILE}.*"):
+            leftover.unlink()
+        if newest is not None and sequences[newest] and _latest(folder) != newest.name:
+            _name_latest(newest)
+
+
+def _latest(folder: Path) -> str:
+    try:
+        return (folder / LATEST_FILE).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _name_latest(final: Path) -> None:
+    with atomic_writer(final.parent / LATEST_FILE) as file:
+        file.write(f"{final.name}\n".encode())
 
 
 def hidden_folder(final: Path, suffix: str) -> Path:
@@ -180,8 +202,6 @@ def prepare(partial: Path) -> None:
     for suffix in ("partial", "replaced", "removed"):
         for leftover in folder.glob(f".step_*.{suffix}"):
             _remove(leftover)
-    for leftover in folder.glob(f".{LATEST_FILE}.*"):
-        leftover.unlink()
     partial.mkdir()
 
 
@@ -225,8 +245,7 @@ def commit(
     if os.path.lexists(replaced):
         with suppress(OSError):
             _remove(replaced)
-    with atomic_writer(final.parent / LATEST_FILE) as file:
-        file.write(f"{final.name}\n".encode())
+    _name_latest(final)
 
 
 def _manifest_of(

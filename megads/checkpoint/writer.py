@@ -196,7 +196,7 @@ class CheckpointWriter:
             try:
                 if self._connection.poll():
                     self._progress = self._connection.recv()
-                elif process_stat(self._pid)[:1] in (["T"], ["t"]):
+                elif process_stat(self._pid)[:1] == ["T"]:  # "t" is a tracer's, and over in a moment
                     self._progress = SaveProgress(Stage.lost, f"its writer, process {self._pid}, is stopped (SIGSTOP)")
             except (EOFError, OSError):
                 self._progress = self._lost()

@@ -9,7 +9,13 @@ must make before weights may change, and the disk's plain write with fsync. Medi
 
 megads' save is the hook of a run: with checkpoint.async_save it waits for a copy, without until the checkpoint is on
 disk and committed. torch.save does not wait for the disk, `torch.save, fsync` does; DCP is
-torch.distributed.checkpoint, which waits, but for async_save.
+torch.distributed.checkpoint, which waits, but for async_save, whose work a thread or a process of its own does.
+DeepSpeed's sides are engines of its own, with ZeRO-1 and a state of the same size; their delay is that of their own
+steps.
+
+Memory is measured before: each side that is no limit saves three times in a process tree of its own, steps between.
+Counted is what all its processes have resident, shared memory once (PSS), less what they had before the first save:
+when a save has returned, and when nothing goes on in the background.
 
 Run from the repository: python -m scripts.bench.checkpoint_stall [--megabytes 1000] [--folder runs/bench]
 """
@@ -17,21 +23,27 @@ Run from the repository: python -m scripts.bench.checkpoint_stall [--megabytes 1
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
@@ -44,12 +56,15 @@ from megads.plan.model_size import parameter_count
 from megads.runtime.environment import exported
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
+from scripts.bench.checkpoint_deepspeed import WRITERS, DeepSpeedPeer
 from scripts.bench.processes import ONE_RANK
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 from scripts.bench.turns import with_rank_settings
 from tests.parity import Scenario, build_engine, step_batches
 
 ROW = 9
+ONE_PROCESS = {**ONE_RANK, "MASTER_ADDR": "127.0.0.1"}
+"""Of the environment; DCP's process listens at that address."""
 BYTES_A_PARAMETER = 12
 """Of the state: an fp32 master and two moments."""
 MODEL = ModelConfig(num_layers=1, hidden_size=512, num_heads=8, vocab_size=8192, max_seq_len=16)
@@ -63,9 +78,17 @@ PEERS = {
     "DCP save": 1.0,
     "DCP async_save": 1.0,
     "DCP async_save, cached": 1.0,
+    "DCP async_save, process": 1.0,
+    "DCP async_save, process, shared": 1.0,
+    **dict.fromkeys(WRITERS, 1.0),
     OURS_WAITS: 1.0,
 }
 """With targets."""
+_MEMORY_SAVES = 3
+_CACHED = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+)
+"""Pinned memory and non-blocking copies want a GPU."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +98,14 @@ class Side:
     Attributes:
         save: what the loop waits for, given the number of the save.
         settle: waits, untimed, until nothing goes on in the background.
+        step: of a side that trains an engine of its own; None: it saves the state of the one that all share.
+        close: ends what it started.
     """
 
     save: Callable[[int], object]
     settle: Callable[[], object] = lambda: None
+    step: Callable[[], object] | None = None
+    close: Callable[[], object] = lambda: None
 
 
 def scenario_of(megabytes: int) -> Scenario:
@@ -142,32 +169,55 @@ def plain_write(tensors: dict[str, Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def sides_of(engine: TrainEngine, folder: Path, writer: CheckpointWriter) -> dict[str, Side]:
-    """Everybody, in the order of their turns; each has a folder of its own."""
-    tensors = {shard.key: shard.tensor for shard in engine.named_shards()}
-    copies = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+def deepspeed_side(scenario: Scenario, folder: Path, writer: dict[str, Any] | None) -> Side:
+    """DeepSpeed's engine with one of its checkpoint engines."""
+    peer, batches = DeepSpeedPeer(scenario, writer, folder), step_batches(scenario, 0)
+    return Side(peer.save, step=lambda: peer.step(batches), close=peer.close)
 
-    # Pinned memory and non-blocking copies want a GPU.
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
-        )
-    )
+
+def copy_side(tensors: dict[str, Tensor]) -> Side:
+    """A limit: the bytes from one place in memory to another."""
+    copies = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
 
     def copy(_number: int) -> None:
         for key, tensor in tensors.items():
             copies[key].copy_(tensor)
 
+    return Side(copy)
+
+
+def makes_of(
+    scenario: Scenario, engine: TrainEngine, folder: Path, writer: CheckpointWriter | None
+) -> dict[str, Callable[[], Side]]:
+    """What makes each side, in the order of their turns; each has a folder of its own."""
+    tensors = {shard.key: shard.tensor for shard in engine.named_shards()}
+    process = AsyncCheckpointerType.PROCESS
+
+    def asynchronous(name: str, cached: bool = False, **options: Any) -> Callable[[], Side]:
+        return lambda: async_side(
+            tensors, folder / name, **options, **({"async_stager": DefaultStager(_CACHED)} if cached else {})
+        )
+
+    def deepspeeds(name: str) -> Callable[[], Side]:
+        return lambda: deepspeed_side(scenario, folder / name, WRITERS[name])
+
     return {
-        OURS: megads_side(engine, folder / OURS, writer),
-        OURS_WAITS: megads_side(engine, folder / OURS_WAITS, None),
-        "torch.save": torch_side(tensors, folder / "torch.save", fsync=False),
-        "torch.save, fsync": torch_side(tensors, folder / "torch.save, fsync", fsync=True),
-        "DCP save": Side(lambda number: dcp.save(tensors, checkpoint_id=folder / "DCP save" / str(number))),
-        "DCP async_save": async_side(tensors, folder / "DCP async_save"),
-        "DCP async_save, cached": async_side(tensors, folder / "DCP async_save, cached", async_stager=stager),
-        COPY: Side(copy),
-        WRITE: Side(lambda number: plain_write(tensors, folder / WRITE / f"{number}.bin")),
+        OURS: lambda: megads_side(engine, folder / OURS, writer),
+        OURS_WAITS: lambda: megads_side(engine, folder / OURS_WAITS, None),
+        "torch.save": lambda: torch_side(tensors, folder / "torch.save", fsync=False),
+        "torch.save, fsync": lambda: torch_side(tensors, folder / "torch.save, fsync", fsync=True),
+        "DCP save": lambda: Side(
+            lambda number: dcp.save(tensors, checkpoint_id=folder / "DCP save" / str(number))  # type: ignore[no-any-return]
+        ),
+        "DCP async_save": asynchronous("DCP async_save"),
+        "DCP async_save, cached": asynchronous("DCP async_save, cached", cached=True),
+        "DCP async_save, process": asynchronous("DCP async_save, process", async_checkpointer_type=process),
+        "DCP async_save, process, shared": asynchronous(
+            "DCP async_save, process, shared", cached=True, async_checkpointer_type=process
+        ),
+        **{name: deepspeeds(name) for name in WRITERS},
+        COPY: lambda: copy_side(tensors),
+        WRITE: lambda: Side(lambda number: plain_write(tensors, folder / WRITE / f"{number}.bin")),
     }
 
 
@@ -178,48 +228,135 @@ def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
     return ordered[first:] + ordered[:first]
 
 
-def measure(megabytes: int, folder: Path, rounds: int, threads: int, num_steps: int) -> dict[str, Any]:
-    """Milliseconds of every side by round: `save`, what the loop waits for, and `both`, with the steps; of one rank."""
-    writer = CheckpointWriter(0, 1)
+@contextmanager
+def engine_and_writer(scenario: Scenario, threads: int, writes: bool = True) -> Iterator[tuple[Any, Any]]:
+    """The engine of the only rank, and the writer that was forked before it."""
+    writer = CheckpointWriter(0, 1) if writes else None
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield build_engine(scenario, ParallelConfig()), writer
+    finally:
+        dist.destroy_process_group()
+        if writer is not None:
+            writer.close()
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Milliseconds."""
+    begin = time.perf_counter()
+    step()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def measure(megabytes: int, folder: Path, rounds: int, threads: int, num_steps: int) -> dict[str, Any]:
+    """Milliseconds of every side by round: `save`, what the loop waits for, `both`, with the steps, and `step`, of one
+    without a save; of one rank."""
     scenario = scenario_of(megabytes)
-    engine = build_engine(scenario, ParallelConfig())
-    batches = step_batches(scenario, 0)
-    sides = sides_of(engine, folder, writer)
-    found: dict[str, dict[str, list[float]]] = {name: {"save": [], "both": []} for name in sides}
-    steps: list[float] = []
-    for number in range(rounds + 1):  # the first does not count
-        for _ in range(num_steps):
-            begin = time.perf_counter()
+    with engine_and_writer(scenario, threads) as (engine, writer):
+        batches, state = step_batches(scenario, 0), sum(shard.tensor.nbytes for shard in engine.named_shards())
+        sides = {name: make() for name, make in makes_of(scenario, engine, folder, writer).items()}
+
+        def step() -> None:
             engine.step(batches, scenario.lr)
-            steps.append(1e3 * (time.perf_counter() - begin))
-        for name, side in in_turn(sides, number):
-            (folder / name).mkdir(exist_ok=True)
-            begin = time.perf_counter()
+
+        found: dict[str, dict[str, list[float]]] = {name: {"save": [], "both": [], "step": []} for name in sides}
+        for number in range(rounds + 1):  # the first does not count
+            alone = [timed(step) for _ in range(num_steps)]
+            for name, side in in_turn(sides, number):
+                (folder / name).mkdir(exist_ok=True)
+                its_step = side.step or step
+                found[name]["step"] += alone if side.step is None else [timed(its_step) for _ in range(num_steps)]
+                begin = time.perf_counter()
+                side.save(number + 1)
+                saved = time.perf_counter()
+                for _ in range(num_steps):
+                    its_step()
+                found[name]["save"].append(1e3 * (saved - begin))
+                found[name]["both"].append(1e3 * (time.perf_counter() - begin))
+                side.settle()
+                require_saved(name, folder / name, state)
+                empty(folder / name)
+        for side in sides.values():
+            side.close()
+    counted = {
+        name: {kind: times[len(times) // (rounds + 1) :] for kind, times in of.items()} for name, of in found.items()
+    }
+    return {"state_bytes": state, "num_steps": num_steps, "step_ms": counted[OURS]["step"], "sides": counted}
+
+
+def require_saved(name: str, folder: Path, state_bytes: int) -> None:
+    """Raises RuntimeError where a side was quick because it has saved nothing; DeepSpeed's model pads no vocabulary."""
+    found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if name != COPY and found < 0.9 * state_bytes:
+        raise RuntimeError(f"{name} has saved {found:,} bytes of {state_bytes:,}")
+
+
+def empty(folder: Path) -> None:
+    """Deletes what was saved, once all is on disk."""
+    for leftover in folder.iterdir():
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    os.sync()
+
+
+def tree_bytes() -> int:
+    """What this process and all that it started have resident, memory that they share counted once."""
+    this = psutil.Process()
+    total = 0
+    for process in [this, *this.children(recursive=True)]:
+        try:
+            total += process.memory_full_info().pss
+        except psutil.NoSuchProcess:
+            continue
+    return int(total)
+
+
+def measure_memory(name: str, megabytes: int, folder: Path, threads: int) -> dict[str, int]:
+    """What the saves of one side take: the most when a save had returned, and in the end."""
+    scenario = scenario_of(megabytes)
+    (folder / name).mkdir()
+    with engine_and_writer(scenario, threads, writes=name == OURS) as (engine, writer):
+        makes = makes_of(scenario, engine, folder, writer)
+        batches, own = step_batches(scenario, 0), makes[name]() if name in WRITERS else None
+
+        def step() -> object:
+            return own.step() if own is not None and own.step is not None else engine.step(batches, scenario.lr)
+
+        for _ in range(2):
+            step()
+        before, returned = tree_bytes(), []
+        side = own or makes[name]()
+        for number in range(_MEMORY_SAVES):
             side.save(number + 1)
-            saved = time.perf_counter()
-            for _ in range(num_steps):
-                engine.step(batches, scenario.lr)
-            found[name]["save"].append(1e3 * (saved - begin))
-            found[name]["both"].append(1e3 * (time.perf_counter() - begin))
+            returned.append(tree_bytes() - before)
+            step()
             side.settle()
-            for leftover in (folder / name).iterdir():
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            os.sync()
-    counted = {name: {kind: times[1:] for kind, times in of.items()} for name, of in found.items()}
-    state = sum(shard.tensor.nbytes for shard in engine.named_shards())
-    dist.destroy_process_group()
-    writer.close()
-    return {"state_bytes": state, "num_steps": num_steps, "step_ms": steps[num_steps:], "sides": counted}
+            empty(folder / name)
+        found = {"returned": max(returned), "settled": tree_bytes() - before}
+        side.close()
+    return found
+
+
+def memory_of_all(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, int]]:
+    """`measure_memory` of every side that is no limit, each in a new process."""
+    found = {}
+    for name in (OURS, *PEERS):
+        command = [sys.executable, "-m", "scripts.bench.checkpoint_stall", "--memory-of", name, "--folder", str(folder)]
+        command += ["--megabytes", str(arguments.megabytes), "--threads", str(arguments.threads)]
+        ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found[name] = json.loads(ended.stdout.splitlines()[-1])
+    return found
 
 
 def delays(found: dict[str, Any]) -> dict[str, float]:
     """Median delay of every side in milliseconds; of the limits, which nobody waits for in a step, their own time."""
-    step = found["num_steps"] * statistics.median(found["step_ms"])
-    alone = (COPY, WRITE)
+    alone, steps = (COPY, WRITE), found["num_steps"]
     return {
-        name: statistics.median(times["save"] if name in alone else [both - step for both in times["both"]])
+        name: statistics.median(
+            times["save"]
+            if name in alone
+            else [both - steps * statistics.median(times["step"]) for both in times["both"]]
+        )
         for name, times in found["sides"].items()
     }
 
@@ -245,23 +382,39 @@ def main() -> int:
         "--threads", type=int, default=1, help="of the rank; what goes on beside it has the other cores"
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk that is meant")
+    parser.add_argument("--no-memory", action="store_true", help="measure times alone")
+    parser.add_argument("--memory-of", help="measure the memory of one side and print it as JSON")
     add_results_option(parser)
     arguments = parser.parse_args()
     with_rank_settings(arguments.threads, "scripts.bench.checkpoint_stall")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder:
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="stall-") as folder, exported(ONE_PROCESS):
         where = Path(folder)
+        if arguments.memory_of:
+            taken = measure_memory(arguments.memory_of, arguments.megabytes, where, arguments.threads)
+            print(json.dumps(taken))
+            return 0
+        memory = {} if arguments.no_memory else memory_of_all(arguments, where)
         for name in (OURS, COPY, WRITE, *PEERS):
             (where / name).mkdir()
-        with exported(ONE_RANK):
-            found = measure(arguments.megabytes, where, arguments.rounds, arguments.threads, arguments.steps)
+        found = measure(arguments.megabytes, where, arguments.rounds, arguments.threads, arguments.steps)
+    print_table(found | {"memory": memory})
+    record(arguments.append, "checkpoint_stall", found | {"memory": memory}, verdicts_of(found))
+    return 0
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """For people."""
     step, taken = statistics.median(found["step_ms"]), delays(found)
     print(f"{found['state_bytes'] / 1e6:,.0f} MB of state; a step without a save takes {step:,.0f} ms; medians in ms")
-    print(f"| side | the loop waits | delay of the next {arguments.steps} steps |\n|---|---|---|")
+    print(
+        f"| side | the loop waits | delay of the next {found['num_steps']} steps | memory when it returns, MB | and at "
+        "rest, MB |\n|---|---|---|---|---|"
+    )
     for name, times in found["sides"].items():
-        print(f"| {name} | {statistics.median(times['save']):,.0f} | {taken[name]:,.0f} |")
-    record(arguments.append, "checkpoint_stall", found, verdicts_of(found))
-    return 0
+        memory = found["memory"].get(name)
+        told = "| | |" if memory is None else f"| {memory['returned'] / 1e6:,.0f} | {memory['settled'] / 1e6:,.0f} |"
+        print(f"| {name} | {statistics.median(times['save']):,.0f} | {taken[name]:,.0f} {told}")
 
 
 if __name__ == "__main__":

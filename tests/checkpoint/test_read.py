@@ -113,11 +113,11 @@ def test_latest_that_names_nothing(content: str, tmp_path: Path) -> None:
     """Catches a start that trusts `latest` more than the folders."""
     save(tmp_path, 1)
     (tmp_path / "checkpoints" / "latest").write_text(content)
-    handle = find_checkpoint(tmp_path, "auto")
-    assert handle is not None and handle.state["step"] == 1
     if content.startswith("step"):
         with pytest.raises(CheckpointError, match="step_00000077"):
-            find_checkpoint(tmp_path, str(tmp_path))
+            find_checkpoint(tmp_path / "other", str(tmp_path))
+    handle = find_checkpoint(tmp_path, "auto")
+    assert handle is not None and handle.state["step"] == 1
 
 
 def test_given_path(tmp_path: Path) -> None:

@@ -135,6 +135,26 @@ def test_newest_is_the_last_written(tmp_path: Path) -> None:
     assert holds(tmp_path) == (4, [4])
 
 
+def test_latest_after_a_kill_before_it_was_written(tmp_path: Path) -> None:
+    """Catches a `latest` that names an older checkpoint for good, because the kill came after the commit of the last
+    one: checkpoint.load=<the run> would go back to it."""
+    for step in (1, 9, 4):
+        save(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    litter = folder / ".latest.0123456789ab.partial"
+    for before in ("step_00000009\n", "", None):
+        litter.write_text("step_0000")
+        if before is None:
+            (folder / "latest").unlink()
+        else:
+            (folder / "latest").write_text(before)
+        assert holds(tmp_path) == (4, [4])
+        assert latest(tmp_path) == "step_00000004" and not litter.exists()
+    written = (folder / "latest").stat().st_ino
+    assert holds(tmp_path) == (4, [4])
+    assert (folder / "latest").stat().st_ino == written, "rewritten for nothing"
+
+
 def test_same_step_again(tmp_path: Path) -> None:
     """Catches a second save of a step (resume, then save) that fails or leaves the old contents."""
     save(tmp_path, 5, seed=1)

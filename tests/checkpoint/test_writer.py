@@ -32,6 +32,7 @@ from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.slurm import SlurmJob
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
+from tests.system_calls import needs_ptrace, trace_this_process
 
 
 class Engine:
@@ -228,6 +229,26 @@ def test_a_lost_writer(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "latest", "step_00000002", "step_00000003", "step_00000004"
     ]  # fmt: skip
+
+
+@needs_ptrace
+def test_a_writer_that_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches strace or py-spy at a writer, which hold it for microseconds, that end the asynchronous saves."""
+    serve = writer_module._serve
+
+    def serve_watched(*arguments: Any) -> None:
+        trace_this_process(tmp_path, tmp_path / "calls")
+        serve(*arguments)
+
+    monkeypatch.setattr(writer_module, "_serve", serve_watched)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, keep=1)
+        for _ in range(10):
+            loop.step()
+            while writer.progress().stage is Stage.writing:
+                continue
+            assert writer.progress().stage is Stage.done, writer.progress()
+    assert (tmp_path / "calls").read_text().count("rename checkpoints/.latest") == 10
 
 
 def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

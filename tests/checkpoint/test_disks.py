@@ -1,0 +1,138 @@
+"""Saves to disks that are full, read-only or slow: real file systems, and real delays of system calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.read import find_checkpoint
+from megads.checkpoint.writer import Stage
+from tests.checkpoint.test_writer import Loop, events_of, seeds_of, started, wait_for
+
+PAGE = os.sysconf("SC_PAGESIZE")
+_DISK_PAGES = 256
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """Something mounted at a folder; skips the test where nothing may be."""
+    folder.mkdir(exist_ok=True)
+    found = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"no file system can be mounted here: {found.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={_DISK_PAGES * PAGE}", "tmpfs") as folder:
+        yield folder
+
+
+def fill(disk: Path, free_pages: int) -> Path:
+    """Leaves so many pages; returns the file to delete."""
+    ballast, found = disk / "ballast", os.statvfs(disk)
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (found.f_bavail - free_pages) * PAGE)
+    assert os.statvfs(disk).f_bavail == free_pages
+    return ballast
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
+    """Catches a file of the protocol whose failure ends the run, leaves half a checkpoint, or is not made up for: the
+    disk has room for ever more of a checkpoint, until it has for all."""
+    failed = 0
+    for free_pages in range(20):
+        run_dir = disk / f"run-{free_pages}"
+        run_dir.mkdir()
+        with started() as writer:
+            loop = Loop(run_dir, writer if behind else None, keep=0)
+            loop.step()
+            if behind:
+                wait_for(Stage.done, writer)
+            ballast = fill(disk, free_pages)
+            loop.step()
+            while behind and writer.progress().stage is Stage.writing:
+                continue
+            found = find_checkpoint(run_dir, "auto")
+            assert found is not None and found.state["step"] in (1, 2) and not found.passed_by
+            # A failed save gives its room back at once; what a writer leaves goes with the next save.
+            assert behind or not [name for name in names(run_dir) if name.endswith("partial")]
+            ballast.unlink()
+            loop.step()
+            loop.step(last=True)
+            loop.hook.on_end(loop.state)
+            assert writer.pid or not behind, "the writer was given up"
+        saved = seeds_of(run_dir)
+        assert saved in ([1, 2, 3, 4], [1, 3, 4]), free_pages
+        assert names(run_dir) == ["latest", *(f"step_{step:08d}" for step in saved)]
+        failed += 2 not in saved
+        subprocess.run(["rm", "-r", str(run_dir)], check=True)
+    assert 3 <= failed < 20, "the disk was never full, or always"
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
+    """Catches a run that ends because its disk has gone read-only for a while, or that takes a failed save for one; and
+    a checkpoint that cannot be read from such a disk."""
+    with started() as writer:
+        loop = Loop(tmp_path, writer if behind else None, keep=0)
+        loop.step()
+        if behind:
+            wait_for(Stage.done, writer)
+        checkpoints = tmp_path / "checkpoints"
+        # Of the mount, not of the folder's mode, which root does not mind.
+        with mounted(checkpoints, "--bind", str(checkpoints)):
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(checkpoints)], check=True)
+            loop.step()
+            assert seeds_of(tmp_path) == [1]
+            found = find_checkpoint(tmp_path, "auto")
+            assert found is not None and found.state["step"] == 1
+        loop.step(last=True)
+        loop.hook.on_end(loop.state)
+    assert seeds_of(tmp_path) == [1, 3]
+    assert [step for event, step in events_of(tmp_path) if event == "checkpoint_failed"] == [2]
+    assert names(tmp_path) == ["latest", "step_00000001", "step_00000003"]
+
+
+def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches training that waits for a disk that takes its time for every sync of every file and folder, a checkpoint
+    that takes in later weights meanwhile, and a last one that nobody waits for."""
+    fsync, this = os.fsync, os.getpid()
+
+    def slowly(descriptor: int) -> None:
+        if os.getpid() != this:
+            time.sleep(0.15)
+            with (tmp_path / "syncs").open("a") as file:
+                file.write("another\n")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slowly)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, keep=0)
+        for _ in range(6):
+            loop.step()
+        assert writer.progress().stage is Stage.writing and list_checkpoints(tmp_path) == {}
+        wait_for(Stage.done, writer)
+        loop.step()
+        loop.step(last=True)
+        loop.hook.on_end(loop.state)
+    assert len((tmp_path / "syncs").read_text().splitlines()) >= 8
+    assert seeds_of(tmp_path) == [1, 7, 8]
+    assert [event for event in events_of(tmp_path) if event[0] == "checkpoint_put_off"] == [("checkpoint_put_off", 2)]

@@ -1,0 +1,134 @@
+"""SIGKILL to each process of a run right before each system call by which it changes the run directory.
+
+Launcher, ranks and writers are traced by tests.system_calls, so that every write, fsync, rename and step of the shared
+memory is a point, and the same command must then end as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megads.errors import RankKilled
+from tests.command import Ended, StartCommand, checkpoint_of, checksums, small_model, steps_of
+from tests.faults import TRACED, Traced
+from tests.system_calls import NO_POINT, Point, first_and_last, needs_ptrace, open_files, read_points
+
+pytestmark = [pytest.mark.distributed, needs_ptrace]
+
+STEPS = 6
+_TRIES = 3
+ROLES = ("launcher", "rank 0", "rank 1", "writer 0", "writer 1")
+# Ranks die with their launcher at once; a busy machine takes a moment to do it.
+_GONE_S = 10.0
+
+
+class Runs:
+    """Runs of one config: two ranks that save every step, behind the training and at the end while it waits."""
+
+    def __init__(self, corpus: Path, megads: StartCommand) -> None:
+        self._megads, self._folder, self._started = megads, megads.folder, 0
+        self._overrides = small_model(
+            corpus, train__steps=STEPS, checkpoint__every_steps=1, checkpoint__keep=1, checkpoint__async_save=True,
+            parallel__dp=2, model__num_layers=1, cluster__max_restarts=0,
+        )  # fmt: skip
+        self.reference = self._folder / "reference"
+        ended = self.continued(self.reference)
+        assert ended.code == 0, ended.err
+
+    def traced(self, role: str, point: Point = NO_POINT) -> tuple[Path, list[Point], Ended]:
+        """A start in a new folder, of which one process is killed at a point; and the points that it came by."""
+        self._started += 1
+        run_dir, log = self._folder / f"run-{self._started}", self._folder / f"calls-{self._started}"
+        traced = Traced(role, str(run_dir), str(log), point.label, point.number)
+        variables = {TRACED: json.dumps(asdict(traced))}
+        command = self._megads(
+            "train", *self._overrides, f"run.dir={run_dir}", fault="die_at_a_call", variables=variables
+        )
+        ended = command.end()
+        return run_dir, read_points(log), ended
+
+    def continued(self, run_dir: Path) -> Ended:
+        """The same command, untouched."""
+        return self._megads("train", *self._overrides, f"run.dir={run_dir}").end()
+
+    def fault(self, role: str, point: Point) -> str | None:
+        """What is wrong after a kill at a point; empty where nothing is, None where the run never came by there."""
+        run_dir, points, cut_off = self.traced(role, point)
+        if not points or points[-1] != point:
+            return None if cut_off.code == 0 else f"exit {cut_off.code} without a kill: {cut_off.err[-500:]}"
+        wanted = {"launcher": (-9,), "rank": (RankKilled.exit_code,), "writer": (0,)}[role.partition(" ")[0]]
+        if cut_off.code not in wanted or "Traceback" in cut_off.err:
+            return f"exit {cut_off.code}: {cut_off.err[-500:]}"
+        deadline = time.monotonic() + _GONE_S
+        while left := open_files(run_dir):
+            if time.monotonic() > deadline:
+                return f"processes are left: {left}"
+            time.sleep(0.01)
+        again = self.continued(run_dir)
+        if again.code:
+            return f"the same command: exit {again.code}: {again.err[-500:]}"
+        return self._difference(run_dir)
+
+    def _difference(self, run_dir: Path) -> str:
+        """What a run that was continued has otherwise than the undisturbed one; empty where nothing."""
+        if steps_of(run_dir) != steps_of(self.reference):
+            return "another ledger"
+        if checksums(checkpoint_of(run_dir, STEPS)) != checksums(checkpoint_of(self.reference, STEPS)):
+            return "another checkpoint"
+        if (run_dir / "checkpoints" / "latest").read_text() != f"{checkpoint_of(run_dir, STEPS).name}\n":
+            return "latest names another checkpoint"
+        names = [path.name for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(".")]
+        # What was being deleted when the last step was saved goes with the next save.
+        hidden = [name for name in names if not name.endswith(".removed")]
+        return f"leftovers: {hidden}" if hidden else ""
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, module_megads: StartCommand) -> Runs:
+    return Runs(corpus, module_megads)
+
+
+def kill_at_each(runs: Runs, role: str, points: Sequence[Point]) -> None:
+    wrong, missed = [], []
+    for point in points:
+        tries = (runs.fault(role, point) for _ in range(_TRIES if point.number == 1 else 1))
+        found = next((told for told in tries if told is not None), None)
+        print(f"{role}: {point}: {'not reached' if found is None else found or 'as if undisturbed'}", flush=True)
+        if found:
+            wrong.append(f"{point}: {found}")
+        if found is None:
+            missed.append(point)
+    assert not wrong, "\n".join(wrong)
+    # How often a label comes may differ by what other processes do; that it comes at all may not, but of messages.
+    assert not [point for point in missed if point.number == 1 and not point.label.endswith(("socket", "pipe"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+def test_killed_at_every_call(role: str, runs: Runs) -> None:
+    """Catches a moment at which a kill costs a checkpoint, changes the ledger, locks the run out, or leaves ranks
+    behind: before the first and the last call of each kind on each file."""
+    _, points, ended = runs.traced(role)
+    assert ended.code == 0, ended.err
+    # Writers do the same for every order, and how many they get differs.
+    chosen = [point for point in points if point.number == 1] if "writer" in role else first_and_last(points)
+    print(f"{role}: {len(points)} calls, {len(chosen)} points")
+    kill_at_each(runs, role, chosen)
+
+
+@pytest.mark.parametrize(
+    ("role", "label"),
+    [
+        ("launcher", "rename .data_record.json.*.partial data_record.json"),
+        ("rank 0", "rename checkpoints/.latest.*.partial checkpoints/latest"),
+    ],
+)
+def test_killed_at_some_calls(role: str, label: str, runs: Runs) -> None:
+    """Catches the same where a start, and where a checkpoint, is half recorded; and a tracer that kills nobody."""
+    kill_at_each(runs, role, [Point(label, 1)])
