@@ -3,19 +3,25 @@
 `hook` saves during a run, `store` writes, `writer` does so while the run trains on, `read` finds and loads, `initial`
 finds weights for a new run to start from, `retention` says which checkpoints stay; `manifest` is what a checkpoint says
 of itself, `rank_file` what a rank's file does, `rectangle` the geometry of parts, and `tensor_file` the format of files
-of tensors.
+of tensors. `remote` is a store that fsspec reaches, `upload` brings checkpoints there, `download` brings them back, and
+`remote_lease` says who uploads.
 """
 
 __all__ = [
     "config",
+    "download",
     "hook",
     "initial",
     "manifest",
     "rank_file",
     "read",
     "rectangle",
+    "remote",
+    "remote_lease",
     "retention",
     "store",
     "tensor_file",
+    "upload",
+    "url",
     "writer",
 ]
