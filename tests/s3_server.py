@@ -86,23 +86,27 @@ class S3Server:
         """Method and path of every request so far."""
         return self._log.read_text().splitlines() if self._log.exists() else []
 
+    def _client(self) -> Any:
+        import boto3
+
+        key, secret, region = CREDENTIALS.values()
+        return boto3.client(
+            "s3", endpoint_url=self.address, aws_access_key_id=key, aws_secret_access_key=secret, region_name=region
+        )
+
     def objects(self) -> list[str]:
         """Keys in the bucket, below the prefix."""
-        import re
-
-        text = urllib.request.urlopen(f"{self.address}/{BUCKET}?list-type=2&max-keys=1000", timeout=30).read().decode()
-        return sorted(key.removeprefix("prefix/") for key in re.findall(r"<Key>([^<]+)</Key>", text))
+        found = self._client().list_objects_v2(Bucket=BUCKET).get("Contents", [])
+        return sorted(item["Key"].removeprefix("prefix/") for item in found)
 
     def get(self, key: str) -> bytes:
-        return bytes(urllib.request.urlopen(f"{self.address}/{BUCKET}/prefix/{key}", timeout=30).read())
+        return bytes(self._client().get_object(Bucket=BUCKET, Key=f"prefix/{key}")["Body"].read())
 
     def put(self, key: str, content: bytes) -> None:
-        request = urllib.request.Request(f"{self.address}/{BUCKET}/prefix/{key}", data=content, method="PUT")
-        urllib.request.urlopen(request, timeout=30)
+        self._client().put_object(Bucket=BUCKET, Key=f"prefix/{key}", Body=content)
 
     def delete(self, key: str) -> None:
-        request = urllib.request.Request(f"{self.address}/{BUCKET}/prefix/{key}", method="DELETE")
-        urllib.request.urlopen(request, timeout=30)
+        self._client().delete_object(Bucket=BUCKET, Key=f"prefix/{key}")
 
 
 @contextmanager

@@ -153,24 +153,28 @@ class CheckpointAction(Enum):
     verify = "verify"
     average = "average"
     reshard = "reshard"
+    upload = "upload"
+    download = "download"
 
 
 @dataclass
 class CheckpointActionConfig:
-    """`megads checkpoint`: lists, verifies, averages and reshards the checkpoints of a run."""
+    """`megads checkpoint`: lists, verifies, averages, reshards, uploads and downloads the checkpoints of a run."""
 
     action: CheckpointAction = MISSING
     """What to do; the word alone is enough: megads checkpoint list."""
     run: str = MISSING
-    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder."""
+    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder; to list, verify and download, also
+    the URL of a run or of its checkpoint in a store, as s3://bucket/prefix/<run id>."""
     steps: Any = None
-    """Steps to verify or to average, or the one to reshard; null verifies all of them, averages the last ones, reshards
-    the newest."""
+    """Steps to verify or to average, or the one to reshard or download; null verifies all of them, averages the last
+    ones, and takes the newest."""
     last: int = 3
     """Checkpoints to average where steps are not given."""
     output: str | None = None
     """Folder to make: of an average a run without training, for generate, evaluate, export and checkpoint.init_from; of
-    a resharded checkpoint a run that checkpoint.load continues."""
+    a resharded or downloaded checkpoint a run that checkpoint.load continues. To upload, a URL like checkpoint.upload,
+    by default the run's own."""
     files: int | None = None
     """Files that reshard spreads a checkpoint over, of about equal size; fewer where it has not so many rows."""
     overwrite: bool = False
@@ -193,7 +197,9 @@ class CheckpointActionConfig:
             raise ConfigError(f"steps = {self.steps!r}: want numbers, each once, as in steps='[100, 200]'")
         if self.last < 1:
             raise ConfigError(f"last = {self.last}: must be at least 1")
-        if (self.output is None) == (self.action in (CheckpointAction.average, CheckpointAction.reshard)):
+        self._check_urls()
+        makes = self.action in (CheckpointAction.average, CheckpointAction.reshard, CheckpointAction.download)
+        if (self.output is None) == makes and self.action is not CheckpointAction.upload:
             told = "needs output=<folder>" if self.output is None else f"writes nothing: leave output={self.output} out"
             raise ConfigError(f"{self.action.value} {told}")
         if (self.files is None) == (self.action is CheckpointAction.reshard):
@@ -201,8 +207,19 @@ class CheckpointActionConfig:
             raise ConfigError(f"{self.action.value} {told}")
         if self.files is not None and self.files < 1:
             raise ConfigError(f"files = {self.files}: must be at least 1")
-        if self.action is CheckpointAction.reshard and steps is not None and len(steps) > 1:
-            raise ConfigError(f"steps = {self.steps}: reshard takes one checkpoint; give one step")
+        one = self.action in (CheckpointAction.reshard, CheckpointAction.download)
+        if one and steps is not None and len(steps) > 1:
+            raise ConfigError(f"steps = {self.steps}: {self.action.value} takes one checkpoint; give one step")
+
+    def _check_urls(self) -> None:
+        if is_url(self.run):
+            if self.action not in (CheckpointAction.list, CheckpointAction.verify, CheckpointAction.download):
+                raise ConfigError(
+                    f"run = {self.run}: {self.action.value} takes a folder; fetch it with megads checkpoint download"
+                )
+            check_url(self.run, "run")
+        elif self.action is CheckpointAction.download:
+            raise ConfigError(f"run = {self.run}: download takes a URL, as s3://bucket/prefix/<run id>")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:

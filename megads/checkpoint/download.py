@@ -135,17 +135,19 @@ def _fetch(store: RemoteStore, found: RemoteCheckpoint, run_dir: Path, tell: Cal
     done: dict[str, int] = dict.fromkeys(manifest.files, 0)
 
     def fetch(name: str) -> None:
-        path = partial / name
+        def received(num_bytes: int) -> None:
+            done[name] += num_bytes
+            tell(sum(done.values()))
+
         if not _is_intact(manifest, partial, name):
-            path.unlink(missing_ok=True)
-
-            def received(num_bytes: int) -> None:
-                done[name] += num_bytes
-                tell(sum(done.values()))
-
-            store.get(f"{remote_folder(found.step)}/{name}", path, received)
-            _verify(manifest, partial, name)
-            _sync(path)
+            try:
+                fetch_file(store, found, partial, name, received)
+            except RemoteError:
+                raise
+            except CheckpointError:
+                # Damaged on its way, or there?
+                fetch_file(store, found, partial, name)
+            _sync(partial / name)
         done[name] = manifest.files[name].bytes
         tell(sum(done.values()))
 
@@ -165,6 +167,26 @@ def _fetch(store: RemoteStore, found: RemoteCheckpoint, run_dir: Path, tell: Cal
     except OSError as error:
         raise CheckpointError(f"{partial} cannot be written: {error.strerror}") from error
     return manifest
+
+
+def fetch_file(
+    store: RemoteStore,
+    found: RemoteCheckpoint,
+    folder: Path,
+    name: str,
+    received: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Fetches a file of a checkpoint, and verifies it.
+
+    Raises:
+        CheckpointError: it is not what the manifest says.
+        RemoteError: the store fails.
+        OSError: it cannot be written.
+    """
+    assert found.manifest is not None
+    (folder / name).unlink(missing_ok=True)
+    store.get(f"{remote_folder(found.step)}/{name}", folder / name, received)
+    _verify(found.manifest, folder, name)
 
 
 def _is_intact(manifest: Manifest, partial: Path, name: str) -> bool:

@@ -292,6 +292,10 @@ class CheckpointUpload:
             if there.get(name) != self._note(name):
                 (self._pin / f"{name}{_NOTE}").unlink(missing_ok=True)
                 raise RemoteError(f"{self._store.url}/{self._folder}/{name} was changed or removed by somebody else")
+        for name in there:
+            # Half a file of a killed process, where a store has renames.
+            if name.startswith("."):
+                self._store.remove(f"{self._folder}/{name}")
         self._go_on()
         if (self._pin / METRICS_FILE).is_file():
             self._store.put(self._pin / METRICS_FILE, f"{self._folder}/{METRICS_FILE}")

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -41,10 +41,6 @@ _POLL_S = 0.5
 _FIRST_RETRY_S, _LAST_RETRY_S, _LAST_RETRY_AT_END_S = 2.0, 300.0, 10.0
 _STATUS_EVERY_S = 0.5
 _QUIET_S = 15.0
-
-
-class _TimeIsUp(Exception):
-    """checkpoint.upload_wait_s is over."""
 
 
 class _GivenUp(Exception):
@@ -109,7 +105,7 @@ class Uploader:
                     return self._help(store)
                 lease = RemoteLease(store)
                 with lease:
-                    lease.take(self._look_at_clock, lambda who: self._fail(f"{who}; it is waited for"))
+                    lease.take(lambda: None, lambda who: self._fail(f"{who}; it is waited for"))
                     return self._upload_all(store, lease)
             except (CheckpointError, OSError) as error:
                 self._failures += 1
@@ -118,9 +114,6 @@ class Uploader:
                 self._there = None
                 self._fail(str(error))
                 self._pause()
-
-    def _look_at_clock(self) -> None:
-        self._is_over()
 
     def _pause(self) -> None:
         """Waits before the next try; at the end of the run there is little time."""
@@ -271,9 +264,7 @@ class Uploader:
                 with suppress(FileNotFoundError):
                     text = (pin / MANIFEST_FILE).read_bytes()
                     if text not in brought:
-                        CheckpointUpload(
-                            store, self._run_dir, pin, self._look_at_clock, node=self._node, num_nodes=self._num_nodes
-                        ).send()
+                        CheckpointUpload(store, self._run_dir, pin, node=self._node, num_nodes=self._num_nodes).send()
                         brought.add(text)
             time.sleep(_POLL_S)
 
@@ -308,17 +299,25 @@ class _Status:
 
 
 class _End:
-    """The end of the run, seen at the end of standard input; later than a limit this process ends itself."""
+    """The end of the run, seen at the end of standard input.
+
+    Args:
+        limit_s: so long after it the process ends, whatever it is waiting for: nobody else may be left to kill it.
+    """
 
     def __init__(self, limit_s: float):
-        self._limit_s, self._at = limit_s, 0.0
+        self._limit_s, self._came = limit_s, threading.Event()
+        threading.Thread(target=self._watch, name="end of the run", daemon=True).start()
 
     def __call__(self) -> bool:
-        if not self._at and select.select([0], [], [], 0)[0]:
-            self._at = time.monotonic()
-        if self._at and time.monotonic() - self._at > self._limit_s:
-            raise _TimeIsUp
-        return bool(self._at)
+        return self._came.is_set()
+
+    def _watch(self) -> None:
+        while os.read(0, 1):
+            continue
+        self._came.set()
+        time.sleep(self._limit_s)
+        os._exit(CheckpointError.exit_code)
 
 
 def main() -> NoReturn:
@@ -340,8 +339,6 @@ def main() -> NoReturn:
                 config, arguments.run_dir, is_over, events, status.write, node=arguments.node, num_nodes=arguments.nodes
             ).run()
         code = EXIT_OK
-    except _TimeIsUp:
-        code = CheckpointError.exit_code
     except MegadsError as error:
         print(f"uploader: {error}", file=sys.stderr)
         code = error.exit_code
