@@ -31,7 +31,7 @@ def flip(checkpoint: Path) -> None:
 def test_lost_damaged_and_continued_elsewhere(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches anything that a start needs and that is not uploaded, losses that differ, and secrets that are written.
 
-    The run directory is lost after step 4; at step 6 all checkpoints in it are damaged; another run goes on from the URL.
+    The run directory is lost after step 4; at step 6 all checkpoints in it are damaged; another goes on from the URL.
     """
     overrides = small_model(
         corpus, parallel__dp=2, checkpoint__every_steps=2, schedule__name="constant", model__hidden_dropout=0.1,

@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_upload_list_verify_download(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an action that takes the URL for a folder, one that passes damage by, and a download nothing reads."""
     root, url = f"file://{tmp_path}/store", f"file://{tmp_path}/store/name"
-    with pytest.raises(ConfigError, match="without checkpoint.upload: give output=<url>"):
+    with pytest.raises(ConfigError, match="give output=<url>"):
         do(CheckpointAction.upload, run_dir)
     assert do(CheckpointAction.upload, run_dir, output=root) == 0
     assert "uploaded steps 2, 4" in capsys.readouterr().out
