@@ -53,6 +53,7 @@ TOOLS = {
     "output_folder": set(),
     "plan": {"report"},
     "rehearse": {"doctor"},
+    "remote_checkpoints": {"generate", "output_folder"},
     "report": set(),
     "sweep": {"report"},
     "verify": set(),

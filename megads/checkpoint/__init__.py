@@ -5,11 +5,13 @@ keeps images in the node's memory for the next start, which
 `local_saves` makes; `read` finds and loads, `initial` finds weights for a new run to
 start from, `retention` says which checkpoints stay; `manifest` is what a checkpoint says
 of itself, `rank_file` what a rank's file does, `rectangle` the geometry of parts, and `tensor_file` the format of files
-of tensors.
+of tensors. `remote` is a store that fsspec reaches, `upload` brings checkpoints there, `download` brings them back, and
+`remote_lease` says who uploads.
 """
 
 __all__ = [
     "config",
+    "download",
     "hook",
     "image",
     "initial",
@@ -19,8 +21,12 @@ __all__ = [
     "rank_file",
     "read",
     "rectangle",
+    "remote",
+    "remote_lease",
     "retention",
     "store",
     "tensor_file",
+    "upload",
+    "url",
     "writer",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megads.checkpoint.retention import Retention
+from megads.checkpoint.url import check_url, is_url
 from megads.errors import ConfigError
 
 LATEST_FILE = "latest"
@@ -51,6 +53,15 @@ class CheckpointConfig:
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
     the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
     command again continues from what was saved since."""
+    upload: str | None = None
+    """URL of a second place for checkpoints, for example s3://bucket/prefix: a process beside the ranks copies each one
+    to <upload>/<run.id>/checkpoints, and a start whose run directory is gone continues from there
+    (docs/checkpoints.md). s3:// needs megads[s3]; file:///folder needs nothing."""
+    upload_keep: int | None = None
+    """Newest checkpoints kept at checkpoint.upload, at least 2, beside those of keep_every and keep_best; 0 keeps all;
+    null: as many as checkpoint.keep."""
+    upload_wait_s: float = 600.0
+    """Longest wait at the end of a run for the upload of its last checkpoint."""
     init_from: str | None = None
     """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's: a new run starts from its weights,
     and everything else is fresh (docs/finetune.md). Counts as long as the run has no checkpoint of its own."""
@@ -67,6 +78,7 @@ class CheckpointConfig:
                 f"checkpoint.local_folder = {self.local_folder!r} is not an absolute path: give a folder in memory "
                 "that each node has, /dev/shm for example"
             )
+        self._check_urls()
         if self.init_from == "":
             raise ConfigError("checkpoint.init_from is empty: give a run's or a checkpoint's folder, or null for none")
         if self.init_from is not None and self.load_path is not None:
@@ -75,6 +87,22 @@ class CheckpointConfig:
                 "continues that run, with its step, optimizer state and place in schedule and data; init_from takes "
                 "its weights alone. Leave one of them out"
             )
+
+    def _check_urls(self) -> None:
+        if self.upload is not None:
+            check_url(self.upload, "checkpoint.upload")
+        if is_url(self.load):
+            check_url(self.load, "checkpoint.load")
+        if self.init_from is not None and is_url(self.init_from):
+            raise ConfigError(
+                f"checkpoint.init_from = {self.init_from}: a URL cannot be read from here; fetch it first with "
+                f"megads checkpoint download run={self.init_from} output=<folder>"
+            )
+        if self.upload_keep is not None and (self.upload_keep < 0 or self.upload is None):
+            told = "must not be negative" if self.upload_keep < 0 else "only applies with checkpoint.upload"
+            raise ConfigError(f"checkpoint.upload_keep = {self.upload_keep}: {told}")
+        if not 0 <= self.upload_wait_s < math.inf:
+            raise ConfigError(f"checkpoint.upload_wait_s = {self.upload_wait_s}: want a number of seconds")
 
     def _check_kept(self) -> None:
         for name in ("keep_every", "keep_best"):
@@ -105,6 +133,16 @@ class CheckpointConfig:
         recent = self.keep if newest_is_proven or not self.keep else max(self.keep, 2)
         return Retention(recent, self.keep_every, self.keep_best, losses)
 
+    def upload_retention(self, losses: Mapping[int, float]) -> Retention:
+        """Which checkpoints stay at checkpoint.upload.
+
+        Args:
+            losses: as above.
+        """
+        keep = self.keep if self.upload_keep is None else self.upload_keep
+        # With two, a damaged one has another before it.
+        return Retention(max(keep, 2) if keep else 0, self.keep_every, self.keep_best, losses)
+
     def copies(self, rank_bytes: int) -> bool:
         """Whether ranks with at most so many bytes to save make a copy and train on, memory permitting.
 
@@ -126,24 +164,28 @@ class CheckpointAction(Enum):
     verify = "verify"
     average = "average"
     reshard = "reshard"
+    upload = "upload"
+    download = "download"
 
 
 @dataclass
 class CheckpointActionConfig:
-    """`megads checkpoint`: lists, verifies, averages and reshards the checkpoints of a run."""
+    """`megads checkpoint`: lists, verifies, averages, reshards, uploads and downloads the checkpoints of a run."""
 
     action: CheckpointAction = MISSING
     """What to do; the word alone is enough: megads checkpoint list."""
     run: str = MISSING
-    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder."""
+    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder; to list, verify and download, also
+    the URL of a run or of its checkpoint in a store, as s3://bucket/prefix/<run id>."""
     steps: Any = None
-    """Steps to verify or to average, or the one to reshard; null verifies all of them, averages the last ones, reshards
-    the newest."""
+    """Steps to verify or to average, or the one to reshard or download; null verifies all of them, averages the last
+    ones, and takes the newest."""
     last: int = 3
     """Checkpoints to average where steps are not given."""
     output: str | None = None
     """Folder to make: of an average a run without training, for generate, evaluate, export and checkpoint.init_from; of
-    a resharded checkpoint a run that checkpoint.load continues."""
+    a resharded or downloaded checkpoint a run that checkpoint.load continues. To upload, a URL like checkpoint.upload,
+    by default the run's own."""
     files: int | None = None
     """Files that reshard spreads a checkpoint over, of about equal size; fewer where it has not so many rows."""
     overwrite: bool = False
@@ -166,7 +208,9 @@ class CheckpointActionConfig:
             raise ConfigError(f"steps = {self.steps!r}: want numbers, each once, as in steps='[100, 200]'")
         if self.last < 1:
             raise ConfigError(f"last = {self.last}: must be at least 1")
-        if (self.output is None) == (self.action in (CheckpointAction.average, CheckpointAction.reshard)):
+        self._check_urls()
+        makes = self.action in (CheckpointAction.average, CheckpointAction.reshard, CheckpointAction.download)
+        if (self.output is None) == makes and self.action is not CheckpointAction.upload:
             told = "needs output=<folder>" if self.output is None else f"writes nothing: leave output={self.output} out"
             raise ConfigError(f"{self.action.value} {told}")
         if (self.files is None) == (self.action is CheckpointAction.reshard):
@@ -174,8 +218,19 @@ class CheckpointActionConfig:
             raise ConfigError(f"{self.action.value} {told}")
         if self.files is not None and self.files < 1:
             raise ConfigError(f"files = {self.files}: must be at least 1")
-        if self.action is CheckpointAction.reshard and steps is not None and len(steps) > 1:
-            raise ConfigError(f"steps = {self.steps}: reshard takes one checkpoint; give one step")
+        one = self.action in (CheckpointAction.reshard, CheckpointAction.download)
+        if one and steps is not None and len(steps) > 1:
+            raise ConfigError(f"steps = {self.steps}: {self.action.value} takes one checkpoint; give one step")
+
+    def _check_urls(self) -> None:
+        if is_url(self.run):
+            if self.action not in (CheckpointAction.list, CheckpointAction.verify, CheckpointAction.download):
+                raise ConfigError(
+                    f"run = {self.run}: {self.action.value} takes a folder; fetch it with megads checkpoint download"
+                )
+            check_url(self.run, "run")
+        elif self.action is CheckpointAction.download:
+            raise ConfigError(f"run = {self.run}: download takes a URL, as s3://bucket/prefix/<run id>")
 
 
 def checkpoints_folder(run_dir: Path) -> Path:

@@ -1,8 +1,9 @@
-"""`megads checkpoint`: lists, verifies, averages and reshards the checkpoints of a run."""
+"""`megads checkpoint`: lists, verifies, averages, reshards, uploads and downloads the checkpoints of a run."""
 
 from __future__ import annotations
 
 from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
+from megads.checkpoint.url import is_url
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
 
@@ -11,12 +12,18 @@ def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
     """Does one of them, and says what it did or found."""
     config.check()
     from megads.tools.checkpoints import average, list_all, reshard, verify
+    from megads.tools.remote_checkpoints import download, list_remote, upload, verify_remote
 
+    remote = is_url(config.run)
     match config.action:
         case CheckpointAction.list:
-            list_all(config.run)
+            (list_remote if remote else list_all)(config.run)
         case CheckpointAction.verify:
-            return verify(config.run, config.wanted_steps)
+            return (verify_remote if remote else verify)(config.run, config.wanted_steps)
+        case CheckpointAction.upload:
+            print(upload(config.run, config.output))
+        case CheckpointAction.download:
+            print(download(config))
         case CheckpointAction.average:
             print(average(config))
         case CheckpointAction.reshard:

@@ -3,8 +3,9 @@
 `preflight` decides what can be decided before a rank starts, as one `ResolvedRun`; `initial_weights` what other run it
 starts from. `acceptance` accepts or refuses it
 as a start of its run, and writes the records of an accepted one. `start` has `launcher` start and watch the ranks, on
-this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `scheduler`), again after a fault. `rank`,
-`rank_server`, `slurm_ranks`, `tracker` and `node_checker` are also processes of their own, run with `python -m`.
+this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `scheduler`), again after a fault. `uploads`
+keeps a second copy of checkpoints elsewhere, and brings it back. `rank`, `rank_server`, `slurm_ranks`, `tracker`,
+`uploader` and `node_checker` are also processes of their own, run with `python -m`.
 """
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "rank",
     "slurm_ranks",
     "start",
+    "uploader",
 ]

@@ -21,6 +21,7 @@ from megads.launch.initial_weights import find_initial_weights, with_tokenizer_o
 from megads.launch.node_ranks import require_devices
 from megads.launch.run_length import settle_length
 from megads.launch.slurm_ranks import SlurmPlacement
+from megads.launch.uploads import with_local_load
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
@@ -117,7 +118,7 @@ def resolve_run(
     check_allowed(asked.run.allow_changes)
     _refuse_history(asked)
     config, data = locate_data(asked)
-    config = place(config, choices)
+    config = with_local_load(place(config, choices))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
+from megads.checkpoint.url import is_url
 from megads.config import RootConfig, check_config, planned_steps
 from megads.errors import (
     EXIT_OK,
+    CheckpointError,
     ConfigError,
     MegadsError,
     Preempted,
@@ -41,6 +43,7 @@ from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
+from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
@@ -153,6 +156,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         for choice in resolved.choices:
             console.say(choice)
         _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
+        if not config.run.prepare_only:
+            prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
         progress.enter("checking the data")
         accepted = accept_start(prepare_data(resolved, console))
         resolved = accepted.resolved
@@ -169,7 +174,10 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
-            ended = _Attempts(resolved, lease, server).run(console)
+            with uploading(resolved.config) as uploads:
+                ended = _Attempts(resolved, lease, server).run(console)
+                if uploads is not None:
+                    uploads.finish(ended.exit_code, console)
         _say_what_follows(resolved, ended, console)
         return ended
 
@@ -177,7 +185,9 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
 def _preview(resolved: ResolvedRun) -> ResolvedRun:
     """What a dry run describes: refused as the start would be, where the data is there to tell."""
     known = dataclasses.replace(resolved, config=resolved.planned)
-    if known.config.model.vocab_size is None or not resolved.data.made:
+    # It is fetched by a start.
+    unseen = is_url(resolved.asked.checkpoint.load) and not Path(known.config.checkpoint.load).is_dir()
+    if known.config.model.vocab_size is None or not resolved.data.made or unseen:
         return resolved
     return accept_start(known).resolved
 
@@ -302,6 +312,9 @@ class _Attempts:
             if first is not None:
                 return first
         outcome = self._start(console)
+        if outcome.exit_code == CheckpointError.exit_code and restore_lost(self._config, console):
+            self._history.append(self._attempt(outcome))
+            outcome = self._again(Restart(tuple(self._attempt(outcome).nodes)), outcome)
         while True:
             self._history.append(self._attempt(outcome))
             decision = next_attempt(self._history, self._means)

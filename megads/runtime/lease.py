@@ -62,7 +62,7 @@ class Holder:
             return f"a start whose file {self.number:08d}.json in the folder lease cannot be read, but is kept up"
         if self.job is not None:
             return f"SLURM job {self.job.id} (restart {self.job.restarts}, process {self.pid} on {self.node})"
-        return f"process {self.pid}" + ("" if self.machine == _machine() else f" on {self.node}")
+        return f"process {self.pid}" + ("" if self.machine == machine_id() else f" on {self.node}")
 
     @property
     def remedy(self) -> str:
@@ -258,7 +258,7 @@ def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
         holder = current_holder(run_dir)
         _refuse_alive(run_dir, holder, job)
         number = holder.number + 1 if holder else 1
-        mine = Holder(number, environment.node_name(), os.getpid(), _machine(), _born(os.getpid()) or 0, job)
+        mine = Holder(number, environment.node_name(), os.getpid(), machine_id(), process_birth(os.getpid()) or 0, job)
         draft = run_dir / "lease" / f".{number}.{mine.node}.{mine.pid}"
         try:
             _write(draft, mine)
@@ -292,8 +292,8 @@ def _is_alive(run_dir: Path, holder: Holder, job: SlurmJob | None) -> bool:
             state, restarts = ask_job(holder.job.id)
             if state in _GONE_STATES or restarts > holder.job.restarts:
                 return False
-    if holder.machine == _machine():
-        return _born(holder.pid) == holder.born
+    if holder.machine == machine_id():
+        return process_birth(holder.pid) == holder.born
     return _beats(_path(run_dir, holder.number))
 
 
@@ -336,12 +336,12 @@ def _write(path: Path, holder: Holder) -> None:
         file.write(json.dumps(asdict(holder)).encode() + b"\n")
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """Names this boot of this machine and its process space."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _born(pid: int) -> int | None:
+def process_birth(pid: int) -> int | None:
     """Returns when a process of this machine started, in the kernel's ticks; None where none lives."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

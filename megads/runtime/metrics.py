@@ -203,7 +203,7 @@ def _survey(path: Path, step: int, known: LedgerRecord | None) -> _Survey:
                 lost |= cut
                 kept_bytes += 0 if cut else len(line)
     # Half a line at the end is all that a killed process leaves.
-    if not lost if known is None else _begins_as(path, known):
+    if not lost if known is None else begins_as(path, known):
         return _Survey(kept_bytes, "")
     missing = [f"{a + 1} to {b - 1}" if b - a > 2 else f"{a + 1}" for a, b in pairwise(steps) if b - a > 1]
     last = steps[-1] if steps else 0
@@ -215,7 +215,8 @@ def _survey(path: Path, step: int, known: LedgerRecord | None) -> _Survey:
     return _Survey(kept_bytes, ", ".join(wrong) or "it is not what it was when the checkpoint was saved")
 
 
-def _begins_as(path: Path, known: LedgerRecord) -> bool:
+def begins_as(path: Path, known: LedgerRecord) -> bool:
+    """Whether a ledger begins with what is known of it."""
     digest, left = xxhash.xxh3_128(), known.bytes
     with path.open("rb") as file:
         while left and (block := file.read(min(left, _BLOCK_BYTES))):

@@ -75,6 +75,16 @@ def tracker_log_path(run_dir: Path) -> Path:
     return run_dir / "logs" / "tracker.log"
 
 
+def uploader_log_path(run_dir: Path) -> Path:
+    """Returns the file that holds everything the process that uploads checkpoints prints."""
+    return run_dir / "logs" / "uploader.log"
+
+
+def upload_status_path(run_dir: Path) -> Path:
+    """Returns the file in which that process says how far it is."""
+    return run_dir / "logs" / "upload.json"
+
+
 def failure_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
     """Returns the file in which a rank of a start (its lease's number) says why it failed.
 

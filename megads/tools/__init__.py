@@ -1,3 +1,3 @@
 """What people run beside training; each tool owns its config, its work and its output, and no other room needs it."""
 
-__all__ = ["checkpoints", "generate", "notebook", "output_folder"]
+__all__ = ["checkpoints", "generate", "notebook", "output_folder", "remote_checkpoints"]

@@ -1,0 +1,293 @@
+"""Brings checkpoints back from a store: into a run directory that lost its own, or into a folder to read.
+
+A checkpoint is fetched into a hidden folder, where files that were fetched before are not fetched again. It is verified
+by its own checksums, and gets its name last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megads.checkpoint.config import LATEST_FILE, list_checkpoints, step_folder, step_of
+from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from megads.checkpoint.rank_file import read_rank_file, verify_tensors
+from megads.checkpoint.read import open_checkpoint
+from megads.checkpoint.remote import RemoteError, RemoteStore
+from megads.checkpoint.store import hidden_folder
+from megads.checkpoint.upload import RemoteCheckpoint, remote_checkpoints, remote_folder
+from megads.data.indexed.sidecar import template_path
+from megads.errors import CheckpointError
+from megads.runtime.files import atomic_writer, sync_directory, temporary_path
+from megads.runtime.metrics import begins_as
+from megads.runtime.run_dir import (
+    CONFIG_FILE,
+    DATA_FILE,
+    METRICS_FILE,
+    STARTS_FOLDER,
+    TOKENIZER_FILE,
+)
+
+_FILES_AT_A_TIME = 4
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was brought back.
+
+    Attributes:
+        folder: the checkpoint.
+        manifest: what it holds.
+        passed_by: newer ones of the store that are not usable, each with its reason.
+    """
+
+    folder: Path
+    manifest: Manifest
+    passed_by: tuple[str, ...]
+
+
+def newest_first(found: Mapping[int, RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+    """Those that can be used, as far as is known, by descending sequence."""
+    usable = [checkpoint for checkpoint in found.values() if checkpoint.sequence]
+    return sorted(usable, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step), reverse=True)
+
+
+def newest_intact_sequence(run_dir: Path) -> int:
+    """Of the newest checkpoint of a run directory whose files are all there with their headers; 0 for none.
+
+    Their tensors are for the ranks to verify: reading all of them here would take as long as loading.
+    """
+    best = 0
+    for folder in list_checkpoints(run_dir).values():
+        with suppress(CheckpointError):
+            manifest = read_manifest(folder)
+            if manifest.sequence > best:
+                for name in manifest.files:
+                    manifest.stored_in(folder, name)
+                    if (folder / name).stat().st_size != manifest.files[name].bytes:
+                        raise CheckpointError(f"{folder / name} has another size")
+                best = manifest.sequence
+    return best
+
+
+def has_usable(run_dir: Path) -> bool:
+    """Whether a run directory has a checkpoint whose every checksum holds; reads them."""
+    for folder in list_checkpoints(run_dir).values():
+        with suppress(CheckpointError):
+            return bool(open_checkpoint(folder))
+    return False
+
+
+def restore_newest(
+    store: RemoteStore,
+    run_dir: Path,
+    candidates: Sequence[RemoteCheckpoint],
+    begin: Callable[[RemoteCheckpoint], None] = lambda _: None,
+    tell: Callable[[int], None] = lambda _: None,
+) -> Restored:
+    """Brings the first checkpoint back that turns out to be intact; nobody else writes to the run directory.
+
+    Args:
+        store: of the run.
+        run_dir: the run's folder, which need not exist.
+        candidates: what to try.
+        begin: told which one comes now.
+        tell: told how many of its bytes are there.
+
+    Raises:
+        CheckpointError: none is intact; says why.
+        RemoteError: the store fails.
+    """
+    passed_by: list[str] = []
+    for found in candidates:
+        begin(found)
+        try:
+            manifest = _fetch(store, found, run_dir, tell)
+        except DamagedError as error:
+            passed_by.append(f"{step_folder(Path(), found.step).name}: {error}")
+            continue
+        _fetch_records(store, run_dir)
+        _fetch_ledger(store, found, manifest, run_dir)
+        _commit(run_dir, found.step)
+        return Restored(step_folder(run_dir, found.step), manifest, tuple(passed_by))
+    raise CheckpointError(f"no checkpoint in {store.url} is usable: " + ("; ".join(passed_by) or "there is none"))
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint of a store fails its checksums."""
+
+
+def _fetch(store: RemoteStore, found: RemoteCheckpoint, run_dir: Path, tell: Callable[[int], None]) -> Manifest:
+    """Fetches and verifies the files of a checkpoint.
+
+    Raises:
+        DamagedError: they are not what they were; what is not is removed again.
+        RemoteError: the store fails; what is there stays for another time.
+    """
+    assert found.manifest is not None
+    manifest, partial = found.manifest, hidden_folder(step_folder(run_dir, found.step), "partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    done: dict[str, int] = dict.fromkeys(manifest.files, 0)
+
+    def fetch(name: str) -> None:
+        def received(num_bytes: int) -> None:
+            done[name] += num_bytes
+            tell(sum(done.values()))
+
+        if not _is_intact(manifest, partial, name):
+            try:
+                fetch_file(store, found, partial, name, received)
+            except RemoteError:
+                raise
+            except CheckpointError:
+                # Damaged on its way, or there?
+                fetch_file(store, found, partial, name)
+            _sync(partial / name)
+        done[name] = manifest.files[name].bytes
+        tell(sum(done.values()))
+
+    try:
+        with ThreadPoolExecutor(_FILES_AT_A_TIME, "fetch") as pool:
+            for result in [pool.submit(fetch, name) for name in sorted(manifest.files)]:
+                result.result()
+        with atomic_writer(partial / MANIFEST_FILE) as file:
+            file.write(store.read(f"{remote_folder(found.step)}/{MANIFEST_FILE}") or b"")
+        if Manifest.decode((partial / MANIFEST_FILE).read_bytes()) != manifest:
+            raise RemoteError(f"{store.url}: the checkpoint of step {found.step} was replaced meanwhile")
+    except RemoteError:
+        raise
+    except CheckpointError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise DamagedError(str(error)) from error
+    except OSError as error:
+        raise CheckpointError(f"{partial} cannot be written: {error.strerror}") from error
+    return manifest
+
+
+def fetch_file(
+    store: RemoteStore,
+    found: RemoteCheckpoint,
+    folder: Path,
+    name: str,
+    received: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Fetches a file of a checkpoint, and verifies it.
+
+    Raises:
+        CheckpointError: it is not what the manifest says.
+        RemoteError: the store fails.
+        OSError: it cannot be written.
+    """
+    assert found.manifest is not None
+    (folder / name).unlink(missing_ok=True)
+    store.get(f"{remote_folder(found.step)}/{name}", folder / name, received)
+    _verify(found.manifest, folder, name)
+
+
+def _is_intact(manifest: Manifest, partial: Path, name: str) -> bool:
+    try:
+        _verify(manifest, partial, name)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _verify(manifest: Manifest, folder: Path, name: str) -> None:
+    """Raises CheckpointError where a file is not what the manifest says."""
+    if manifest.stored is None:
+        read_rank_file(folder / name, manifest.files[name])
+    if not (folder / name).is_file() or (folder / name).stat().st_size != manifest.files[name].bytes:
+        raise CheckpointError(f"{folder / name} has another size than {manifest.files[name].bytes} bytes")
+    verify_tensors(folder / name, manifest.stored_in(folder, name))
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _fetch_records(store: RemoteStore, run_dir: Path) -> None:
+    """Fetches what a start asks of the run that wrote the checkpoint; what is here already stays."""
+    template = template_path(run_dir / TOKENIZER_FILE).name
+    wanted = {CONFIG_FILE, DATA_FILE, TOKENIZER_FILE, template}
+    for name in store.files(""):
+        path = Path(name)
+        kept = len(path.parts) == 1 and (name in wanted or path.match("tokenizer*.json"))
+        if (kept or (len(path.parts) == 2 and path.parts[0] == STARTS_FOLDER)) and not (run_dir / name).exists():
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_writer(run_dir / name) as file:
+                file.write(store.read(name) or b"")
+
+
+def _fetch_ledger(store: RemoteStore, found: RemoteCheckpoint, manifest: Manifest, run_dir: Path) -> None:
+    """Puts metrics.jsonl in its place, where what is here is not what it was at that checkpoint.
+
+    One that is damaged in the store stays there: the run goes on without these lines, and says so.
+    """
+    local, ledger = run_dir / METRICS_FILE, manifest.run.ledger
+    if ledger is None or METRICS_FILE not in found.files or (local.is_file() and begins_as(local, ledger)):
+        return
+    fetched = temporary_path(local)
+    try:
+        store.get(f"{remote_folder(found.step)}/{METRICS_FILE}", fetched)
+        if not begins_as(fetched, ledger):
+            return
+        if local.is_file():
+            local.rename(_aside(local))
+        _sync(fetched)
+        fetched.rename(local)
+    finally:
+        fetched.unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return aside
+
+
+def _commit(run_dir: Path, step: int) -> None:
+    """Gives a fetched checkpoint its name, in place of a damaged one of the same step."""
+    final = step_folder(run_dir, step)
+    partial, replaced = hidden_folder(final, "partial"), hidden_folder(final, "replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(final):
+        final.rename(replaced)
+    partial.rename(final)
+    sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    with atomic_writer(final.parent / LATEST_FILE) as file:
+        file.write(f"{final.name}\n".encode())
+
+
+def open_remote_run(url: str) -> tuple[RemoteStore, list[RemoteCheckpoint]]:
+    """What a URL of a run, or of one of its checkpoints, means to a reader: the store, and what to try, newest first.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint.
+        RemoteError: the store does not tell.
+    """
+    store, step = remote_run(url)
+    found = remote_checkpoints(store)
+    usable = newest_first({step: found[step]} if step in found else {} if step is not None else found)
+    if not usable:
+        why = "; ".join(f"{step_folder(Path(), at).name}: {one.problem}" for at, one in found.items() if one.problem)
+        raise CheckpointError(f"{url}: there is no complete checkpoint" + (f" ({why})" if why else ""))
+    return store, usable
+
+
+def remote_run(url: str) -> tuple[RemoteStore, int | None]:
+    """The store of the run that a URL names, and the step where it names a checkpoint."""
+    url = url.rstrip("/")
+    head, _, last = url.rpartition("/")
+    step = step_of(Path(last))
+    if step is not None:
+        url = head
+        last = head.rpartition("/")[2]
+    return RemoteStore(url.removesuffix("/checkpoints") if last == "checkpoints" else url), step

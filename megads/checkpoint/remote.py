@@ -1,0 +1,381 @@
+"""A folder of a store that fsspec reaches: files are put, verified by a digest, listed, fetched and removed.
+
+Only fsspec is imported here; the driver of a URL's scheme (s3fs, gcsfs) is the user's to install. Credentials are read
+by the driver, from its own environment: no URL, file or message of megads holds any.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+import xxhash
+from fsspec.callbacks import Callback
+from fsspec.config import conf as settings
+
+from megads.checkpoint.url import LOCAL_SCHEMES as _LOCAL
+from megads.errors import CheckpointError
+from megads.runtime.files import atomic_writer, open_regular, temporary_path
+
+T = TypeVar("T")
+
+_PART_BYTES = 32 * 2**20
+_PARTS_AT_A_TIME = 8
+_MOST_PARTS = 9000
+"""S3 takes 10,000 parts of a file."""
+_BLOCK_BYTES = 8 * 2**20
+_S3 = ("s3", "s3a")
+# A file appears whole or not at all there; elsewhere it is put under another name and renamed.
+_OBJECT_STORES = (*_S3, "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "r2")
+_S3_TIMES = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "max_attempts": 3}}
+_MOST_TEXT_BYTES = 2**30
+_ETAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
+
+
+class RemoteError(CheckpointError):
+    """A store did not do what was asked; the message has its reason."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file that is in a store.
+
+    Attributes:
+        bytes: its size.
+        digest: what the store itself computed of its content, as `expected_digest` does; empty where it tells none.
+    """
+
+    bytes: int
+    digest: str
+
+
+class RemoteStore:
+    """A folder under a URL.
+
+    Args:
+        url: checked.
+        limit_s: longest wait for an answer, where the driver can be told; None: a minute.
+
+    Raises:
+        RemoteError: the driver cannot be made ready.
+    """
+
+    def __init__(self, url: str, limit_s: float | None = None):
+        self.url = url.rstrip("/")
+        self._scheme = urlsplit(url).scheme
+        # Listings are made anew each time: others write there, too.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if self._scheme in _S3:
+            limits = {} if limit_s is None else {"read_timeout": limit_s, "connect_timeout": limit_s}
+            options["config_kwargs"] = _S3_TIMES | settings.get("s3", {}).get("config_kwargs", {}) | limits
+        self._fs, self._root = self._told(lambda: fsspec.core.url_to_fs(self.url, **options), "")
+        self._root = self._root.rstrip("/")
+
+    def _told(self, action: Callable[[], T], name: str) -> T:
+        """Runs what a driver does.
+
+        Raises:
+            RemoteError: with what it says.
+            FileNotFoundError: as it is.
+        """
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        # A driver raises what its libraries raise, and none of them share a class.
+        except Exception as error:
+            said = " ".join(str(error).split())[:300] or "no reason given"
+            where = f"{self.url}/{name}" if name else self.url
+            raise RemoteError(f"{where}: {type(error).__name__}: {said}") from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def files(self, folder: str) -> dict[str, RemoteFile]:
+        """What is in a folder and the folders in it, by path from it; no folder, no files.
+
+        Raises:
+            RemoteError: the store does not tell.
+        """
+        path = self._path(folder)
+
+        def find() -> dict[str, dict[str, Any]]:
+            self._fs.invalidate_cache()
+            return dict(self._fs.find(path, detail=True))
+
+        try:
+            found = self._told(find, folder)
+        except FileNotFoundError:
+            return {}
+        return {
+            name.removeprefix(f"{path}/"): _remote_file(about)
+            for name, about in found.items()
+            if name.startswith(f"{path}/") and about.get("type") == "file"
+        }
+
+    def stat(self, name: str) -> RemoteFile | None:
+        """A file, None where it is not there.
+
+        Raises:
+            RemoteError: the store does not tell.
+        """
+
+        def info() -> RemoteFile:
+            self._fs.invalidate_cache()
+            return _remote_file(self._fs.info(self._path(name)))
+
+        try:
+            return self._told(info, name)
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file, None where it is not there.
+
+        Raises:
+            RemoteError: it cannot be read, or has more than 1 GiB.
+        """
+        found = self.stat(name)
+        if found is None:
+            return None
+        if found.bytes > _MOST_TEXT_BYTES:
+            raise RemoteError(f"{self.url}/{name} has {found.bytes:,} bytes")
+        with suppress(FileNotFoundError):
+            return bytes(self._told(lambda: self._fs.cat_file(self._path(name)), name))
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Makes or replaces a small file, whole or not at all.
+
+        Raises:
+            RemoteError: it cannot be written.
+        """
+        self._place(name, lambda path: self._fs.pipe_file(path, content), lambda file: file.write(content))
+
+    def remove(self, name: str) -> None:
+        """Removes a file; one that is not there is no fault.
+
+        Raises:
+            RemoteError: it cannot be removed.
+        """
+        with suppress(FileNotFoundError):
+            self._told(lambda: self._fs.rm_file(self._path(name)), name)
+
+    def remove_folder(self, folder: str) -> None:
+        """Removes an empty folder, where a store knows folders."""
+        if self._scheme not in _OBJECT_STORES:
+            with suppress(RemoteError, FileNotFoundError):
+                self._told(lambda: self._fs.rmdir(self._path(folder)), folder)
+
+    def put(self, local: Path, name: str, sent: Callable[[int], None] = lambda _: None) -> RemoteFile:
+        """Puts a file there, and verifies it.
+
+        The store's own digest must be that of the local file. Where it has none, or one of another kind (S3 with keys
+        of KMS), the file is read back and compared.
+
+        Args:
+            local: the file.
+            name: its path in the store.
+            sent: told of bytes on their way, as far as the driver tells.
+
+        Raises:
+            RemoteError: it cannot be put, or what is there then is something else.
+            OSError: the local file cannot be read.
+        """
+        size = local.stat().st_size
+        with ThreadPoolExecutor(1, "digest") as pool:
+            digest = pool.submit(self.expected_digest, local) if self._scheme in _OBJECT_STORES else None
+            self._place(
+                name,
+                lambda path: self._fs.put_file(str(local), path, callback=_Sent(sent), **self._put_options(size)),
+                lambda file: _copy(local, file, sent),
+            )
+            expected = "" if digest is None else digest.result()
+        found = self.stat(name)
+        if found is None or not self._is_copy(found, local, name, expected):
+            raise RemoteError(f"{self.url}/{name} is not what was sent: what came back differs from {local}")
+        return found
+
+    def holds(self, found: RemoteFile, local: Path, name: str) -> bool:
+        """Whether a file of the store is the same as a local one, byte for byte; decided as by `put`.
+
+        Raises:
+            RemoteError: it cannot be read.
+            OSError: the local one cannot be.
+        """
+        if found.bytes != local.stat().st_size:
+            return False
+        return self._is_copy(found, local, name, self.expected_digest(local) if found.digest else "")
+
+    def _is_copy(self, found: RemoteFile, local: Path, name: str, expected: str) -> bool:
+        if found.bytes != local.stat().st_size:
+            return False
+        # Equal says that it is the same; a digest that differs may be of another kind.
+        return (bool(expected) and found.digest == expected) or self._read_back(name) == _checksum(local)
+
+    def _read_back(self, name: str) -> str:
+        digest = xxhash.xxh3_128()
+
+        def read() -> str:
+            with self._fs.open(self._path(name), "rb", block_size=_BLOCK_BYTES, cache_type="readahead") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    digest.update(block)
+            return digest.hexdigest()
+
+        try:
+            return self._told(read, name)
+        except FileNotFoundError:
+            return ""
+
+    def get(self, name: str, local: Path, received: Callable[[int], None] = lambda _: None) -> None:
+        """Fetches a file; what it holds is for the caller to verify.
+
+        Args:
+            name: its path in the store.
+            local: where it goes; replaced if it is there.
+            received: told of bytes as they come, as far as the driver tells.
+
+        Raises:
+            RemoteError: it is not there, or cannot be fetched.
+            OSError: the local file cannot be written.
+        """
+        try:
+            self._told(lambda: self._fs.get_file(self._path(name), str(local), callback=_Sent(received)), name)
+        except FileNotFoundError as error:
+            raise RemoteError(f"{self.url}/{name} is not there") from error
+
+    def expected_digest(self, local: Path) -> str:
+        """What a store will say of a local file: its MD5, or of parts S3's MD5 of their MD5s and their number.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        size = local.stat().st_size
+        part = _part_bytes(size) if self._scheme in _S3 and size >= 2 * _part_bytes(size) else None
+        with open_regular(local) as file:
+            digests = []
+            while True:
+                digest, left = hashlib.md5(usedforsecurity=False), part or size
+                while left and (block := file.read(min(left, _BLOCK_BYTES))):
+                    digest.update(block)
+                    left -= len(block)
+                digests.append(digest)
+                if part is None:
+                    return digest.hexdigest()
+                if file.tell() >= size:
+                    break
+        joined = hashlib.md5(b"".join(digest.digest() for digest in digests), usedforsecurity=False)
+        return f"{joined.hexdigest()}-{len(digests)}"
+
+    def _put_options(self, size: int) -> dict[str, int]:
+        if self._scheme not in _S3:
+            return {}
+        return {"chunksize": _part_bytes(size), "max_concurrency": _PARTS_AT_A_TIME}
+
+    def _place(self, name: str, put: Callable[[str], object], write: Callable[[Any], object]) -> None:
+        """Makes a file, whole or not at all: `put` gives it to a driver, `write` to a file of this machine."""
+        path = self._path(name)
+        if self._scheme in _LOCAL:
+
+            def place() -> None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                with atomic_writer(Path(path)) as file:
+                    write(file)
+
+            self._told(place, name)
+        elif self._scheme in _OBJECT_STORES:
+            self._absent_is_an_error(lambda: put(path), name)
+        else:
+
+            def rename() -> None:
+                parent, aside = path.rpartition("/")[0], str(temporary_path(Path(path)))
+                self._fs.makedirs(parent, exist_ok=True)
+                put(aside)
+                self._fs.mv(aside, path)
+
+            self._absent_is_an_error(rename, name)
+
+    def _absent_is_an_error(self, action: Callable[[], object], name: str) -> None:
+        """A store that lacks the bucket says that no such file is there."""
+        try:
+            self._told(action, name)
+        except FileNotFoundError as error:
+            raise RemoteError(f"{self.url}/{name}: {' '.join(str(error).split())[:300]}") from error
+
+
+class _Sent(Callback):  # type: ignore[misc]
+    """Passes on how many bytes a driver has moved."""
+
+    def __init__(self, tell: Callable[[int], None]):
+        super().__init__()
+        self._tell = tell
+
+    def relative_update(self, inc: int = 1) -> None:
+        self._tell(inc)
+
+
+def _part_bytes(size: int) -> int:
+    return max(_PART_BYTES, math.ceil(size / _MOST_PARTS))
+
+
+def _copy(local: Path, file: Any, sent: Callable[[int], None]) -> None:
+    with open_regular(local) as source:
+        while block := source.read(_BLOCK_BYTES):
+            file.write(block)
+            sent(len(block))
+
+
+def _checksum(local: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open_regular(local) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _remote_file(about: Mapping[str, Any]) -> RemoteFile:
+    etag, md5 = str(about.get("ETag", "")).strip('"'), about.get("md5Hash")
+    if isinstance(md5, str):
+        etag = base64.b64decode(md5).hex()
+    return RemoteFile(int(about["size"]), etag if _ETAG.fullmatch(etag) else "")
+
+
+def within(limit_s: float, action: Callable[[], T], what: str) -> T:
+    """Runs an action that a driver may hang in.
+
+    Args:
+        limit_s: longest wait.
+        action: it is left behind in its thread when the time is over.
+        what: for the message.
+
+    Raises:
+        RemoteError: it has not ended in time; whatever else it raises itself.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RemoteError(f"{what} has not answered within {limit_s:g} s")
+    return results[0]

@@ -1,0 +1,354 @@
+"""The process that uploads a run's checkpoints to checkpoint.upload, beside the ranks, which never wait for it.
+
+    python -m megads.launch.uploader <run.dir>
+
+It watches the run directory for committed checkpoints. The newest comes first; older ones follow where they stay there.
+What fails becomes an event and is tried again, later and later. It ends when the run is over (its standard input ends)
+and the last checkpoint is there, or checkpoint.upload_wait_s after the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from megads.checkpoint.remote import RemoteError, RemoteStore
+from megads.checkpoint.remote_lease import RemoteInUse, RemoteLease
+from megads.checkpoint.retention import Retention
+from megads.checkpoint.upload import CheckpointUpload, pin_checkpoint, pins, remote_checkpoints, remove_surplus, unpin
+from megads.config import RootConfig, best_loss_key
+from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
+from megads.frozen_config import load_frozen
+from megads.launch.rank import leave_signals_to_the_launcher
+from megads.runtime.files import temporary_path
+from megads.runtime.metrics import EventWriter, MetricHistory
+from megads.runtime.run_dir import CONFIG_FILE, upload_status_path
+
+_PRIORITY = 10
+_POLL_S = 0.5
+_FIRST_RETRY_S, _LAST_RETRY_S, _LAST_RETRY_AT_END_S = 2.0, 300.0, 10.0
+_STATUS_EVERY_S = 0.5
+_QUIET_S = 15.0
+
+
+class _GivenUp(Exception):
+    """The upload of a checkpoint ends here, without a fault: another one counts more now."""
+
+
+def run_url(config: RootConfig) -> str:
+    """Where the checkpoints of a run go."""
+    assert config.checkpoint.upload is not None
+    return f"{config.checkpoint.upload.rstrip('/')}/{config.run.id}"
+
+
+class Uploader:
+    """Uploads the checkpoints of one run directory.
+
+    Args:
+        config: of the run.
+        run_dir: its directory.
+        is_over: whether the run is over.
+        events: takes what happens.
+        tell: told of the step that is uploaded, of bytes done and of all bytes.
+        tries: failures in a row after which it ends; None: it never does.
+        node: number of this node.
+        num_nodes: nodes that share the work; node 0 chooses what is uploaded, and commits it.
+    """
+
+    def __init__(
+        self,
+        config: RootConfig,
+        run_dir: Path,
+        is_over: Callable[[], bool],
+        events: EventWriter,
+        tell: Callable[[int, int, int], None] = lambda *_: None,
+        tries: int | None = None,
+        node: int = 0,
+        num_nodes: int = 1,
+    ):
+        self._config, self._run_dir, self._is_over, self._events = config, run_dir, is_over, events
+        self._tell, self._tries, self._node, self._num_nodes = tell, tries, node, num_nodes
+        self._url = run_url(config)
+        self._failures, self._retry_s, self._told = 0, _FIRST_RETRY_S, ""
+        # Of the complete checkpoints that the store has, sequence and digest by step; None: nobody has looked.
+        self._there: dict[int, tuple[int, str]] | None = None
+        self._read: dict[tuple[Path, int, int], tuple[int, str]] = {}
+        self._damaged: set[str] = set()
+        self._step: int | None = None
+        self.uploaded: list[int] = []
+        """Steps of the checkpoints that it brought there."""
+        key = best_loss_key(config)
+        self._losses = MetricHistory(run_dir, key) if key is not None else None
+
+    def run(self) -> None:
+        """Uploads until the run is over and its last checkpoint is in the store.
+
+        Raises:
+            CheckpointError, OSError: the last failure, where tries are limited.
+        """
+        while True:
+            try:
+                store = RemoteStore(self._url)
+                if self._node:
+                    return self._help(store)
+                lease = RemoteLease(store)
+                with lease:
+                    lease.take(lambda: None, lambda who: self._fail(f"{who}; it is waited for"))
+                    return self._upload_all(store, lease)
+            except (CheckpointError, OSError) as error:
+                self._failures += 1
+                if self._tries is not None and self._failures >= self._tries:
+                    raise
+                self._there = None
+                self._fail(str(error))
+                self._pause()
+
+    def _pause(self) -> None:
+        """Waits before the next try; at the end of the run there is little time."""
+        until = time.monotonic() + self._retry_s
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(_POLL_S, left))
+            if self._is_over():
+                until = min(until, time.monotonic() + _LAST_RETRY_AT_END_S)
+        self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+
+    def _fail(self, message: str) -> None:
+        """One event for each cause."""
+        if message != self._told:
+            self._told = message
+            self._events.write("upload_failed", level="warning", step=self._step, url=self._url, message=message)
+
+    def _upload_all(self, store: RemoteStore, lease: RemoteLease) -> None:
+        for pin in pins(self._run_dir):
+            if not _is_held_here(pin):
+                unpin(pin)
+        while True:
+            # Asked first: what is committed before the end is then found.
+            over = self._is_over()
+            folder = self._next(store)
+            if folder is not None:
+                with suppress(_GivenUp):
+                    self._upload(store, lease, folder)
+            elif over:
+                return
+            else:
+                time.sleep(_POLL_S)
+
+    def _local(self) -> dict[int, tuple[int, str]]:
+        """Sequence and digest of the committed checkpoints here, by step; a manifest is read once."""
+        found = {}
+        for step, folder in list_checkpoints(self._run_dir).items():
+            with suppress(FileNotFoundError, CheckpointError):
+                about = (folder / MANIFEST_FILE).stat()
+                known = (folder, about.st_ino, about.st_mtime_ns)
+                if known not in self._read:
+                    manifest = read_manifest(folder)
+                    self._read[known] = manifest.sequence, manifest.digest()
+                if self._read[known][1] not in self._damaged:
+                    found[step] = self._read[known]
+        return found
+
+    def _next(self, store: RemoteStore) -> Path | None:
+        """The newest checkpoint, then older ones that would stay in the store; None where it has all of them."""
+        local = self._local()
+        if not local:
+            return None
+        if self._there is None:
+            self._there = {
+                step: (found.sequence, found.manifest.digest())
+                for step, found in remote_checkpoints(store).items()
+                if found.manifest is not None and found.sequence
+            }
+        lacking = [step for step in local if local[step] != self._there.get(step)]
+        if not lacking:
+            return None
+        newest, keep = max(local, key=local.__getitem__), self._retention()
+        reasons = keep.reasons({step: sequence for step, (sequence, _) in (self._there | local).items()})
+        wanted = [step for step in lacking if step == newest or not keep.recent or reasons[step]]
+        if not wanted:
+            return None
+        return list_checkpoints(self._run_dir).get(max(wanted, key=local.__getitem__))
+
+    def _newest_lacking(self) -> int | None:
+        """The newest checkpoint where the store lacks it; the one that is uploaded where it has it."""
+        local = self._local()
+        newest = max(local, key=local.__getitem__, default=None)
+        return newest if newest is not None and local[newest] != (self._there or {}).get(newest) else self._step
+
+    def _retention(self) -> Retention:
+        losses = self._losses.values() if self._losses is not None else {}
+        return self._config.checkpoint.upload_retention(losses)
+
+    def _upload(self, store: RemoteStore, lease: RemoteLease, folder: Path) -> None:
+        pin = pin_checkpoint(folder)
+        if pin is None:
+            return
+        begin = time.monotonic()
+        digest = read_manifest(folder).digest()
+
+        def go_on() -> None:
+            if not lease.is_held():
+                raise RemoteInUse(f"another process uploads to {self._url}")
+            self._require_worth(pin)
+
+        upload = CheckpointUpload(
+            store, self._run_dir, pin, go_on, lambda done: self._say(upload, done), 0, self._num_nodes
+        )
+        self._step = upload.step
+        self._say(upload, 0)
+        try:
+            go_on()
+            upload.open()
+            upload.send()
+            upload.commit()
+        except RemoteError:
+            raise
+        except CheckpointError as error:
+            # The file here is damaged; ranks that start from it will say so, too.
+            self._damaged.add(digest)
+            unpin(pin)
+            self._fail(f"{folder.name} is not uploaded: {error}")
+            return
+        seconds = time.monotonic() - begin
+        unpin(pin)
+        removed = remove_surplus(store, self._retention(), [upload.step])
+        self._there, self._failures, self._retry_s, self._told = None, 0, _FIRST_RETRY_S, ""
+        self.uploaded.append(upload.step)
+        self._events.write(
+            "checkpoint_uploaded",
+            step=upload.step,
+            url=store.url,
+            upload_s=round(seconds, 3),
+            bytes=upload.sent_bytes,
+            bytes_per_s=round(upload.sent_bytes / max(seconds, 1e-9)),
+            removed=removed,
+        )
+        self._step = None
+
+    def _require_worth(self, pin: Path) -> None:
+        """Raises _GivenUp where a newer checkpoint counts more, or where the links take the room of the next one."""
+        if _is_held_here(pin):
+            if self._is_over() and self._step != self._newest_lacking():
+                raise _GivenUp
+            return
+        size = sum(path.stat().st_size for path in pin.iterdir())
+        if self._is_over() or shutil.disk_usage(self._run_dir).free < size:
+            reason = "the run is over" if self._is_over() else "the disk has no room for the next one beside it"
+            unpin(pin)
+            self._fail(f"{pin.name} is not uploaded: it was removed here meanwhile, and {reason}")
+            raise _GivenUp
+
+    def _say(self, upload: CheckpointUpload, done_bytes: int) -> None:
+        self._tell(upload.step, done_bytes, upload.share_bytes)
+
+    def _help(self, store: RemoteStore) -> None:
+        """Brings this node's share of what node 0 chooses; ends when the run is over and nothing more is chosen."""
+        brought: set[bytes] = set()
+        quiet_since = time.monotonic()
+        while not self._is_over() or time.monotonic() - quiet_since < _QUIET_S:
+            for pin in pins(self._run_dir):
+                quiet_since = time.monotonic()
+                # Node 0 lets go of it when it is complete, or not worth it any more.
+                with suppress(FileNotFoundError):
+                    text = (pin / MANIFEST_FILE).read_bytes()
+                    if text not in brought:
+                        CheckpointUpload(store, self._run_dir, pin, node=self._node, num_nodes=self._num_nodes).send()
+                        brought.add(text)
+            time.sleep(_POLL_S)
+
+
+def _is_held_here(pin: Path) -> bool:
+    """Whether the checkpoint of which these are links is still in its place."""
+    folder = pin.with_name(pin.name.removeprefix(".").rpartition(".")[0])
+    with suppress(OSError):
+        return (pin / MANIFEST_FILE).samefile(folder / MANIFEST_FILE)
+    return False
+
+
+class _Status:
+    """What the launcher shows of the upload.
+
+    Args:
+        run_dir: the run directory.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._path, self._at = upload_status_path(run_dir), 0.0
+
+    def write(self, step: int, done_bytes: int, total_bytes: int) -> None:
+        """Notes it, twice a second at most."""
+        if time.monotonic() - self._at < _STATUS_EVERY_S and done_bytes < total_bytes:
+            return
+        self._at = time.monotonic()
+        partial = temporary_path(self._path)
+        with suppress(OSError):
+            partial.write_text(json.dumps({"step": step, "done_bytes": done_bytes, "total_bytes": total_bytes}))
+            partial.replace(self._path)
+
+
+class _End:
+    """The end of the run, seen at the end of standard input.
+
+    Args:
+        limit_s: so long after it the process ends, whatever it is waiting for: nobody else may be left to kill it.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s, self._came = limit_s, threading.Event()
+        threading.Thread(target=self._watch, name="end of the run", daemon=True).start()
+
+    def __call__(self) -> bool:
+        return self._came.is_set()
+
+    def _watch(self) -> None:
+        while os.read(0, 1):
+            continue
+        self._came.set()
+        time.sleep(self._limit_s)
+        os._exit(CheckpointError.exit_code)
+
+
+def main() -> NoReturn:
+    """Uploads beside a run; never returns."""
+    parser = argparse.ArgumentParser(prog="python -m megads.launch.uploader")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--node", type=int, default=0, help="number of this node")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that share the work")
+    arguments = parser.parse_args()
+    leave_signals_to_the_launcher()
+    code = EXIT_BUG
+    try:
+        os.nice(_PRIORITY)
+        config = load_frozen(arguments.run_dir / CONFIG_FILE)
+        status = _Status(arguments.run_dir)
+        with closing(EventWriter(arguments.run_dir)) as events:
+            is_over = _End(config.checkpoint.upload_wait_s)
+            Uploader(
+                config, arguments.run_dir, is_over, events, status.write, node=arguments.node, num_nodes=arguments.nodes
+            ).run()
+        code = EXIT_OK
+    except MegadsError as error:
+        print(f"uploader: {error}", file=sys.stderr)
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # Without the interpreter's shutdown: a driver's threads may wait for their server there.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""What the launcher does for checkpoint.upload: asks the store before a start, brings back what the run directory lost,
+keeps the process that uploads, and waits for the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints
+from megads.checkpoint.url import is_url
+from megads.config import RootConfig
+from megads.errors import CheckpointError, ConfigError, Preempted
+from megads.launch.launcher import EXIT_KILLED, SideProcess
+from megads.monitor.console import Console
+from megads.runtime.lease import claimed
+from megads.runtime.metrics import EventWriter
+from megads.runtime.progress import Progress
+from megads.runtime.run_dir import upload_status_path, uploader_log_path
+from megads.runtime.slurm import SlurmJob
+
+if TYPE_CHECKING:
+    from megads.checkpoint.download import Restored
+    from megads.checkpoint.remote import RemoteStore
+    from megads.checkpoint.upload import RemoteCheckpoint
+
+ANSWER_S = 30.0
+"""A store that has not answered at the start for so long is taken not to."""
+_MOST_RESTARTS = 5
+_FIRST_RESTART_S = 5.0
+_WATCH_S = 0.5
+_KILL_MARGIN_S = 5.0
+"""The process keeps to checkpoint.upload_wait_s itself; this much later it is taken to hang."""
+_NOT_WAITED_FOR = (Preempted.exit_code, EXIT_KILLED)
+"""The machine is taken back, or somebody does not want to wait: the next start goes on with the upload."""
+
+
+def with_local_load(config: RootConfig) -> RootConfig:
+    """Returns the config with the folder that a URL in checkpoint.load is fetched to; always the same for a URL.
+
+    Args:
+        config: with run.dir.
+    """
+    load = config.checkpoint.load
+    if not is_url(load):
+        return config
+    name = hashlib.sha256(load.rstrip("/").encode()).hexdigest()[:12]
+    local = Path(str(config.run.dir)) / "downloads" / name
+    return replace(config, checkpoint=replace(config.checkpoint, load=str(local)))
+
+
+def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, job: SlurmJob | None) -> None:
+    """Brings what the start needs of other places into the run directory.
+
+    Args:
+        config: of the start, see `with_local_load`.
+        asked_load: checkpoint.load as it was asked for.
+        console: says what is fetched.
+        job: the SLURM job that this process is part of.
+
+    Raises:
+        ConfigError: the store of a run's first start cannot be used, or holds a later state of this run that this start
+            would not go on from.
+        CheckpointError: there is nothing usable where checkpoint.load points to, or only there.
+    """
+    run_dir = Path(str(config.run.dir))
+    if is_url(asked_load):
+        _fetch_given(asked_load, Path(config.checkpoint.load), run_dir, console, job)
+    if config.checkpoint.upload is not None:
+        _prepare_upload(config, run_dir, console, job)
+
+
+def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
+    from megads.checkpoint.download import open_remote_run
+    from megads.resume import goes_to_path
+
+    if (checkpoints_folder(local) / LATEST_FILE).is_file() or not goes_to_path(str(local), run_dir):
+        return
+    store, candidates = open_remote_run(url)
+    with claimed(run_dir, job):
+        _restore(store, local, candidates, console)
+
+
+def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
+    from megads.checkpoint.download import newest_first, newest_intact_sequence
+    from megads.checkpoint.remote import RemoteError, RemoteStore, within
+    from megads.checkpoint.upload import remote_checkpoints
+    from megads.launch.uploader import run_url
+    from megads.resume import goes_to_path
+
+    url, load = run_url(config), config.checkpoint.load
+    refuse_own_folder(url, run_dir)
+    try:
+        store = within(ANSWER_S, lambda: RemoteStore(url, ANSWER_S / 3), url)
+        within(ANSWER_S, lambda: _probe(store), url)
+        found = within(ANSWER_S, lambda: remote_checkpoints(store), url)
+    except RemoteError as error:
+        if not list_checkpoints(run_dir):
+            raise ConfigError(
+                f"checkpoint.upload = {config.checkpoint.upload} cannot be used: {error}. Correct the URL, the "
+                "credentials or the bucket's permissions, or leave checkpoint.upload out"
+            ) from error
+        console.say(
+            f"checkpoint.upload does not answer ({error}): training goes on, uploads are tried again", "warning"
+        )
+        return
+    local = newest_intact_sequence(run_dir)
+    newer = [checkpoint for checkpoint in newest_first(found) if checkpoint.sequence > local]
+    if not newer:
+        return
+    if load == "none" or goes_to_path(load, run_dir):
+        raise ConfigError(
+            f"{url} has a checkpoint of step {newer[0].step} of this run, which checkpoint.load = {load} would leave "
+            "behind, and what comes next would be mixed with it: choose another run.id, or remove it there"
+        )
+    with claimed(run_dir, job):
+        try:
+            restored = _restore(RemoteStore(url), run_dir, newer, console)
+        except RemoteError:
+            raise
+        except CheckpointError as error:
+            if not local:
+                raise CheckpointError(f"{error}; another run.id starts afresh") from error
+            console.say(f"{error}: the run goes on from its own", "warning")
+            return
+        _note(run_dir, restored, url)
+
+
+def refuse_own_folder(url: str, run_dir: Path) -> None:
+    """Raises ConfigError where a run would upload into itself."""
+    parts = urlsplit(url)
+    if parts.scheme in ("file", "local"):
+        there, here = Path(parts.path).resolve(), run_dir.resolve()
+        if there.is_relative_to(here) or here.is_relative_to(there):
+            raise ConfigError(f"checkpoint.upload: {url} is the run directory itself: choose another folder")
+
+
+def _probe(store: RemoteStore) -> None:
+    """Raises RemoteError where the store does not take, give back or remove a file."""
+    from megads.checkpoint.remote import RemoteError
+
+    name, content = f".probe-{uuid.uuid4().hex[:12]}", b"megads"
+    store.write(name, content)
+    if store.read(name) != content:
+        raise RemoteError(f"{store.url}/{name} is not what was written")
+    store.remove(name)
+
+
+def restore_lost(config: RootConfig, console: Console) -> bool:
+    """Brings the newest checkpoint back where the ranks found none usable; the caller holds the run directory.
+
+    Returns:
+        Whether there is one now.
+    """
+    from megads.checkpoint.download import has_usable, newest_first
+    from megads.checkpoint.remote import RemoteStore
+    from megads.checkpoint.upload import remote_checkpoints
+    from megads.launch.uploader import run_url
+
+    run_dir = Path(str(config.run.dir))
+    if config.checkpoint.upload is None or config.checkpoint.load == "none" or has_usable(run_dir):
+        return False
+    try:
+        store = RemoteStore(run_url(config))
+        restored = _restore(store, run_dir, newest_first(remote_checkpoints(store)), console)
+    except CheckpointError as error:
+        console.say(f"checkpoint.upload has nothing in its place: {error}", "warning")
+        return False
+    _note(run_dir, restored, store.url)
+    return True
+
+
+def _restore(store: RemoteStore, run_dir: Path, candidates: Sequence[RemoteCheckpoint], console: Console) -> Restored:
+    from megads.checkpoint.download import restore_newest
+
+    size = max((c.manifest.nbytes for c in candidates if c.manifest is not None), default=0)
+    begin_s = time.monotonic()
+    with Progress(f"fetching a checkpoint from {store.url}", size) as progress:
+        restored = restore_newest(store, run_dir, candidates, tell=progress.update)
+    seconds, nbytes = time.monotonic() - begin_s, restored.manifest.nbytes
+    console.say(
+        f"fetched {restored.folder.name} from {store.url}: {nbytes / 1e6:,.1f} MB in {seconds:.1f} s, "
+        f"{nbytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s"
+    )
+    for text in restored.passed_by:
+        console.say(f"not usable there: {text}", "warning")
+    return restored
+
+
+def _note(run_dir: Path, restored: Restored, url: str) -> None:
+    with closing(EventWriter(run_dir)) as events:
+        events.write(
+            "checkpoint_restored",
+            step=restored.manifest.run.state["step"],
+            url=url,
+            folder=restored.folder.name,
+            bytes=restored.manifest.nbytes,
+            passed_by=list(restored.passed_by),
+        )
+
+
+class UploadProcess:
+    """The process that uploads, from the first start of the ranks to the end of the run.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: RootConfig):
+        self._run_dir = Path(str(config.run.dir))
+        self._wait_s = config.checkpoint.upload_wait_s
+        self._ending = threading.Event()
+        self._process: SideProcess | None = None
+        upload_status_path(self._run_dir).unlink(missing_ok=True)
+        self._thread = threading.Thread(target=self._watch, name="uploads", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        """Starts it, and again where it fails."""
+        wait_s = _FIRST_RESTART_S
+        for number in range(_MOST_RESTARTS + 1):
+            try:
+                self._process = SideProcess(
+                    ("-m", "megads.launch.uploader", str(self._run_dir)), uploader_log_path(self._run_dir)
+                )
+                while not self._process.failure:
+                    if self._ending.wait(_WATCH_S):
+                        return
+                failure = self._process.failure
+            except OSError as error:
+                failure = f"cannot be started ({error})"
+            follows = f"started again in {wait_s:.0f} s" if number < _MOST_RESTARTS else "not started again"
+            with closing(EventWriter(self._run_dir)) as events:
+                message = f"the process that uploads checkpoints {failure}: {follows}; log: {self._log}"
+                events.write("upload_failed", level="warning", message=message)
+            if number < _MOST_RESTARTS and self._ending.wait(wait_s):
+                return
+            wait_s *= 2
+
+    @property
+    def _log(self) -> Path:
+        return uploader_log_path(self._run_dir)
+
+    def finish(self, exit_code: int, console: Console) -> None:
+        """Waits for the upload of the last checkpoint, and says how it ended; a signal ends the wait.
+
+        Args:
+            exit_code: of the run.
+            console: says it.
+        """
+        self._ending.set()
+        self._thread.join()
+        limit_s = 0.0 if exit_code in _NOT_WAITED_FOR else self._wait_s + _KILL_MARGIN_S
+        complete = False
+        if self._process is not None and not self._process.failure:
+            with _signals_noted() as came, Progress("uploading the last checkpoint") as progress:
+
+                def hurry() -> bool:
+                    progress.update(note=_status_text(self._run_dir))
+                    return came()
+
+                complete = self._process.finish(limit_s, hurry) and not self._process.failure
+        if not complete and list_checkpoints(self._run_dir):
+            console.say(
+                f"the last checkpoint is not uploaded yet ({_status_text(self._run_dir) or 'nothing of it'}): the next "
+                f"start goes on with it, or megads checkpoint upload run={self._run_dir}; log: {self._log}",
+                "warning",
+            )
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._ending.set()
+        self._thread.join()
+        if self._process is not None:
+            self._process.finish(0.0, lambda: True)
+
+
+def _status_text(run_dir: Path) -> str:
+    """What the process says of itself."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        status = json.loads(upload_status_path(run_dir).read_text())
+        done, total = int(status["done_bytes"]), int(status["total_bytes"])
+        return f"step {status['step']}, {100 * done // max(total, 1)}% of {total / 1e6:,.1f} MB"
+    return ""
+
+
+@contextmanager
+def _signals_noted() -> Iterator[Callable[[], bool]]:
+    """Yields what tells whether a signal came that asks this process to end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    noted: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda came, _frame: noted.append(came)) for number in numbers}
+    try:
+        yield lambda: bool(noted)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def uploading(config: RootConfig) -> Iterator[UploadProcess | None]:
+    """Keeps the process beside a run; None where nothing is uploaded. What ends the block by an error ends it."""
+    if config.checkpoint.upload is None:
+        yield None
+        return
+    process = UploadProcess(config)
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        raise

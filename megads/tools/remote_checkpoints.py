@@ -1,0 +1,197 @@
+"""What can be done with checkpoints in a store beside training: bring those of a run there, fetch, list and verify."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints, step_folder
+from megads.checkpoint.download import fetch_file, open_remote_run, remote_run, restore_newest
+from megads.checkpoint.remote import RemoteStore
+from megads.checkpoint.upload import RemoteCheckpoint, remote_checkpoints
+from megads.checkpoint.url import check_url
+from megads.errors import EXIT_OK, CheckpointError, ConfigError
+from megads.frozen_config import load_frozen
+from megads.launch.uploader import Uploader, run_url
+from megads.runtime.metrics import EventWriter
+from megads.runtime.progress import Progress
+from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.generate import run_path
+from megads.tools.output_folder import require_free, require_room, write_origin
+
+_DOWNLOADED_BY = "megads checkpoint download"
+_PIPE_WIDTH = 120
+_TRIES = 3
+
+
+def upload(run: str, url: str | None) -> str:
+    """Uploads what a store lacks of a run's checkpoints; goes on where another upload ended.
+
+    Args:
+        run: the run.
+        url: in place of the run's checkpoint.upload.
+
+    Returns:
+        What was done, in words.
+
+    Raises:
+        ConfigError: nobody says where to.
+        CheckpointError: there are no checkpoints, or the store fails three times in a row.
+    """
+    run_dir = run_path(run)
+    config = load_frozen(run_dir / CONFIG_FILE, complete=False)
+    if url is not None:
+        check_url(url, "output")
+        config = replace(config, checkpoint=replace(config.checkpoint, upload=url))
+    if config.checkpoint.upload is None:
+        raise ConfigError(f"{run_dir} was started without checkpoint.upload: give output=<url>, as s3://bucket/prefix")
+    if not list_checkpoints(run_dir):
+        raise CheckpointError(f"{run_dir} holds no checkpoints")
+    with closing(EventWriter(run_dir)) as events, Progress("uploading checkpoints") as progress:
+
+        def tell(step: int, done_bytes: int, total_bytes: int) -> None:
+            progress.update(done_bytes, f"step {step:,} of {total_bytes / 1e6:,.1f} MB")
+
+        uploader = Uploader(config, run_dir, lambda: True, events, tell, _TRIES)
+        uploader.run()
+    steps = ", ".join(f"{step:,}" for step in sorted(uploader.uploaded))
+    done = f"uploaded step{'s' * (len(uploader.uploaded) > 1)} {steps}" if steps else "has all of them already"
+    return f"{run_url(config)}: {done}"
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """What was fetched.
+
+    Attributes:
+        folder: a run with one checkpoint.
+        step: of the checkpoint.
+        passed_by: newer ones that are not usable.
+    """
+
+    folder: Path
+    step: int
+    passed_by: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"not usable: {text}" for text in self.passed_by]
+        lines += [f"{self.folder}: step {self.step:,}", f"continue it: megads train ... checkpoint.load={self.folder}"]
+        return "\n".join(lines)
+
+
+def download(config: CheckpointActionConfig) -> Downloaded:
+    """Fetches the newest usable checkpoint of a run in a store, or that of a step, with what belongs to the run.
+
+    The same command goes on where a killed one ended.
+
+    Raises:
+        ConfigError: the output is taken.
+        CheckpointError: there is no usable one, or it cannot be written.
+    """
+    output = Path(str(config.output))
+    if list_checkpoints(output) or not output.exists():
+        require_free(output, config.overwrite, _DOWNLOADED_BY)
+    store, candidates = open_remote_run(config.run)
+    if config.wanted_steps:
+        candidates = [found for found in candidates if found.step in config.wanted_steps]
+        if not candidates:
+            raise CheckpointError(f"{config.run} has no complete checkpoint of step {config.wanted_steps[0]}")
+    size = max(found.manifest.nbytes for found in candidates if found.manifest is not None)
+    require_room(output, size)
+    output.mkdir(parents=True, exist_ok=True)
+    write_origin(output, _DOWNLOADED_BY)
+    with Progress(f"fetching from {store.url}", size) as progress:
+        restored = restore_newest(store, output, candidates, tell=progress.update)
+    return Downloaded(output, restored.manifest.run.state["step"], restored.passed_by)
+
+
+def list_remote(url: str) -> None:
+    """Prints a line for every checkpoint of a run in a store; reads manifests alone.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    store, found = _found(url, None)
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("step", "samples", "tokens", "layout", "size", ""):
+        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    newest = max(found.values(), key=lambda checkpoint: checkpoint.sequence)
+    for step, checkpoint in found.items():
+        manifest = checkpoint.manifest
+        if manifest is None or checkpoint.problem:
+            table.add_row(f"{step:,}", *[""] * 4, f"not usable: {checkpoint.problem}")
+            continue
+        state, layout = manifest.run.state, manifest.run.layout
+        table.add_row(
+            f"{step:,}",
+            f"{state['samples']:,}",
+            f"{state['tokens']:,}",
+            " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process",
+            f"{manifest.nbytes / 1e6:,.1f} MB",
+            "newest" if checkpoint is newest else "",
+        )
+    VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+    print(store.url)
+
+
+def verify_remote(url: str, steps: Sequence[int] | None) -> int:
+    """Fetches every file of checkpoints, verifies its checksums, and says of each checkpoint whether it is sound.
+
+    One file at a time is on the disk, in the folder of temporary files.
+
+    Returns:
+        The exit code: 4 where one is damaged.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    store, found = _found(url, steps)
+    code = EXIT_OK
+    for step, checkpoint in found.items():
+        name, begin_s = step_folder(Path(), step).name, time.monotonic()
+        try:
+            _verify(store, checkpoint)
+        except CheckpointError as error:
+            code, said = error.exit_code, f"damaged: {error}"
+        else:
+            assert checkpoint.manifest is not None
+            rate = checkpoint.manifest.nbytes / 1e6 / max(time.monotonic() - begin_s, 1e-9)
+            said = f"sound: {len(checkpoint.manifest.files):,} files, {rate:,.1f} MB/s"
+        print(f"{store.url}/checkpoints/{name}: {said}", flush=True)
+    return code
+
+
+def _verify(store: RemoteStore, checkpoint: RemoteCheckpoint) -> None:
+    manifest = checkpoint.manifest
+    if manifest is None or checkpoint.problem:
+        raise CheckpointError(checkpoint.problem)
+    done = 0
+    with (
+        Progress(f"verifying step {checkpoint.step:,}", manifest.nbytes) as progress,
+        tempfile.TemporaryDirectory(prefix="megads-verify-") as folder,
+    ):
+        for name in sorted(manifest.files):
+            fetch_file(store, checkpoint, Path(folder), name)
+            (Path(folder) / name).unlink()
+            done += manifest.files[name].bytes
+            progress.update(done)
+
+
+def _found(url: str, steps: Sequence[int] | None) -> tuple[RemoteStore, dict[int, RemoteCheckpoint]]:
+    store, step = remote_run(url)
+    found = remote_checkpoints(store)
+    wanted = [step] if step is not None else list(steps or found)
+    missing = [at for at in wanted if at not in found]
+    if missing or not found:
+        there = f"it has {', '.join(map(str, found))}" if found else "it has none"
+        raise CheckpointError(f"{store.url} has no checkpoint{f' of step {missing[0]}' if missing else ''}; {there}")
+    return store, {at: found[at] for at in sorted(wanted)}

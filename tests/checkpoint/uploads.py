@@ -1,0 +1,79 @@
+"""Checkpoints of several files, made in milliseconds, and what is in a store of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megads.checkpoint.download import restore_newest
+from megads.checkpoint.read import find_checkpoint, read_into
+from megads.checkpoint.remote import RemoteStore
+from megads.checkpoint.store import save_parts
+from megads.checkpoint.upload import CheckpointUpload, RemoteCheckpoint, pin_checkpoint, remote_checkpoints, unpin
+from megads.engine.interface import Shard
+from megads.runtime.metrics import MetricsWriter
+from tests.checkpoint.random_layouts import run_record
+
+FILES = 3
+
+
+def values(seed: int) -> list[Shard]:
+    draw = torch.Generator().manual_seed(seed)
+    return [Shard(f"weight/w{i}", (40, 8), (0, 0), torch.randn(40, 8, generator=draw)) for i in range(FILES)]
+
+
+def write_checkpoint(run_dir: Path, step: int, seed: int | None = None) -> Path:
+    """A checkpoint of three files, and a line of metrics.jsonl before it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    metrics = MetricsWriter(run_dir, True)
+    metrics.write({"step": step, "loss": 1.0})
+    ledger = metrics.record()
+    metrics.close()
+    for name in ("config.yaml", "tokenizer.json", "configs/0123.yaml"):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).write_text(f"{name} of {run_dir.name}\n")
+    shards = values(step if seed is None else seed)
+    return save_parts(run_dir, [[shard] for shard in shards], replace(run_record(step), ledger=ledger))
+
+
+def upload(store: RemoteStore, folder: Path, node: int = 0, num_nodes: int = 1) -> CheckpointUpload:
+    """What the uploader does with one checkpoint."""
+    pin = pin_checkpoint(folder)
+    assert pin is not None
+    upload = CheckpointUpload(store, folder.parent.parent, pin, node=node, num_nodes=num_nodes)
+    if node == 0:
+        upload.open()
+    upload.send()
+    if node == 0:
+        upload.commit()
+        unpin(pin)
+    return upload
+
+
+def complete(store: RemoteStore) -> list[RemoteCheckpoint]:
+    """Those that a reader takes to be complete, newest first."""
+    found = [checkpoint for checkpoint in remote_checkpoints(store).values() if checkpoint.sequence]
+    return sorted(found, key=lambda checkpoint: checkpoint.sequence, reverse=True)
+
+
+def seed_of(run_dir: Path, seeds: range = range(400)) -> int:
+    """The seed whose tensors the newest usable checkpoint of a run holds."""
+    handle = find_checkpoint(run_dir, "auto")
+    assert handle is not None
+    shards = [replace(shard, tensor=torch.empty_like(shard.tensor)) for shard in values(0)]
+    read_into(handle, shards)
+    found = [s for s in seeds if all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, values(s), strict=True))]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def fetched_seeds(store: RemoteStore, folder: Path) -> dict[int, int]:
+    """Fetches every complete checkpoint by itself, and says whose tensors it holds, by step."""
+    seeds = {}
+    for checkpoint in complete(store):
+        run_dir = folder / f"fetched_{checkpoint.step}"
+        restore_newest(store, run_dir, [checkpoint])
+        seeds[checkpoint.step] = seed_of(run_dir)
+    return seeds
