@@ -529,6 +529,16 @@ def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: 
     assert "another process of this run holds it" in opened()
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_what_a_start_continues_from_stays(steps: int, tmp_path: Path) -> None:
+    """Catches a start whose first copy goes over the state that it continued from: a crash meanwhile would lose it."""
+    trained(tmp_path, steps)
+    with started(tmp_path, 2) as run:
+        run.local_writer.close()  # it completes nothing more
+        run.saves.copy(run.engine.named_shards(owned=False), run_record(steps + 1), 0, None)
+        assert list(files_of(tmp_path)) == [steps]
+
+
 def test_memory_of_ranks_that_are_gone_is_freed(tmp_path: Path) -> None:
     """Catches gigabytes of ranks that a smaller layout has no more."""
     trained(tmp_path, 2)
