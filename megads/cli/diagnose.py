@@ -10,11 +10,11 @@ from megads.tools.diagnose.config import DiagnoseConfig
 def run(config: DiagnoseConfig, _invocation: Invocation) -> int:
     """Reads the logs, and prints what failed first."""
     config.check()
-    from megads.tools.diagnose.command import Finished, diagnose
+    from megads.tools.diagnose.command import FinishedRun, diagnose
     from megads.tools.diagnose.output import as_json, finished_json, show
 
     found = diagnose(config)
-    if isinstance(found, Finished):
+    if isinstance(found, FinishedRun):
         print(
             finished_json(found) if config.json else f"{found.folder}: its last start ended well, nothing to diagnose"
         )

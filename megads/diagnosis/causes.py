@@ -1,4 +1,4 @@
-"""The causes that a diagnosis can name, what each says of where the fault lies, whether a restart helps, and what to do.
+"""The causes that a diagnosis can name: where the fault lies, whether a restart helps, and what to do.
 
 The names are those under which public collections of failed training jobs are labelled.
 """
@@ -190,6 +190,6 @@ FACTS: dict[Cause, CauseFacts] = {
         _INFRASTRUCTURE,
         False,
         "A process was killed or crashed, and the log does not say why. After SIGKILL look for an out-of-memory kill "
-        "(dmesg, sacct, the cgroup's memory.events); after SIGSEGV run with PYTHONFAULTHANDLER=1 and look for the stack.",
+        "(dmesg, sacct, the cgroup's memory.events); after SIGSEGV run with PYTHONFAULTHANDLER=1 to see the stack.",
     ),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megads.diagnosis.causes import FACTS, Cause, Domain
-from megads.diagnosis.evidence import Finding, Survey
+from megads.diagnosis.evidence import LogFinding, Survey
 from megads.diagnosis.signature import Strength
 
 _MOST_EVIDENCE = 8
@@ -111,7 +111,7 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
     )
 
 
-def _after_progress(finding: Finding, survey: Survey) -> Finding:
+def _after_progress(finding: LogFinding, survey: Survey) -> LogFinding:
     """Weakens a finding after which the training went on."""
     if survey.last_progress <= finding.line + _PROGRESS_REACH:
         return finding
@@ -119,26 +119,26 @@ def _after_progress(finding: Finding, survey: Survey) -> Finding:
     return replace(finding, strength=weaker, progress_after=True)
 
 
-def _ranked(findings: Sequence[Finding], order: dict[str, int]) -> list[Finding]:
+def _ranked(findings: Sequence[LogFinding], order: dict[str, int]) -> list[LogFinding]:
     """The likeliest first."""
     strongest = max(finding.strength for finding in findings)
     timed = all(finding.time_s is not None for finding in findings if finding.strength == strongest)
 
-    def key(finding: Finding) -> tuple[float, float, int, int]:
+    def key(finding: LogFinding) -> tuple[float, float, int, int]:
         time_s = finding.time_s if timed and finding.time_s is not None else 0.0
         return -finding.strength, time_s, order[finding.file], finding.line
 
     return sorted(findings, key=key)
 
 
-def _supporting(top: Finding, ranked: Sequence[Finding]) -> list[Finding]:
+def _supporting(top: LogFinding, ranked: Sequence[LogFinding]) -> list[LogFinding]:
     """Returns other lines of the same cause, then what followed from it."""
     others = [finding for finding in ranked if finding is not top]
     same = [finding for finding in others if finding.signature.cause == top.signature.cause]
     return same[: _MOST_EVIDENCE // 2] + [finding for finding in others if finding not in same][: _MOST_EVIDENCE // 2]
 
 
-def _culprit(top: Finding, ranked: Sequence[Finding]) -> str:
+def _culprit(top: LogFinding, ranked: Sequence[LogFinding]) -> str:
     """Names whom the logs blame: the message itself, the line's node or rank, torchrun's first failed rank."""
     if top.named:
         return top.named

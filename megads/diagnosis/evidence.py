@@ -1,4 +1,4 @@
-"""Reads logs of any length once and keeps what a diagnosis needs: the kinds of line, and the lines that tell of failures.
+"""Reads logs of any length once and keeps what a diagnosis needs: kinds of line, and lines that tell of failures.
 
 Lines that differ in their digits only are one kind, and only the first of a kind is looked at closely: hundreds of
 megabytes take seconds. What has been found to tell of a failure is then read line by line, because an exit code, an
@@ -24,47 +24,29 @@ _TIME_REACH = 200
 """A line without a time has that of a line at most so many before it."""
 
 _SUSPICIOUS = tuple(
-    word.encode()
-    for word in [
-        "error",
-        "exception",
-        "fail",
-        "fatal",
-        "abort",
-        "kill",
-        "signal",
-        "timeout",
-        "memory",
-        "space",
-        "xid",
-        "nan",
-        "refused",
-        "reset",
-        "corrupt",
-        "terminat",
-        "cancel",
-        "closed",
-        "oom-",
-    ]
-) + (b"timed out",)
+    b"error|exception|fail|fatal|abort|kill|signal|timeout|timed out|memory|space|xid|nan|refused|reset|corrupt|"
+    b"terminat|cancel|closed|oom-".split(b"|")
+)
 """Where a log has more kinds of line than can be looked at closely, only those with such a word are."""
 _PROGRESS = re.compile(
-    r"\b(?:global_)?(?:step|iter(?:ation)?|epoch|batch)s?\b[\s:=\[#]*\d+|\b(?:lm )?loss\b[\s:='\"]*-?\d|\d+(?:\.\d+)?(?:it/s|s/it)",
+    r"\b(?:global_)?(?:step|iter(?:ation)?|epoch|batch)s?\b[\s:=\[#]*\d+|\b(?:lm )?loss\b[\s:='\"]*-?\d|"
+    r"\d+(?:\.\d+)?(?:it/s|s/it)",
     re.IGNORECASE,
 )
 _EXCEPTION = re.compile(
     r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)"
 )
 _PASSING = re.compile(
-    r"\b(?:WARNING|WARN|UserWarning|FutureWarning|DeprecationWarning|RuntimeWarning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI]\d{3,4} |"
+    r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI]\d{3,4} |"
     r"warnings?\.warn|\bwarning:",
 )
 _SERIOUS = re.compile(
-    r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|elastic"
+    r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|"
+    r"elastic"
 )
 _RETRIED = re.compile(
-    r"\bretry(?:ing)?\b|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|using default|"
-    r"\brecovered\b|non-fatal|\bcontinuing\b",
+    r"\bretry(?:ing)?\b|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
+    r"using default|\brecovered\b|non-fatal|\bcontinuing\b",
     re.IGNORECASE,
 )
 _RANKS = (
@@ -74,6 +56,7 @@ _RANKS = (
     re.compile(r"\b(?:global[_ ])?rank[ :=#]+(\d+)\b", re.IGNORECASE),
     re.compile(r"\blocal_rank[ :=]+(\d+)\b"),
 )
+_FRAME = re.compile(r'File "[^"]+", line \d+, in ')
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
 _MONTHS = {
@@ -88,7 +71,7 @@ _SYSLOG = re.compile(r"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 
 
 @dataclass(frozen=True)
-class Finding:
+class LogFinding:
     """A line that tells of a failure.
 
     Attributes:
@@ -117,7 +100,7 @@ class Finding:
 
 
 @dataclass
-class Kind:
+class LineKind:
     """Lines that differ in their digits only.
 
     Attributes:
@@ -152,8 +135,8 @@ class Survey:
     rank: int | None = None
     lines: int = 0
     num_bytes: int = 0
-    kinds: dict[bytes, Kind] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    kinds: dict[bytes, LineKind] = field(default_factory=dict)
+    findings: list[LogFinding] = field(default_factory=list)
     last_progress: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -217,7 +200,7 @@ class _Surveyor:
         survey.lines += len(lines)
         self._before = lines[-_TIME_REACH:]
 
-    def _new_kind(self, key: bytes, lines: list[bytes], index: int) -> Kind | None:
+    def _new_kind(self, key: bytes, lines: list[bytes], index: int) -> LineKind | None:
         """Looks at a kind of line for the first time; None where it is not kept."""
         survey, raw = self._survey, lines[index]
         crowded = len(survey.kinds) >= _MOST_KINDS
@@ -228,7 +211,7 @@ class _Surveyor:
             self._telling[key] = Counter()
         elif _PROGRESS.search(text):
             self._progressing.add(key)
-        kind = Kind(text[:_LONGEST_LINE], survey.lines + index + 1)
+        kind = LineKind(text[:_LONGEST_LINE], survey.lines + index + 1)
         if not crowded or key in self._telling:
             survey.kinds[key] = kind
         return kind
@@ -248,7 +231,7 @@ class _Surveyor:
         rank = _rank_of(text, before)
         named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
         survey.findings.append(
-            Finding(
+            LogFinding(
                 survey.file,
                 survey.lines + index + 1,
                 text.strip(),
@@ -298,7 +281,7 @@ def _suspicious(raw: bytes) -> bool:
 
 
 def line_text(raw: bytes) -> str:
-    """A line as text: what a progress bar has overwritten is left out, and so is all but the ends of a very long line."""
+    """A line as text; of a very long one the piece of a progress bar that tells of a failure, or both ends."""
     raw = raw.rstrip(b"\r\n")
     if len(raw) > _LONGEST_LINE:
         pieces = [piece for piece in raw.split(b"\r") if _suspicious(piece)] or [raw[:1000] + b" ... " + raw[-1000:]]
@@ -319,13 +302,9 @@ def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
 
 
 def _is_source_line(text: str, before: list[str]) -> bool:
-    """Whether a line is the source code that a traceback quotes."""
-    stripped = text.lstrip()
-    return (
-        bool(before)
-        and bool(re.search(r'File "[^"]+", line \d+, in ', before[-1]))
-        and not stripped.startswith("File ")
-    )
+    """Whether a line is the source code that a traceback quotes: it stands further in than the line of its file."""
+    found = _FRAME.search(before[-1]) if before else None
+    return found is not None and text[found.start() : found.start() + 2].isspace()
 
 
 def _rank_of(text: str, before: list[str]) -> int | None:

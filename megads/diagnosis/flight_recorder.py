@@ -56,7 +56,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class RankTrace:
+class FlightTrace:
     """The flight recorder's dump of one rank.
 
     Attributes:
@@ -124,7 +124,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-def parse_trace(rank: int, dump: Mapping[str, Any]) -> RankTrace:
+def parse_trace(rank: int, dump: Mapping[str, Any]) -> FlightTrace:
     """Reads a dump.
 
     Args:
@@ -150,7 +150,7 @@ def parse_trace(rank: int, dump: Mapping[str, Any]) -> RankTrace:
     for operation in operations:
         if not operation.p2p:
             enqueued[operation.group] = max(enqueued.get(operation.group, 0), operation.sequence)
-    return RankTrace(rank, operations, {name: ranks for name, ranks in groups.items() if ranks}, enqueued)
+    return FlightTrace(rank, operations, {name: ranks for name, ranks in groups.items() if ranks}, enqueued)
 
 
 def _operation(entry: Mapping[str, Any]) -> Operation:
@@ -174,7 +174,7 @@ def _rank_list(text: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in found or ())
 
 
-def judge_traces(traces: Sequence[RankTrace]) -> FlightVerdict:
+def judge_traces(traces: Sequence[FlightTrace]) -> FlightVerdict:
     """Decides which rank is behind.
 
     A rank that did not enter a collective which others wait in may itself wait for a third one: to blame are those at
@@ -206,7 +206,7 @@ def judge_traces(traces: Sequence[RankTrace]) -> FlightVerdict:
     return FlightVerdict(missing, (), stalled, silent, first, waiting, _stacks(missing or stalled, by_rank))
 
 
-def _members(by_rank: Mapping[int, RankTrace]) -> dict[str, tuple[int, ...]]:
+def _members(by_rank: Mapping[int, FlightTrace]) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of every group; where no dump says, all ranks that have it, and of the default group all."""
     found: dict[str, tuple[int, ...]] = {}
     for trace in by_rank.values():
@@ -220,12 +220,9 @@ def _members(by_rank: Mapping[int, RankTrace]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _entered(trace: RankTrace, group: str, by_rank: Mapping[int, RankTrace]) -> int:
-    """Returns the number of the last collective of a group that a rank enqueued; 0 for none."""
-    return trace.enqueued.get(group, 0)
-
-
-def _waits(by_rank: Mapping[int, RankTrace], members: Mapping[str, Collection[int]]) -> dict[int, dict[int, Operation]]:
+def _waits(
+    by_rank: Mapping[int, FlightTrace], members: Mapping[str, Collection[int]]
+) -> dict[int, dict[int, Operation]]:
     """Returns for every rank those which it waits for, each with the first collective that they did not enter."""
     found: dict[int, dict[int, Operation]] = {}
     for rank, trace in by_rank.items():
@@ -233,14 +230,14 @@ def _waits(by_rank: Mapping[int, RankTrace], members: Mapping[str, Collection[in
             if operation.p2p:
                 continue
             for peer in members.get(operation.group, ()):
-                behind = peer not in by_rank or _entered(by_rank[peer], operation.group, by_rank) < operation.sequence
+                behind = peer not in by_rank or by_rank[peer].enqueued.get(operation.group, 0) < operation.sequence
                 if peer != rank and behind:
                     found.setdefault(rank, {}).setdefault(peer, operation)
     return found
 
 
 def _message_waits(
-    by_rank: Mapping[int, RankTrace], members: Mapping[str, Sequence[int]]
+    by_rank: Mapping[int, FlightTrace], members: Mapping[str, Sequence[int]]
 ) -> dict[int, dict[int, Operation]]:
     """Returns for every rank the peers that did not post the message which it waits for."""
     posted: dict[tuple[str, int, int], int] = {}
@@ -261,7 +258,7 @@ def _message_waits(
     return found
 
 
-def _is_stalled(trace: RankTrace, by_rank: Mapping[int, RankTrace], members: Mapping[str, Collection[int]]) -> bool:
+def _is_stalled(trace: FlightTrace, by_rank: Mapping[int, FlightTrace], members: Mapping[str, Collection[int]]) -> bool:
     """Whether the first collective that a rank waits in is over for all of its peers."""
     first = next((operation for operation in trace.waiting if not operation.p2p), None)
     if first is None or first.name.startswith("gloo"):  # gloo's dumps do not say what is completed
@@ -274,7 +271,7 @@ def _is_stalled(trace: RankTrace, by_rank: Mapping[int, RankTrace], members: Map
     )
 
 
-def _mismatch(by_rank: Mapping[int, RankTrace]) -> tuple[Operation, tuple[int, ...]] | None:
+def _mismatch(by_rank: Mapping[int, FlightTrace]) -> tuple[Operation, tuple[int, ...]] | None:
     """Returns the first collective that ranks did not enter alike, with the ranks that are in the minority."""
     entered: dict[tuple[str, int], dict[int, Operation]] = {}
     for rank, trace in by_rank.items():
@@ -298,7 +295,7 @@ def _kind(operation: Operation) -> tuple[object, ...]:
     return (name, operation.input_sizes, operation.dtypes) if name in _EQUAL_SIZES else (name,)
 
 
-def _stacks(ranks: Sequence[int], by_rank: Mapping[int, RankTrace]) -> dict[int, tuple[str, ...]]:
+def _stacks(ranks: Sequence[int], by_rank: Mapping[int, FlightTrace]) -> dict[int, tuple[str, ...]]:
     """Returns the last known stack of each rank, without torch's own frames where others are there."""
     found = {}
     for rank in ranks:

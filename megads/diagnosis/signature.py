@@ -164,7 +164,7 @@ def _signature(row: dict[str, Any]) -> Signature:
 def literal_parts(pattern: str) -> list[str]:
     """Returns texts of which every match of a pattern holds at least one; empty where that cannot be said.
 
-    That is the longest literal text outside of groups, or one text for each alternative of a group that every match has.
+    That is the longest literal text outside of groups, or one text for each alternative of a group in every match.
     """
     options: list[list[str]] = []
     run, position = "", 0

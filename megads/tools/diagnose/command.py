@@ -33,7 +33,7 @@ _HANGS = (Cause.nccl_timeout_hang, Cause.process_killed_unknown, Cause.nccl_remo
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """A run whose last start ended well.
 
     Attributes:
@@ -74,7 +74,7 @@ class Report:
         return found
 
 
-def diagnose(config: DiagnoseConfig) -> Report | Finished:
+def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
     """Reads, decides and remembers as the config says.
 
     Raises:
@@ -87,7 +87,7 @@ def diagnose(config: DiagnoseConfig) -> Report | Finished:
     if config.run:
         end = read_run(config.run)
         if end.finished and not config.logs and not config.flight_recorder:
-            return Finished(end.folder)
+            return FinishedRun(end.folder)
         surveys += end.surveys
         nodes = end.nodes
     surveys += [survey_file(path, str(path)) for path in find_logs(config.logs)]
@@ -138,8 +138,8 @@ def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> 
     ranks = flight.culprits
     culprit = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else diagnosis.culprit
     advice = (
-        "Look at what the named ranks did instead: their stack in the dump, py-spy dump on a live process, their node's "
-        "GPU and kernel log."
+        "Look at what the named ranks did instead: their stack in the dump, py-spy dump on a live process, the GPU "
+        "and the kernel's log of their node."
         if ranks
         else facts.advice
     )

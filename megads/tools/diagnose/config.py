@@ -50,7 +50,9 @@ class DiagnoseConfig:
     templates: int = 0
     """List so many of the logs' templates, those of the fewest lines first."""
     incidents: IncidentsConfig = field(default_factory=IncidentsConfig)
+    """Past incidents of this site."""
     llm: LanguageModelConfig = field(default_factory=LanguageModelConfig)
+    """A language model that is asked for advice."""
 
     def check(self) -> None:
         """Raises ConfigError unless there is something to read, and what is asked can be done."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.diagnosis.flight_recorder import RankTrace, parse_trace
+from megads.diagnosis.flight_recorder import FlightTrace, parse_trace
 from megads.errors import DataError
 from megads.runtime.files import parse_json, read_regular
 
@@ -14,7 +14,7 @@ _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _PICKLE = b"\x80"
 
 
-def read_dumps(names: Sequence[str]) -> list[RankTrace]:
+def read_dumps(names: Sequence[str]) -> list[FlightTrace]:
     """Returns the traces of all ranks whose dumps are named or lie in folders that are.
 
     Raises:
@@ -33,7 +33,7 @@ def read_dumps(names: Sequence[str]) -> list[RankTrace]:
             raise DataError(f"flight_recorder: there is no file {path}")
     if not files:
         raise DataError(f"flight_recorder: no dumps in {', '.join(names)}: want files whose names end in their rank")
-    traces: dict[int, RankTrace] = {}
+    traces: dict[int, FlightTrace] = {}
     for path in files:
         found = _RANK.search(path.name)
         if found is None:
@@ -54,7 +54,7 @@ def _looks_like_dump(path: Path) -> bool:
         return file.read(1) in (_PICKLE, b"{")
 
 
-def _read(path: Path, rank: int) -> RankTrace:
+def _read(path: Path, rank: int) -> FlightTrace:
     # It pulls in torch.
     from megads.tools.exchange.inert_pickle import read_inert
 

@@ -7,7 +7,7 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -47,7 +47,7 @@ def find_logs(names: Sequence[str]) -> list[Path]:
             inside = sorted(file for file in path.rglob("*") if file.is_file() and _LOG_NAME.search(file.name))
             if not inside:
                 raise DataError(
-                    f"logs: the folder {path} holds no log (*.log, *.out, *.err, *.txt, also .gz or .zst): name the files"
+                    f"logs: the folder {path} holds no log (*.log, *.out, *.err, *.txt, .gz, .zst): name the files"
                 )
             found += inside
         elif path.exists():
@@ -95,9 +95,9 @@ def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
     if not head:
         notes.append("is empty")
     elif head.startswith(_GZIP):
-        yield from _decompressed(gzip.GzipFile(fileobj=file), notes)
+        yield from _decompressed(gzip.GzipFile(fileobj=file).read, notes)
     elif head.startswith(_ZSTD):
-        yield from _decompressed(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True), notes)
+        yield from _decompressed(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read, notes)
     elif wide := next((name for mark, name in _WIDE.items() if head.startswith(mark)), ""):
         yield from _recoded(file, wide)
     elif head.count(b"\0") > _MOST_NUL_SHARE * len(head):
@@ -114,9 +114,9 @@ def _to_present_end(file: BinaryIO) -> Iterator[bytes]:
         yield block
 
 
-def _decompressed(file: BinaryIO, notes: list[str]) -> Iterator[bytes]:
+def _decompressed(read: Callable[[int], bytes], notes: list[str]) -> Iterator[bytes]:
     try:
-        while block := file.read(_BLOCK_BYTES):
+        while block := read(_BLOCK_BYTES):
             yield block
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         notes.append(f"is damaged or still written to, and read up to there ({error})")

@@ -12,13 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.runtime.visible_console import VisibleConsole
-from megads.tools.diagnose.command import Finished, Report
+from megads.tools.diagnose.command import FinishedRun, Report
 
 _WIDTH = 120
 _SHOWN_CHARACTERS = 300
 
 
-def finished_json(found: Finished) -> str:
+def finished_json(found: FinishedRun) -> str:
     """One JSON object that says that there is nothing to diagnose."""
     return json.dumps({"cause": None, "run": str(found.folder), "note": "the run's last start ended well"}, indent=2)
 
@@ -72,13 +72,14 @@ def show(report: Report, most_templates: int) -> None:
     """
     console, diagnosis = VisibleConsole(width=_WIDTH, highlight=False), report.diagnosis
     summary = Text()
+    without = f", without {diagnosis.culprit}" if diagnosis.culprit else ""
+    restart = f"is enough{without}" if diagnosis.restartable else "does not help: something must be changed first"
     for name, value in (
         ("cause", f"{diagnosis.cause} ({diagnosis.domain}; confidence {diagnosis.confidence:.1f})"),
-        ("restart", "is enough" + (f", without {diagnosis.culprit}" if diagnosis.culprit else "") if diagnosis.restartable
-         else "does not help: something must be changed first"),
+        ("restart", restart),
         ("culprit", diagnosis.culprit or "none named"),
         ("advice", diagnosis.advice),
-    ):  # fmt: skip
+    ):
         summary.append(f"{name:<9}", style="bold").append(f"{value}\n")
     if diagnosis.candidates:
         summary.append(f"{'also':<9}", style="bold").append(f"{', '.join(diagnosis.candidates)}\n")

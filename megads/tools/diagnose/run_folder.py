@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import mmap
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megads.diagnosis.causes import Cause
-from megads.diagnosis.evidence import Finding, Survey
-from megads.diagnosis.signature import Signature, Strength, signature_table
+from megads.diagnosis.evidence import Survey
+from megads.diagnosis.run_record import START_HEADER, recorded_findings
 from megads.errors import EXIT_OK, DataError
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
 from megads.tools.diagnose.log_files import survey_file
 
-_HEADER = b"--- rank "
-"""A rank begins each of its starts with this line."""
-_SIGNAL = re.compile(r"was killed by (SIG\w+)")
-_HANG = re.compile(r"\bhung\b|lost a peer|aborted \(SIGABRT\) at once")
-_OF_CODE = {
-    2: Cause.config_or_shape_error,
-    3: Cause.data_corrupt,
-    4: Cause.checkpoint_corrupt_or_mismatch,
-    5: Cause.preempted_or_time_limit,
-    6: Cause.preempted_or_time_limit,
-    7: Cause.nan_or_loss_divergence,
-    9: Cause.process_killed_unknown,
-}
 _FAILURE_EVENTS = ("failure", "killed")
 
 
@@ -70,7 +53,7 @@ def read_run(name: str) -> RunEnd:
     recorded = Survey(EVENTS_FILE)
     recorded.lines = len(events)
     for line, event in failures:
-        recorded.findings += _findings(line, event)
+        recorded.findings += recorded_findings(line, event)
     blamed = failures[-1][1].get("rank") if failures else None
     logs = _logs(folder, blamed if isinstance(blamed, int) else None)
     surveys = [recorded, *(survey_file(path, str(path.relative_to(folder)), _last_start(path)) for path in logs)]
@@ -92,45 +75,5 @@ def _logs(folder: Path, blamed: int | None) -> list[Path]:
 def _last_start(path: Path) -> int:
     """Returns where a rank's log of its last start begins."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        at = content.rfind(b"\n" + _HEADER)
+        at = content.rfind(b"\n" + START_HEADER)
         return at + 1 if at >= 0 else 0
-
-
-def _findings(line: int, event: Mapping[str, Any]) -> list[Finding]:
-    """Translates what the launcher recorded: its exit codes say more than any line."""
-    code, rank = event.get("exit_code"), event.get("rank")
-    message = str(event.get("message") or event.get("cause") or "")
-    signature = _signature(int(code) if isinstance(code, int) else 1, event.get("event") == "killed", message)
-    if signature is None:
-        return []
-    text = message.splitlines()[0] if message else str(dict(event))
-    found = [Finding(EVENTS_FILE, line, text, signature, signature.strength, rank if isinstance(rank, int) else None)]
-    kills = event.get("oom_kills")
-    if isinstance(kills, int) and kills > 0:
-        said = f"the memory cgroup counted {kills} kills for want of memory (oom_kill) during this start"
-        oom = Signature(Cause.host_oom_kill, Strength.root, (), said)
-        found.insert(0, Finding(EVENTS_FILE, line, said, oom, oom.strength, rank if isinstance(rank, int) else None))
-    return found
-
-
-def _signature(code: int, interrupted: bool, message: str) -> Signature | None:
-    """Returns what an exit code and its message say; None where the logs have to tell."""
-    if interrupted:
-        return Signature(Cause.preempted_or_time_limit, Strength.root, (), message, restartable=True)
-    if killed := _SIGNAL.search(message):
-        matched = signature_table().match(message.partition("cause:")[2]) if "cause:" in message else None
-        if matched is not None:
-            return matched.signature
-        return Signature(
-            Cause.process_killed_unknown, Strength.failure, (), message, restartable=killed[1] == "SIGKILL"
-        )
-    if _HANG.search(message):
-        alone = "lost a peer" in message
-        cause = Cause.nccl_remote_or_network if alone else Cause.nccl_timeout_hang
-        return Signature(cause, Strength.cascade if alone else Strength.root, (), message, restartable=True)
-    matched = signature_table().match(message.splitlines()[0]) if message else None
-    if code in _OF_CODE:
-        if matched is not None and matched.signature.cause in (Cause.disk_full, Cause.filesystem_io):
-            return matched.signature
-        return Signature(_OF_CODE[code], Strength.root, (), message, restartable=code in (5, 6, 9))
-    return matched.signature if matched is not None else None

@@ -24,7 +24,7 @@ _MASKS = (
     ),
     (re.compile(r"(--(?:\w+[-_])*(?:key|token|password|secret)\s+)\S+", re.IGNORECASE), r"\1<secret>"),
     (re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b"), "<mail>"),
-    (re.compile(r"((?:/home/|/Users/|/root/|\\Users\\|/afs/\S+?/user/|/u/|/user/))[^\s/\\'\":]+"), r"\1<user>"),
+    (re.compile(r"((?:/(?:home|Users|root|u|user)/|\\Users\\))[^\s/\\'\":]+"), r"\1<user>"),
     (
         re.compile(r"(\b(?:user(?:name)?|login|owner|account|uid)[\"']?\s*[=:]\s*[\"']?)[\w.-]+", re.IGNORECASE),
         r"\1<user>",
