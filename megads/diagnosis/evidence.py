@@ -36,6 +36,13 @@ _PROGRESS = re.compile(
 _EXCEPTION = re.compile(
     r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)"
 )
+_SPECULATION = re.compile(
+    r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
+    r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b|it is possible that)",
+    re.IGNORECASE,
+)
+"""What follows lists what such a failure may come from."""
+_ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
 _PASSING = re.compile(
     r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI]\d{3,4} |"
     r"warnings?\.warn|\bwarning:",
@@ -207,7 +214,7 @@ class _Surveyor:
         if crowded and not _suspicious(raw):
             return None
         text = line_text(raw)
-        if text and self._table.match(text) is not None:
+        if text and self._table.match(_SPECULATION.split(text, 1)[0] or text) is not None:
             self._telling[key] = Counter()
         elif _PROGRESS.search(text):
             self._progressing.add(key)
@@ -222,8 +229,9 @@ class _Surveyor:
         seen[text] += 1
         if seen[text] > 1 or len(seen) > _MOST_LINES_A_KIND:
             return
-        matched = self._table.match(text)
         before = self._context(lines, index)
+        frames = self._frames(lines, index) if _ENDS_TRACEBACK.search(text) else ""
+        matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
         if matched is None or _is_source_line(text, before):
             return
         signature, groups = matched.signature, matched.found.groupdict()
@@ -249,6 +257,19 @@ class _Surveyor:
         near = lines[max(0, index - _CONTEXT) : index]
         missing = _CONTEXT - len(near)
         return [line_text(line) for line in (self._before[-missing:] if missing else []) + near]
+
+    def _frames(self, lines: list[bytes], index: int) -> str:
+        """Returns the frames of the traceback that a line ends, a line each."""
+        found: list[str] = []
+        near = (
+            self._before[-_TIME_REACH:] + lines[:index] if index < _TIME_REACH else lines[index - _TIME_REACH : index]
+        )
+        for raw in reversed(near):
+            if b"Traceback (most recent" in raw:
+                break
+            if b'File "' in raw:
+                found.append(line_text(raw))
+        return "\n".join(reversed(found))
 
     def _time(self, text: str, lines: list[bytes], index: int) -> float | None:
         own = time_of(text)

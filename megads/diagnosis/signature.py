@@ -1,6 +1,6 @@
 """A signature: the message of one kind of failure, what it says of the cause, and how surely.
 
-The tables are machine_signatures.yaml and software_signatures.yaml beside this file: data, so that a site can read and
+The tables are machine_, software_ and traceback_signatures.yaml beside this file: data, so that a site can read and
 extend them.
 """
 
@@ -18,7 +18,7 @@ import yaml
 
 from megads.diagnosis.causes import Cause, Domain
 
-_FILES = ("machine_signatures.yaml", "software_signatures.yaml")
+_FILES = ("machine_signatures.yaml", "software_signatures.yaml", "traceback_signatures.yaml")
 _SPECIAL = set(".^$*+?{}[]\\|()")
 _REPEATED = set("?*{")
 _SHORTEST_PART = 3
@@ -57,6 +57,8 @@ class Signature:
         advice: where there is better advice than the cause's own.
         within_error: counts in full only in a line that says that it is an error.
         fallback: counts only where no other signature finds anything in the line.
+        frames: counts only for an exception whose traceback has a frame ("File ..., in function") that this finds; and
+            then before those that look at the line alone.
     """
 
     cause: Cause
@@ -68,6 +70,7 @@ class Signature:
     advice: str = ""
     within_error: bool = False
     fallback: bool = False
+    frames: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,21 @@ class SignatureTable:
             if not parts:
                 self._always.append(row)
 
-    def match(self, line: str) -> SignatureMatch | None:
-        """Returns the strongest signature of a line, or None."""
+    def match(self, line: str, frames: str = "") -> SignatureMatch | None:
+        """Returns the strongest signature of a line, or None.
+
+        Args:
+            line: the line.
+            frames: of the traceback that it ends, a line each.
+        """
         rows = set(self._always)
         for triple in self._by_triple.keys() & _triples(line.lower()):
             rows.update(self._by_triple[triple])
         best: SignatureMatch | None = None
         for row in sorted(rows):
             pattern, signature = self._rows[row]
+            if signature.frames and not _compiled(signature.frames).search(frames):
+                continue
             if best is None or _precedes(signature, best.signature):
                 found = _compiled(pattern).search(line)
                 best = best if found is None else SignatureMatch(signature, found)
@@ -121,8 +131,13 @@ class SignatureTable:
 
 
 def _precedes(new: Signature, old: Signature) -> bool:
+    if new.fallback and old.fallback:
+        return bool(new.frames) and not old.frames
     if new.fallback or old.fallback:
-        return old.fallback and not new.fallback
+        return old.fallback
+    if bool(new.frames) != bool(old.frames):
+        # What failed inside of what says more than a general message, and less than one that names the cause.
+        return new.strength >= old.strength if new.frames else new.strength > old.strength
     return new.strength > old.strength
 
 
@@ -158,6 +173,7 @@ def _signature(row: dict[str, Any]) -> Signature:
         row.get("advice", ""),
         row.get("within_error", False),
         row.get("fallback", False),
+        row.get("frames", ""),
     )
 
 
