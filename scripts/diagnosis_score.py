@@ -1,4 +1,4 @@
-"""Scores the diagnosis on labelled logs: `python -m scripts.diagnosis_score <labels.csv> [<folder of logs>] [--part odd]`.
+"""Scores the diagnosis on labelled logs: `python -m scripts.diagnosis_score <labels.csv> [<folder>] [--part odd]`.
 
 The table has the columns file, cause, domain, restartable (yes or no) and culprit; the logs lie in its folder unless
 another is named. Prints what was wrong, the share of right answers for each column, and which causes were taken for
@@ -46,7 +46,9 @@ def score(labels: Path, folder: Path, part: str, quiet: bool) -> None:
     for row in wanted:
         found = answers(diagnose_file(folder / row["file"]))
         right.update(column for column in _COLUMNS if found[column] == row[column])
-        wrong = [f"{column} {found[column]!r}, not {row[column]!r}" for column in _COLUMNS if found[column] != row[column]]
+        wrong = [
+            f"{column} {found[column]!r}, not {row[column]!r}" for column in _COLUMNS if found[column] != row[column]
+        ]
         if found["cause"] != row["cause"]:
             confused[row["cause"], found["cause"]] += 1
         if wrong and not quiet:

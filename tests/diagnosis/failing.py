@@ -1,4 +1,4 @@
-"""Processes that really fail, each in one way: `python -m tests.diagnosis.failing <way>`, under torchrun where it says so."""
+"""Processes that really fail, each in one way: `python -m tests.diagnosis.failing <way>`."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def one_rank_raises() -> None:
 WAYS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
-        crash, port_in_use, no_room, no_memory, truncated_checkpoint, other_model, truncated_safetensors, missing_module,
-        wrong_shape, token_out_of_range, not_a_number, damaged_archive, worker_killed, wrong_argument, missing_key,
+        crash, port_in_use, no_room, no_memory, truncated_checkpoint, other_model, truncated_safetensors,
+        missing_module, wrong_shape, token_out_of_range, not_a_number, damaged_archive, worker_killed, wrong_argument, missing_key,
         one_rank_killed, one_rank_raises,
     )
 }  # fmt: skip

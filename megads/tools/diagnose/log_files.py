@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import gzip
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import zstandard
 
@@ -18,7 +17,9 @@ from megads.errors import DataError
 from megads.runtime.files import open_regular
 
 _BLOCK_BYTES = 8 << 20
+_PACKED_BLOCK_BYTES = 1 << 20
 _PROBE_BYTES = 4096
+_GZIP_WINDOW = 31
 _MOST_NUL_SHARE = 0.1
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _WIDE = {
@@ -94,10 +95,8 @@ def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
     """Yields a file's text as UTF-8, or what can be taken for it."""
     if not head:
         notes.append("is empty")
-    elif head.startswith(_GZIP):
-        yield from _decompressed(gzip.GzipFile(fileobj=file).read, notes)
-    elif head.startswith(_ZSTD):
-        yield from _decompressed(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True).read, notes)
+    elif head.startswith((_GZIP, _ZSTD)):
+        yield from _decompressed(file, head.startswith(_GZIP), notes)
     elif wide := next((name for mark, name in _WIDE.items() if head.startswith(mark)), ""):
         yield from _recoded(file, wide)
     elif head.count(b"\0") > _MOST_NUL_SHARE * len(head):
@@ -106,20 +105,34 @@ def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
         yield from _to_present_end(file)
 
 
-def _to_present_end(file: BinaryIO) -> Iterator[bytes]:
+def _to_present_end(file: BinaryIO, block_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
     """Yields a file up to where it ends now: one that is written to faster than it is read would never end."""
     left = os.fstat(file.fileno()).st_size - file.tell()
-    while left > 0 and (block := file.read(min(_BLOCK_BYTES, left))):
+    while left > 0 and (block := file.read(min(block_bytes, left))):
         left -= len(block)
         yield block
 
 
-def _decompressed(read: Callable[[int], bytes], notes: list[str]) -> Iterator[bytes]:
+def _decompressed(file: BinaryIO, gzipped: bool, notes: list[str]) -> Iterator[bytes]:
+    """Yields what a compressed file holds, members or frames one after another, as far as it goes."""
+
+    def fresh() -> Any:
+        return zlib.decompressobj(_GZIP_WINDOW) if gzipped else zstandard.ZstdDecompressor().decompressobj()
+
+    decoder, ended = fresh(), False
     try:
-        while block := read(_BLOCK_BYTES):
-            yield block
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
-        notes.append(f"is damaged or still written to, and read up to there ({error})")
+        for block in _to_present_end(file, _PACKED_BLOCK_BYTES):
+            rest = block
+            while rest:
+                decoder = fresh() if ended else decoder
+                yield decoder.decompress(rest)
+                ended = decoder.eof
+                rest = decoder.unused_data if ended else b""
+    except (zlib.error, zstandard.ZstdError) as error:
+        notes.append(f"is damaged, and read up to there ({error})")
+        return
+    if not ended:
+        notes.append("is cut off or still written to, and read up to there")
 
 
 def _recoded(file: BinaryIO, encoding: str) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 _MASKS = (
@@ -30,20 +31,25 @@ _MASKS = (
         r"\1<user>",
     ),
     (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
-    (
-        re.compile(
-            r"(?<![\w:])(?:[0-9a-f]{1,4}:){2,7}(?::?[0-9a-f]{1,4})+(?![\w:])|(?<![\w:])(?:[0-9a-f]{1,4}:)+:(?:[0-9a-f]{1,4})?",
-            re.IGNORECASE,
-        ),
-        "<address>",
-    ),
     (re.compile(r"\b[0-9a-f]{32,}\b", re.IGNORECASE), "<hex>"),
     (re.compile(r"\b(?=[\w+/-]*\d)(?=[\w+/-]*[A-Z])(?=[\w+/-]*[a-z])[A-Za-z0-9+_-]{36,}={0,2}"), "<token>"),
 )
 
 
+_COLONS = re.compile(r"(?<![\w:.])[0-9a-f]*:[0-9a-f:]*:[0-9a-f:.]*", re.IGNORECASE)
+
+
 def mask_secrets(text: str) -> str:
     """Returns a text without tokens, keys, passwords, user names, mail and network addresses."""
+    text = _COLONS.sub(lambda found: "<address>" if _is_address(found[0]) else found[0], text)
     for pattern, mask in _MASKS:
         text = pattern.sub(mask, text)
     return text
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is an address of version 6: times of day and PCI addresses have colons too."""
+    try:
+        return len(text) > 2 and ipaddress.ip_address(text.rstrip(".")).version == 6
+    except ValueError:
+        return False
