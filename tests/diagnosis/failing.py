@@ -166,14 +166,26 @@ def one_rank_raises() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-WAYS: dict[str, Callable[[], None]] = {
-    function.__name__: function
-    for function in (
-        crash, port_in_use, no_room, no_memory, truncated_checkpoint, other_model, truncated_safetensors,
-        missing_module, wrong_shape, token_out_of_range, not_a_number, damaged_archive, worker_killed, wrong_argument, missing_key,
-        one_rank_killed, one_rank_raises,
-    )
-}  # fmt: skip
+_WAYS: tuple[Callable[[], None], ...] = (
+    crash,
+    port_in_use,
+    no_room,
+    no_memory,
+    truncated_checkpoint,
+    other_model,
+    truncated_safetensors,
+    missing_module,
+    wrong_shape,
+    token_out_of_range,
+    not_a_number,
+    damaged_archive,
+    worker_killed,
+    wrong_argument,
+    missing_key,
+    one_rank_killed,
+    one_rank_raises,
+)
+WAYS = {way.__name__: way for way in _WAYS}
 
 if __name__ == "__main__":
     import faulthandler
