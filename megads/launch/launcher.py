@@ -321,8 +321,11 @@ class _Launch:
         self._events.write("diagnosis", level="debug", **found.as_json())
         if outcome.exit_code in _UNEXPLAINED:
             culprit = f", {found.culprit}" if found.culprit else ""
+            restart = "a restart may be enough" if found.restartable else "a restart does not help"
+            advice = found.advice.partition(". ")[0].rstrip(".")
+            more = f"megads diagnose run={self._spec.run_dir} shows more"
             with suppress(OSError):
-                sys.stderr.write(f"megads: diagnosis: {found.cause}{culprit}: {found.advice}\n")
+                sys.stderr.write(f"megads: diagnosis: {found.cause}{culprit}; {restart}. {advice}. {more}\n")
 
     def _explained(self, outcome: Outcome) -> Outcome:
         """The kernel's only word on a mapped file that lost its end is a signal: the file itself says more."""

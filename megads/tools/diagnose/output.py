@@ -71,19 +71,19 @@ def show(report: Report, most_templates: int) -> None:
         most_templates: templates to list.
     """
     console, diagnosis = VisibleConsole(width=_WIDTH, highlight=False), report.diagnosis
-    summary = Text()
-    without = f", without {diagnosis.culprit}" if diagnosis.culprit else ""
+    summary = Table.grid(padding=(0, 2))
+    # A rank is started again, a node can be left out.
+    without = f", without {diagnosis.culprit}" if diagnosis.culprit and "rank" not in diagnosis.culprit else ""
     restart = f"is enough{without}" if diagnosis.restartable else "does not help: something must be changed first"
     for name, value in (
         ("cause", f"{diagnosis.cause} ({diagnosis.domain}; confidence {diagnosis.confidence:.1f})"),
         ("restart", restart),
         ("culprit", diagnosis.culprit or "none named"),
         ("advice", diagnosis.advice),
+        ("also", ", ".join(diagnosis.candidates)),
     ):
-        summary.append(f"{name:<9}", style="bold").append(f"{value}\n")
-    if diagnosis.candidates:
-        summary.append(f"{'also':<9}", style="bold").append(f"{', '.join(diagnosis.candidates)}\n")
-    summary.rstrip()
+        if value:
+            summary.add_row(Text(name, style="bold"), Text(value))
     console.print(Panel(summary, title="diagnosis", box=box.ROUNDED))
     if diagnosis.evidence:
         console.print(_evidence_table(report))

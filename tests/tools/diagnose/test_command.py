@@ -40,7 +40,7 @@ def write(path: Path, text: str | bytes) -> Path:
         ("wide.log", OOM.encode("utf-16")),
         ("packed.log.gz", gzip.compress(OOM.encode())),
         ("packed.log.zst", zstandard.compress(OOM.encode())),
-        ("latin.log", "caf\xe9\n".encode("latin-1") + OOM.encode()),
+        ("latin.log", "\xe9\n".encode("latin-1") + OOM.encode()),
         ("growing.log.gz", gzip.compress(os.urandom(3000) + b"\n" + OOM.encode() + os.urandom(3000))[:-1000]),
         ("no_line_end", OOM.strip().encode()),
     ],

