@@ -208,7 +208,7 @@ class _Surveyor:
             for index in [index for index, key in enumerate(keys) if key in telling]:
                 self._note(lines, index, keys[index])
         survey.lines += len(lines)
-        self._before = lines[-_TIME_REACH:]
+        self._before = (self._before + lines if len(lines) < _TIME_REACH else lines)[-_TIME_REACH:]
 
     def _new_kind(self, key: bytes, lines: list[bytes], index: int) -> LineKind | None:
         """Looks at a kind of line for the first time; None where it is not kept."""
@@ -232,8 +232,9 @@ class _Surveyor:
         seen[text] += 1
         if seen[text] > 1 or len(seen) > _MOST_LINES_A_KIND:
             return
-        before = self._context(lines, index)
-        frames = self._frames(lines, index) if _ENDS_TRACEBACK.search(text) else ""
+        near = self._near(lines, index)
+        before = [line_text(line) for line in near[-_CONTEXT:]]
+        frames = self._frames(near) if _ENDS_TRACEBACK.search(text) else ""
         matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
         if matched is None or _is_source_line(text, before):
             return
@@ -251,22 +252,19 @@ class _Surveyor:
                 survey.rank if rank is None else rank,
                 next((found[1] for pattern in _NODES if (found := pattern.search(text))), ""),
                 named,
-                self._time(text, lines, index),
+                self._time(text, near),
             )
         )
 
-    def _context(self, lines: list[bytes], index: int) -> list[str]:
-        """Returns the lines before one, the nearest last."""
-        near = lines[max(0, index - _CONTEXT) : index]
-        missing = _CONTEXT - len(near)
-        return [line_text(line) for line in (self._before[-missing:] if missing else []) + near]
+    def _near(self, lines: list[bytes], index: int) -> list[bytes]:
+        """Returns the lines before one, as far as they matter, the nearest last."""
+        if index >= _TIME_REACH:
+            return lines[index - _TIME_REACH : index]
+        return (self._before + lines[:index])[-_TIME_REACH:]
 
-    def _frames(self, lines: list[bytes], index: int) -> str:
-        """Returns the frames of the traceback that a line ends, a line each."""
+    def _frames(self, near: list[bytes]) -> str:
+        """Returns the frames of the traceback that these lines end with, a line each."""
         found: list[str] = []
-        near = (
-            self._before[-_TIME_REACH:] + lines[:index] if index < _TIME_REACH else lines[index - _TIME_REACH : index]
-        )
         for raw in reversed(near):
             if b"Traceback (most recent" in raw:
                 break
@@ -274,15 +272,9 @@ class _Surveyor:
                 found.append(line_text(raw))
         return "\n".join(reversed(found))
 
-    def _time(self, text: str, lines: list[bytes], index: int) -> float | None:
-        own = time_of(text)
-        if own is not None:
-            return own
-        for line in reversed(lines[max(0, index - _TIME_REACH) : index]):
-            found = time_of(line_text(line))
-            if found is not None:
-                return found
-        return None
+    def _time(self, text: str, near: list[bytes]) -> float | None:
+        times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
+        return next((found for found in times if found is not None), None)
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:

@@ -231,7 +231,7 @@ def _waits(
                 continue
             for peer in members.get(operation.group, ()):
                 behind = peer not in by_rank or by_rank[peer].enqueued.get(operation.group, 0) < operation.sequence
-                if peer != rank and behind:
+                if behind:
                     found.setdefault(rank, {}).setdefault(peer, operation)
     return found
 

@@ -63,6 +63,15 @@ def test_exit_codes_of_torchrun() -> None:
     assert (found.cause, found.culprit, found.restartable) == (Cause.process_killed_unknown, "rank 4", True)
 
 
+def test_torchruns_first_failed_rank_is_blamed_for_an_exception_of_none() -> None:
+    """Catches a culprit that only the agent names."""
+    text = (
+        "IndexError: 3\nERROR:torch.distributed.elastic:failed (exitcode: 1) local_rank: 2 (pid: 9) of binary: python\n"
+    )
+    found = decide([log("a", text)])
+    assert (found.cause, found.culprit) == (Cause.user_code_exception, "rank 2")
+
+
 @pytest.mark.parametrize(
     ("line", "culprit"),
     [

@@ -79,6 +79,12 @@ def test_warnings_weigh_less(line: str) -> None:
     assert only(line).strength < Strength.failure
 
 
+def test_words_of_settings_count_in_errors_only() -> None:
+    """Catches a remark about a setting, long before the end, taken for its cause."""
+    assert only("Using the pad token, as none was set.").strength < Strength.failure
+    assert only("ValueError: no pad token is set").strength == Strength.root
+
+
 def test_warnings_of_nccl_and_the_kernel_weigh_in_full() -> None:
     """Catches NCCL's errors, which it calls warnings, taken for passing remarks."""
     assert (
@@ -169,6 +175,17 @@ def test_a_line_without_a_time_has_that_before_it() -> None:
     """Catches tracebacks, which carry no time, put before everything."""
     found = only(f"2026-01-01 00:00:10 step 1\nx\n{OOM}\n")
     assert found.time_s == 10
+
+
+def test_times_and_tracebacks_reach_over_blocks() -> None:
+    """Catches a traceback or a time that is forgotten where a block ends."""
+    text = (
+        "2026-01-01 00:00:10 step 1\nTraceback (most recent call last):\n"
+        '  File "torch/utils/data/dataloader.py", line 3, in get\n    x()\nConnectionResetError: peer\n'
+    )
+    for block_bytes in (10, 1000):
+        (found,) = survey(text, block_bytes).findings
+        assert (found.signature.cause, found.time_s) == (Cause.dataloader_worker_killed, 10)
 
 
 def test_speculation_is_no_evidence() -> None:

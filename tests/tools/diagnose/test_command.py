@@ -40,6 +40,8 @@ def write(path: Path, text: str | bytes) -> Path:
         ("wide.log", OOM.encode("utf-16")),
         ("packed.log.gz", gzip.compress(OOM.encode())),
         ("packed.log.zst", zstandard.compress(OOM.encode())),
+        ("members.log.gz", gzip.compress(b"step 1\n") + gzip.compress(OOM.encode())),
+        ("frames.log.zst", zstandard.compress(b"step 1\n") + zstandard.compress(OOM.encode())),
         ("latin.log", "\xe9\n".encode("latin-1") + OOM.encode()),
         ("growing.log.gz", gzip.compress(os.urandom(3000) + b"\n" + OOM.encode() + os.urandom(3000))[:-1000]),
         ("no_line_end", OOM.strip().encode()),
@@ -238,6 +240,15 @@ def test_past_incidents(tmp_path: Path) -> None:
     assert "the water pump" in found.diagnosis.advice
     assert report(write(tmp_path / "d.log", "KeyError: 'new'\n"), incidents=incidents(site)).recollections == ()
     assert len(site.read_text().splitlines()) == 2, "looking up stores nothing"
+
+
+def test_signatures_come_before_the_past(tmp_path: Path) -> None:
+    """Catches a past incident that overrules what the log says."""
+    log, site = write(tmp_path / "a.log", OOM), tmp_path / "site.jsonl"
+    report(log, incidents=incidents(site, store=True))
+    site.write_text(site.read_text().replace("cuda_oom", "nvlink_error"))
+    found = report(log, incidents=incidents(site))
+    assert found.recollections[0].incident.cause == "nvlink_error" and found.diagnosis.cause == Cause.cuda_oom
 
 
 def test_incidents_that_are_damaged(tmp_path: Path) -> None:

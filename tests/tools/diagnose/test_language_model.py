@@ -60,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Service
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.requests.append((self.path, dict(self.headers), body))
         self.send_response(self.server.status)
         if self.server.status == 302:
