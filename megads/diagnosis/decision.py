@@ -17,6 +17,7 @@ _PROGRESS_REACH = 50
 """Training that goes on for more lines than this has survived what was said before."""
 _FIRST_OF_TABLE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _CONFIDENCE = {
+    Strength.fact: 0.95,
     Strength.root: 0.9,
     Strength.failure: 0.7,
     Strength.cascade: 0.5,

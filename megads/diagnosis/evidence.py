@@ -46,7 +46,7 @@ _SPECULATION = re.compile(
 """What follows lists what such a failure may come from."""
 _ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
 _PASSING = re.compile(
-    r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI]\d{3,4} |"
+    r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
     r"warnings?\.warn|\bwarning:",
 )
 _SERIOUS = re.compile(
@@ -325,7 +325,7 @@ def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
         strength -= 2
     if not _SERIOUS.search(text):
         strength -= 2 * bool(_PASSING.search(text)) + 2 * bool(_RETRIED.search(text))
-    if any("Exception ignored in" in line or "atexit callback" in line for line in before):
+    if any("Exception ignored in" in line or "atexit" in line for line in before):
         strength -= 3
     return Strength(max(strength, Strength.noise))
 

@@ -40,6 +40,8 @@ class Strength(IntEnum):
     """Says that something failed here; it may follow from something more definite."""
     root = 4
     """Names the cause itself."""
+    fact = 5
+    """The hardware, or the kernel for it, reports a fault; what programs said before or after follows from it."""
 
 
 @dataclass(frozen=True)

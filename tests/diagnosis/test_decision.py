@@ -86,6 +86,26 @@ def test_whom_a_line_blames(line: str, culprit: str) -> None:
     assert decide([log("a", line)]).culprit == culprit
 
 
+def test_hardware_has_the_last_word() -> None:
+    """Catches the program's error taken for the cause of a fault that the kernel reports a second later."""
+    program = "2026-01-01 00:00:01 RuntimeError: CUDA error: an illegal memory access was encountered\n"
+    kernel = (
+        "Jan  1 00:00:02 n3 kernel: NVRM: Xid (PCI:0000:4f:00): 48, pid=1, An uncorrectable double bit error (DBE)\n"
+    )
+    found = decide([log("rank_0", program, 0), log("kern.log", kernel)])
+    assert (found.cause, found.culprit) == (Cause.cuda_ecc_or_xid, "n3")
+
+
+def test_a_tracker_that_fails_at_the_end_is_not_the_cause() -> None:
+    """Catches the services' complaints while everything ends taken for what ended it."""
+    text = (
+        "Traceback (most recent call last):\nKeyError: 'x'\nwandb: ERROR Problem finishing run\n"
+        "Error in atexit._run_exitfuncs:\nTraceback (most recent call last):\n"
+        "ConnectionRefusedError: [Errno 111] Connection refused\n"
+    )
+    assert decide([log("a", text)]).cause == Cause.user_code_exception
+
+
 def test_silence() -> None:
     """Catches a log that ends without a word given a cause, or none of its last lines shown."""
     found = decide([log("a", "step 1\nstep 2\nhello\n")])
