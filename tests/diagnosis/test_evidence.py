@@ -211,9 +211,9 @@ def test_crowded_logs_keep_to_suspicious_lines() -> None:
     """Catches memory that grows with a log of random text, and an error that is lost in it."""
     words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "jklmpq" for c in "rstvwx"]
     lines = [f"sample {words[i % 216]} {words[i // 216 % 216]} {chr(97 + i % 26)}" for i in range(60_000)]
-    found = survey("\n".join(lines) + f"\n{OOM}\n")
-    assert len(found.kinds) <= 30_001 and [one.line for one in found.findings] == [60_001]
-    assert found.lines == 60_001
+    found = survey("\n".join(lines) + f"\nno error, out of memory or exception here\n{OOM}\n", 1 << 18)
+    assert len(found.kinds) <= 30_002 and [one.line for one in found.findings] == [60_002]
+    assert found.lines == 60_002
 
 
 def test_bytes_that_are_no_utf8() -> None:

@@ -100,6 +100,16 @@ def test_a_device_that_fell_behind() -> None:
     assert (found.missing, found.stalled, found.culprits) == ((), (3,), (3,))
 
 
+def test_gloo_names_no_ranks_and_completes_nothing() -> None:
+    """Catches a rank of gloo that entered nothing overlooked, and one with a longer memory called stalled."""
+    group = {"process_group": ("0", "default_pg")}
+    only = trace(0, [entry(1, "0", 1, "gloo:all_reduce", **group)], {})
+    assert judge_traces([only, *(trace(rank, [], {}) for rank in (1, 2, 3))]).missing == (1, 2, 3)
+    ahead = [trace(rank, [entry(9, "0", 9, "gloo:all_reduce", **group)], {}) for rank in (0, 1)]
+    longer = trace(2, [entry(place, "0", place, "gloo:all_reduce", **group) for place in (7, 8, 9)], {})
+    assert judge_traces([*ahead, longer]).culprits == ()
+
+
 def test_a_rank_without_a_dump() -> None:
     """Catches a dead rank that nobody names because it left nothing."""
     found = judge_traces([trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 3)])
