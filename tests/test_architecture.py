@@ -23,7 +23,7 @@ LAYERS = (
     ("resume",),
     ("frozen_config", "identity"),
     ("config",),
-    ("evaluate", "resilience", "checkpoint", "monitor"),
+    ("evaluate", "resilience", "checkpoint", "monitor", "diagnosis"),
     ("plan",),
     ("engine",),
     ("model", "optim", "data"),
@@ -43,6 +43,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 # Which tool uses another one; none is used by a storey below.
 TOOLS = {
     "checkpoints": {"generate", "output_folder"},
+    "diagnose": {"exchange"},
     "doctor": set(),
     "evaluate": {"generate"},
     "exchange": {"generate", "hugging_face", "output_folder"},

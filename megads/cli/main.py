@@ -28,6 +28,7 @@ VERBS = {
     "export": "a trained model for transformers and whatever reads its format",
     "import": "a model in Hugging Face's format, to start from",
     "checkpoint": "list, verify, average or reshard the checkpoints of a run",
+    "diagnose": "why a run failed, whether a restart helps, who is to blame",
     "why": "the documents and text that a step trained on",
     "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
     "verify_layout": "does a layout train the same model as one process?",

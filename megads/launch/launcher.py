@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from megads.errors import MegadsError, Preempted, UnhealthyNode
+from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, UnhealthyNode
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, judge
 from megads.launch.rank_server import RankServer
@@ -27,8 +27,9 @@ from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
 from megads.runtime import environment
 from megads.runtime.heartbeat import RankPosition, render_positions
+from megads.runtime.machine_memory import oom_kills
 from megads.runtime.metrics import EventWriter
-from megads.runtime.run_dir import tracker_log_path
+from megads.runtime.run_dir import rank_log_path, tracker_log_path
 from megads.runtime.run_secret import start_secret
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
 
@@ -103,6 +104,8 @@ def _signal_name(number: int) -> str:
 
 
 EXIT_KILLED = 130
+_UNEXPLAINED = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
+"""Exit codes of failures whose message does not say what to do."""
 # The process beside the ranks keeps to LaunchSpec.flush_s itself; this much later it is taken to hang.
 _FLUSH_MARGIN_S = 2.0
 _KILLED_FLUSH_S = 1.0
@@ -220,6 +223,7 @@ class _Launch:
         self._stop_reason = ""
         self._stop_requested_at: float | None = None
         self._overdue = ""
+        self._oom_kills = oom_kills()
 
     def run(self) -> Outcome:
         """Starts the ranks, watches them to the end and returns how they ended."""
@@ -279,23 +283,49 @@ class _Launch:
         reports = self._ranks.reports()
         outcome = self._explained(judge(self._spec.run_dir, self._spec.num_ranks, reports))
         outcome = self._after_a_stop(outcome, reports)
+        failure = self._failure(outcome)
         if outcome.message:
-            self._events.write(
-                "failure",
-                level="error",
-                rank=outcome.rank,
-                nodes=list(outcome.nodes),
-                exit_code=outcome.exit_code,
-                message=outcome.message,
-                first_sign=outcome.first_sign_s,
-            )
+            self._events.write("failure", level="error", **failure)
         self._events.write("exit", exit_code=outcome.exit_code, level="debug")
         self._console.poll()
         self._console.close()
         if outcome.message:
             with suppress(OSError):
                 sys.stderr.write(f"megads: {outcome.message}\n")
+            self._diagnose(outcome, failure)
         return outcome
+
+    def _failure(self, outcome: Outcome) -> dict[str, object]:
+        """What is recorded of a failure."""
+        before, now = self._oom_kills, oom_kills()
+        return {
+            "rank": outcome.rank,
+            "nodes": list(outcome.nodes),
+            "exit_code": outcome.exit_code,
+            "message": outcome.message,
+            "first_sign": outcome.first_sign_s,
+            "oom_kills": None if before is None or now is None else now - before,
+        }
+
+    def _diagnose(self, outcome: Outcome, failure: Mapping[str, object]) -> None:
+        """Records what the ranks' logs say of the cause, and says it where the message does not."""
+        # Needed after a failure only.
+        from megads.diagnosis.run_record import diagnose_failure
+
+        order = sorted(range(self._spec.num_ranks), key=lambda rank: rank != outcome.rank)
+        try:
+            found = diagnose_failure(failure, [rank_log_path(self._spec.run_dir, rank) for rank in order])
+        except Exception as error:  # The run is over: a fault in its diagnosis must not change how it ended.
+            self._events.write("diagnosis", level="debug", cause=None, error=f"{type(error).__name__}: {error}")
+            return
+        self._events.write("diagnosis", level="debug", **found.as_json())
+        if outcome.exit_code in _UNEXPLAINED:
+            culprit = f", {found.culprit}" if found.culprit else ""
+            restart = "a restart may be enough" if found.restartable else "a restart does not help"
+            advice = found.advice.partition(". ")[0].rstrip(".")
+            more = f"megads diagnose run={self._spec.run_dir} shows more"
+            with suppress(OSError):
+                sys.stderr.write(f"megads: diagnosis: {found.cause}{culprit}; {restart}. {advice}. {more}\n")
 
     def _explained(self, outcome: Outcome) -> Outcome:
         """The kernel's only word on a mapped file that lost its end is a signal: the file itself says more."""

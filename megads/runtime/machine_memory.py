@@ -49,6 +49,24 @@ def available_memory(cgroup_root: Path = _CGROUPS, membership: Path = Path("/pro
     return max(0, left)
 
 
+def oom_kills(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Processes that the kernel has killed so far for want of memory in this process's cgroup; None where it keeps no
+    count.
+
+    Args:
+        cgroup_root: where the cgroup file systems are mounted.
+        membership: the kernel's list of this process's cgroups.
+    """
+    for folder in _cgroup_folders(cgroup_root, membership):
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                fields = dict(line.split() for line in (folder / name).read_text().splitlines())
+                return int(fields["oom_kill"])
+            except (OSError, ValueError, KeyError):
+                continue
+    return None
+
+
 def _cgroup_folders(root: Path, membership: Path) -> list[Path]:
     """The cgroups this process is in, from its own to the root, of version 2 and of version 1's memory controller."""
     try:

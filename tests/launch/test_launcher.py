@@ -67,6 +67,9 @@ def test_the_failing_ranks_code_wins(start: StartLauncher) -> None:
     assert "Traceback" in (launched.run_dir / "logs" / "rank_00001.log").read_text()
     failure = next(e for e in read_json_lines(launched.run_dir / "events.jsonl") if e["event"] == "failure")
     assert (failure["rank"], failure["exit_code"]) == (1, 7)
+    diagnosis = next(e for e in read_json_lines(launched.run_dir / "events.jsonl") if e["event"] == "diagnosis")
+    assert (diagnosis["cause"], diagnosis["culprit"]) == ("nan_or_loss_divergence", "rank 1")
+    assert "diagnosis:" not in err, "the message says it all"
 
 
 def test_a_stopped_peer_does_not_hold_up_the_end(start: StartLauncher) -> None:
@@ -94,6 +97,13 @@ def test_kill_nine_of_a_rank_is_named(start: StartLauncher) -> None:
     assert time.monotonic() - begin < 10
     assert code == 10
     assert "rank 2 was killed by SIGKILL (out of memory?" in err
+    assert "megads: diagnosis: process_killed_unknown, rank 2; a restart may be enough. " in err
+    failure, diagnosis = (
+        next(e for e in read_json_lines(launched.run_dir / "events.jsonl") if e["event"] == event)
+        for event in ("failure", "diagnosis")
+    )
+    assert failure["oom_kills"] in (0, None) and diagnosis["restartable"]
+    assert diagnosis["evidence"][0]["text"].startswith("rank 2 was killed by SIGKILL")
     assert not any(alive(pid) for pid in pids)
 
 
@@ -200,3 +210,16 @@ def test_a_rank_that_cannot_start_is_reported(start: StartLauncher) -> None:
     assert "AttributeError" in err and "no_such_body" in err
     record = json.loads(next((launched.run_dir / "logs").glob("failure_*.json")).read_text())
     assert record["consequence"] is False
+
+
+def test_a_fault_in_the_diagnosis_changes_nothing(start: StartLauncher) -> None:
+    """Catches a run whose exit code or message is lost because a log is no file, or holds anything at all."""
+    launched = start("fail_on_rank_1_while_peers_wait", ranks=3)
+    log = launched.run_dir / "logs" / "rank_00000.log"
+    launched.wait_for(log.exists)
+    log.unlink()
+    os.mkfifo(log)
+    code, _, err = launched.end()
+    assert code == 7 and err.splitlines()[0] == "megads: rank 1: 6 non-finite steps in a row"
+    events = [event["event"] for event in read_json_lines(launched.run_dir / "events.jsonl")]
+    assert events[-3:] == ["failure", "exit", "diagnosis"]

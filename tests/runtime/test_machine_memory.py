@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from megads.runtime.machine_memory import available_memory, free_gpu_memory
+from megads.runtime.machine_memory import available_memory, free_gpu_memory, oom_kills
 
 MIB = 2**20
 
@@ -62,3 +62,19 @@ def test_no_limit(tmp_path: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text("4096\n")
     (folder / "memory.stat").write_text("cache 0\n")
     assert 0 < available_memory(tmp_path / "cgroup", member_of(tmp_path, "5:memory:/\n")) <= total
+
+
+def test_kills_for_want_of_memory(tmp_path: Path) -> None:
+    """Catches the count of another cgroup, one of version 1 that is not read, and a number where there is none."""
+    root = tmp_path / "cgroup"
+    own = root / "outer" / "inner"
+    own.mkdir(parents=True)
+    (root / "outer" / "memory.events").write_text("low 0\noom 9\noom_kill 9\n")
+    (own / "memory.events").write_text("low 0\nhigh 0\nmax 4\noom 3\noom_kill 2\noom_group_kill 0\n")
+    assert oom_kills(root, member_of(tmp_path, "0::/outer/inner\n")) == 2
+    old = root / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    assert oom_kills(root, member_of(tmp_path, "4:memory:/job\n")) == 5
+    assert oom_kills(root, member_of(tmp_path, "0::/none\n")) is None
+    assert oom_kills(root, tmp_path / "nothing") is None

@@ -1,0 +1,165 @@
+"""Decides what failed first, of all that the logs of all ranks say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megads.diagnosis.causes import FACTS, Cause, Domain
+from megads.diagnosis.evidence import LogFinding, Survey
+from megads.diagnosis.signature import Strength
+
+_MOST_EVIDENCE = 8
+_LONGEST_EVIDENCE = 600
+_PROGRESS_REACH = 50
+"""Training that goes on for more lines than this has survived what was said before."""
+_FIRST_OF_TABLE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+_CONFIDENCE = {
+    Strength.fact: 0.95,
+    Strength.root: 0.9,
+    Strength.failure: 0.7,
+    Strength.cascade: 0.5,
+    Strength.teardown: 0.3,
+    Strength.noise: 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A line that the diagnosis rests on.
+
+    Attributes:
+        file: name of its log.
+        line: its number, from 1; 0 where it is of no log.
+        text: of the line.
+    """
+
+    file: str
+    line: int
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"file": self.file, "line": self.line, "text": self.text}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What failed first, and what follows from it.
+
+    Attributes:
+        cause: what failed first.
+        domain: where the fault lies.
+        restartable: a restart, or a restart without the culprit, is enough.
+        culprit: rank, node or worker that the logs name; empty for none.
+        evidence: the lines that say so, the decisive one first.
+        advice: what to do.
+        confidence: from 0 to 1, by how definite the decisive line is.
+        candidates: causes that other lines speak for, the likelier first.
+    """
+
+    cause: Cause
+    domain: Domain
+    restartable: bool
+    culprit: str
+    evidence: tuple[Evidence, ...]
+    advice: str
+    confidence: float
+    candidates: tuple[Cause, ...] = field(default=())
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "cause": str(self.cause),
+            "domain": str(self.domain),
+            "restartable": self.restartable,
+            "culprit": self.culprit,
+            "evidence": [evidence.as_json() for evidence in self.evidence],
+            "advice": self.advice,
+            "confidence": self.confidence,
+            "candidates": [str(cause) for cause in self.candidates],
+        }
+
+
+def decide(surveys: Sequence[Survey]) -> Diagnosis:
+    """Returns the first cause over all logs.
+
+    The strongest messages count; of equal ones the first does: by the times of their lines where all have one, else by
+    the order of the logs and of the lines in them.
+
+    Args:
+        surveys: of all logs, in the order of ranks where that is known.
+    """
+    findings = [_after_progress(finding, survey) for survey in surveys for finding in survey.findings]
+    if not findings:
+        return _unknown(surveys)
+    order = {survey.file: place for place, survey in enumerate(surveys)}
+    ranked = _ranked(findings, order)
+    top = ranked[0]
+    facts, signature = FACTS[top.signature.cause], top.signature
+    evidence = [top, *_supporting(top, ranked)]
+    return Diagnosis(
+        signature.cause,
+        signature.domain or facts.domain,
+        facts.restartable if signature.restartable is None else signature.restartable,
+        _culprit(top, ranked),
+        tuple(Evidence(one.file, one.line, one.text[:_LONGEST_EVIDENCE]) for one in evidence[:_MOST_EVIDENCE]),
+        signature.advice or facts.advice,
+        _CONFIDENCE[top.strength],
+        tuple(cause for cause in dict.fromkeys(one.signature.cause for one in ranked) if cause != signature.cause),
+    )
+
+
+def _after_progress(finding: LogFinding, survey: Survey) -> LogFinding:
+    """Weakens a finding after which the training went on."""
+    if survey.last_progress <= finding.line + _PROGRESS_REACH:
+        return finding
+    weaker = Strength(max(finding.strength - 1, Strength.noise))
+    return replace(finding, strength=weaker, progress_after=True)
+
+
+def _ranked(findings: Sequence[LogFinding], order: dict[str, int]) -> list[LogFinding]:
+    """The likeliest first."""
+    strongest = max(finding.strength for finding in findings)
+    timed = all(finding.time_s is not None for finding in findings if finding.strength == strongest)
+
+    def key(finding: LogFinding) -> tuple[float, float, int, int]:
+        time_s = finding.time_s if timed and finding.time_s is not None else 0.0
+        return -finding.strength, time_s, order[finding.file], finding.line
+
+    return sorted(findings, key=key)
+
+
+def _supporting(top: LogFinding, ranked: Sequence[LogFinding]) -> list[LogFinding]:
+    """Returns other lines of the same cause, then what followed from it."""
+    others = [finding for finding in ranked if finding is not top]
+    same = [finding for finding in others if finding.signature.cause == top.signature.cause]
+    return same[: _MOST_EVIDENCE // 2] + [finding for finding in others if finding not in same][: _MOST_EVIDENCE // 2]
+
+
+def _culprit(top: LogFinding, ranked: Sequence[LogFinding]) -> str:
+    """Names whom the logs blame: the message itself, the line's node or rank, torchrun's first failed rank."""
+    if top.named:
+        return top.named
+    if top.node:
+        return top.node
+    if top.rank is not None:
+        return f"rank {top.rank}"
+    for finding in sorted((one for one in ranked if one.file == top.file), key=lambda one: one.line):
+        if found := _FIRST_OF_TABLE.search(finding.text):
+            return f"rank {found[2]}"
+    return ""
+
+
+def _unknown(surveys: Sequence[Survey]) -> Diagnosis:
+    """Nothing was found: the log ends without a word."""
+    cause = Cause.process_killed_unknown
+    last = [
+        Evidence(survey.file, kind.line, kind.text[:_LONGEST_EVIDENCE])
+        for survey in surveys[:_MOST_EVIDENCE]
+        for kind in sorted(survey.kinds.values(), key=lambda kind: kind.last)[-1:]
+    ]
+    facts = FACTS[cause]
+    return Diagnosis(cause, facts.domain, facts.restartable, "", tuple(last), facts.advice, 0.0)

@@ -1,0 +1,366 @@
+"""Reads logs of any length once and keeps what a diagnosis needs: kinds of line, and lines that tell of failures.
+
+Lines that differ in their digits only are one kind, and only the first of a kind is looked at closely: hundreds of
+megabytes take seconds. What has been found to tell of a failure is then read line by line, because an exit code, an
+error number or a rank is digits.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from megads.diagnosis.signature import Signature, Strength, signature_table
+from megads.diagnosis.templates import template
+
+_DIGITS = b"0123456789"
+_LONGEST_LINE = 4000
+_MOST_KINDS = 30_000
+_MOST_LINES_A_KIND = 64
+_CONTEXT = 4
+_TIME_REACH = 200
+"""A line without a time has that of a line at most so many before it."""
+
+_SUSPICIOUS = tuple(
+    b"error|exception|fail|fatal|abort|kill|signal|timeout|timed out|memory|space|xid|nan|refused|reset|corrupt|"
+    b"terminat|cancel|closed|oom-".split(b"|")
+)
+"""Where a log has more kinds of line than can be looked at closely, only those with such a word are."""
+_PROGRESS = re.compile(
+    r"\b(?:global_)?(?:step|iter(?:ation)?|epoch|batch)s?\b[\s:=\[#]*\d+|\b(?:lm )?loss\b[\s:='\"]*-?\d|"
+    r"\d+(?:\.\d+)?(?:it/s|s/it)",
+    re.IGNORECASE,
+)
+_EXCEPTION = re.compile(
+    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)"
+)
+_SPECULATION = re.compile(
+    r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
+    r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b|it is possible that)",
+    re.IGNORECASE,
+)
+"""What follows lists what such a failure may come from."""
+_ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
+_PASSING = re.compile(
+    r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
+    r"warnings?\.warn|\bwarning:",
+)
+_SERIOUS = re.compile(
+    r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|"
+    r"elastic"
+)
+_RETRIED = re.compile(
+    r"\bretry(?:ing)?\b|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
+    r"using default|\brecovered\b|non-fatal|\bcontinuing\b",
+    re.IGNORECASE,
+)
+_RANKS = (
+    re.compile(r"\[(?:default|rank|RANK ?)(\d+)\]:"),
+    re.compile(r"\[(?:PG[^\]]* )?Rank (\d+)\]"),
+    re.compile(r"srun: error: [\w.-]+: task (\d+):"),
+    re.compile(r"\b(?:global[_ ])?rank[ :=#]+(\d+)\b", re.IGNORECASE),
+    re.compile(r"\blocal_rank[ :=]+(\d+)\b"),
+)
+_FRAME = re.compile(r'File "[^"]+", line \d+, in ')
+_TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
+_MONTHS = {
+    name: number
+    for number, name in enumerate(
+        ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"], 1
+    )
+}
+_ISO = re.compile(r"(\d{4})-(\d\d)-(\d\d)[T_ ](\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
+_GLOG = re.compile(r"(?:^|\[)[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d+)")
+_SYSLOG = re.compile(r"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
+
+
+@dataclass(frozen=True)
+class LogFinding:
+    """A line that tells of a failure.
+
+    Attributes:
+        file: name of the log.
+        line: number of the line, from 1.
+        text: of the line.
+        signature: what it matches.
+        strength: of the signature, less where the line says that it is of no consequence.
+        rank: that the line, or its log, is of.
+        node: that the line is of.
+        named: the culprit that the message itself names.
+        time_s: seconds since the year began, by the nearest time in the log before it; None where there is none.
+        progress_after: the log shows training going on long after it.
+    """
+
+    file: str
+    line: int
+    text: str
+    signature: Signature
+    strength: Strength
+    rank: int | None = None
+    node: str = ""
+    named: str = ""
+    time_s: float | None = None
+    progress_after: bool = False
+
+
+@dataclass
+class LineKind:
+    """Lines that differ in their digits only.
+
+    Attributes:
+        text: the first of them.
+        line: its number.
+        count: how many there are.
+        last: number of the last.
+    """
+
+    text: str
+    line: int
+    count: int = 0
+    last: int = 0
+
+
+@dataclass
+class Survey:
+    """What was read of one log.
+
+    Attributes:
+        file: its name.
+        rank: whose it is; None where it is not known, or of many.
+        lines: how many.
+        num_bytes: their size.
+        kinds: the kinds of line by their text without digits.
+        findings: lines that tell of failures, in order.
+        last_progress: number of the last line that shows training going on; 0 for none.
+        notes: what was wrong with the file.
+    """
+
+    file: str
+    rank: int | None = None
+    lines: int = 0
+    num_bytes: int = 0
+    kinds: dict[bytes, LineKind] = field(default_factory=dict)
+    findings: list[LogFinding] = field(default_factory=list)
+    last_progress: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def templates(self) -> Counter[str]:
+        """The log's templates, each with the number of its lines."""
+        found: Counter[str] = Counter()
+        for kind in self.kinds.values():
+            found[template(kind.text)] += kind.count
+        return found
+
+
+def survey_log(file: str, blocks: Iterable[bytes], rank: int | None = None) -> Survey:
+    """Reads a log.
+
+    Args:
+        file: its name, for the findings.
+        blocks: its content in pieces of any size.
+        rank: whose log it is.
+    """
+    return _Surveyor(Survey(file, rank)).read(blocks)
+
+
+class _Surveyor:
+    """Reads one log, block by block."""
+
+    def __init__(self, survey: Survey):
+        self._survey = survey
+        self._telling: dict[bytes, Counter[str]] = {}
+        self._progressing: set[bytes] = set()
+        self._table = signature_table()
+        self._before: list[bytes] = []
+        self._in_table_rank: int | None = None
+
+    def read(self, blocks: Iterable[bytes]) -> Survey:
+        for lines in _whole_lines(blocks):
+            self._take(lines)
+        survey = self._survey
+        survey.findings.sort(key=lambda finding: finding.line)
+        return survey
+
+    def _take(self, block: bytes) -> None:
+        survey, start = self._survey, self._survey.lines
+        lines = block.split(b"\n")
+        keys = block.translate(None, _DIGITS).split(b"\n")
+        survey.num_bytes += len(block) + 1
+        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        last = dict(zip(keys, range(len(keys)), strict=True))
+        suspicious = _suspicious_lines(block, lines) if len(survey.kinds) >= _MOST_KINDS else None
+        for key, count in Counter(keys).items():
+            kind = survey.kinds.get(key)
+            if kind is None and (suspicious is None or first[key] in suspicious):
+                kind = self._new_kind(key, lines, first[key])
+            if kind is not None:
+                kind.count += count
+                kind.last = start + last[key] + 1
+        for key in self._progressing & last.keys():
+            survey.last_progress = max(survey.last_progress, start + last[key] + 1)
+        telling = self._telling.keys() & first.keys()
+        if telling:
+            for index in [index for index, key in enumerate(keys) if key in telling]:
+                self._note(lines, index, keys[index])
+        survey.lines += len(lines)
+        self._before = (self._before + lines if len(lines) < _TIME_REACH else lines)[-_TIME_REACH:]
+
+    def _new_kind(self, key: bytes, lines: list[bytes], index: int) -> LineKind | None:
+        """Looks at a kind of line for the first time; None where it is not kept."""
+        survey, raw = self._survey, lines[index]
+        crowded = len(survey.kinds) >= _MOST_KINDS
+        if crowded and not _is_suspicious(raw):
+            return None
+        text = line_text(raw)
+        if text and self._table.match(_SPECULATION.split(text, 1)[0] or text) is not None:
+            self._telling[key] = Counter()
+        elif _PROGRESS.search(text):
+            self._progressing.add(key)
+        kind = LineKind(text[:_LONGEST_LINE], survey.lines + index + 1)
+        if not crowded or key in self._telling:
+            survey.kinds[key] = kind
+        return kind
+
+    def _note(self, lines: list[bytes], index: int, key: bytes) -> None:
+        """Records a line that tells of a failure."""
+        seen, text = self._telling[key], line_text(lines[index])
+        seen[text] += 1
+        if seen[text] > 1 or len(seen) > _MOST_LINES_A_KIND:
+            return
+        near = self._near(lines, index)
+        before = [line_text(line) for line in near[-_CONTEXT:]]
+        frames = self._frames(near) if _ENDS_TRACEBACK.search(text) else ""
+        matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
+        if matched is None or _is_source_line(text, before):
+            return
+        signature, groups = matched.signature, matched.found.groupdict()
+        survey = self._survey
+        rank = _rank_of(text, before)
+        named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
+        survey.findings.append(
+            LogFinding(
+                survey.file,
+                survey.lines + index + 1,
+                text.strip(),
+                signature,
+                _strength(signature, text, before),
+                survey.rank if rank is None else rank,
+                next((found[1] for pattern in _NODES if (found := pattern.search(text))), ""),
+                named,
+                self._time(text, near),
+            )
+        )
+
+    def _near(self, lines: list[bytes], index: int) -> list[bytes]:
+        """Returns the lines before one, as far as they matter, the nearest last."""
+        if index >= _TIME_REACH:
+            return lines[index - _TIME_REACH : index]
+        return (self._before + lines[:index])[-_TIME_REACH:]
+
+    def _frames(self, near: list[bytes]) -> str:
+        """Returns the frames of the traceback that these lines end with, a line each."""
+        found: list[str] = []
+        for raw in reversed(near):
+            if b"Traceback (most recent" in raw:
+                break
+            if b'File "' in raw:
+                found.append(line_text(raw))
+        return "\n".join(reversed(found))
+
+    def _time(self, text: str, near: list[bytes]) -> float | None:
+        times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
+        return next((found for found in times if found is not None), None)
+
+
+def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields blocks that end where a line does, without that last line break."""
+    rest = b""
+    for block in blocks:
+        head, found, tail = block.rpartition(b"\n")
+        if found:
+            yield rest + head
+            rest = tail
+        else:
+            rest += block
+    if rest:
+        yield rest
+
+
+def _is_suspicious(raw: bytes) -> bool:
+    lowered = raw.lower()
+    return any(word in lowered for word in _SUSPICIOUS)
+
+
+def _suspicious_lines(block: bytes, lines: list[bytes]) -> set[int]:
+    """Returns which lines of a block are suspicious; searching the block is ten times as fast as every line."""
+    ends = list(accumulate(len(line) + 1 for line in lines))
+    lowered, found = block.lower(), set()
+    for word in _SUSPICIOUS:
+        at = lowered.find(word)
+        while at >= 0:
+            index = bisect_right(ends, at)
+            found.add(index)
+            at = lowered.find(word, ends[index])
+    return found
+
+
+def line_text(raw: bytes) -> str:
+    """A line as text; of a very long one the piece of a progress bar that tells of a failure, or both ends."""
+    raw = raw.rstrip(b"\r\n")
+    if len(raw) > _LONGEST_LINE:
+        pieces = [piece for piece in raw.split(b"\r") if _is_suspicious(piece)] or [raw[:1000] + b" ... " + raw[-1000:]]
+        raw = pieces[0] if len(pieces[0]) <= _LONGEST_LINE else pieces[0][:1000] + b" ... " + pieces[0][-1000:]
+    return raw.decode("utf-8", errors="replace").replace("\r", " ")
+
+
+def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
+    """The signature's strength, less where the line says that nothing came of it."""
+    strength = int(signature.strength)
+    if signature.within_error and not _EXCEPTION.search(text):
+        strength -= 2
+    if not _SERIOUS.search(text):
+        strength -= 2 * bool(_PASSING.search(text)) + 2 * bool(_RETRIED.search(text))
+    if any("Exception ignored in" in line or "atexit" in line for line in before):
+        strength -= 3
+    return Strength(max(strength, Strength.noise))
+
+
+def _is_source_line(text: str, before: list[str]) -> bool:
+    """Whether a line is the source code that a traceback quotes: it stands further in than the line of its file."""
+    found = _FRAME.search(before[-1]) if before else None
+    return found is not None and text[found.start() : found.start() + 2].isspace()
+
+
+def _rank_of(text: str, before: list[str]) -> int | None:
+    """Returns the rank that a line is of: by its own words, or by torchrun's table of failures."""
+    if re.match(r"\s*(?:exitcode|error_file|traceback|time)\s*:", text):
+        for line in reversed(before):
+            if found := _TABLE_RANK.match(line):
+                return int(found[1])
+    for pattern in _RANKS:
+        if found := pattern.search(text):
+            return int(found[1])
+    return None
+
+
+def time_of(text: str) -> float | None:
+    """Returns the time that a line carries in seconds since its year began, None for none; months have 31 days."""
+    if found := _ISO.search(text):
+        month, day, *clock = (int(part) for part in found.groups()[1:6])
+        fraction = found[7]
+    elif found := _GLOG.search(text):
+        month, day, *clock = (int(part) for part in found.groups()[:5])
+        fraction = found[6]
+    elif (found := _SYSLOG.search(text)) and found[1] in _MONTHS:
+        month, day, *clock = _MONTHS[found[1]], *(int(part) for part in found.groups()[1:5])
+        fraction = None
+    else:
+        return None
+    hour, minute, second = clock
+    days = (month - 1) * 31 + day - 1
+    return days * 86400.0 + hour * 3600 + minute * 60 + second + (float(f"0.{fraction}") if fraction else 0.0)

@@ -1,0 +1,305 @@
+"""Reads torch's flight recorder across ranks: which rank did not enter which collective, or entered another one.
+
+A dump lists the collectives that a rank enqueued, per process group and with a sequence number, and those which it
+completed (torch/csrc/distributed/c10d/FlightRecorder.hpp). NCCL's and gloo's have one format.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_COMPLETED = "completed"
+_DEFAULT_GROUP = "default_pg"
+_P2P = re.compile(r":(send|recv) (\d+)(->|<-)(\d+)")
+_EQUAL_SIZES = ("all_reduce", "allreduce", "_all_gather_base", "_reduce_scatter_base", "broadcast", "reduce")
+_LIBRARY_FRAMES = ("torch/distributed/", "torch/utils/", "torch/nn/", "torch/autograd/")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective or message that a rank enqueued.
+
+    Attributes:
+        group: name of its process group, the same on all ranks.
+        description: of the group.
+        sequence: number in its group; of collectives only.
+        name: of the operation, as in nccl:all_reduce.
+        input_sizes: of its tensors.
+        dtypes: of its tensors.
+        completed: the rank knows that it is over.
+        p2p: it is a message between two ranks.
+        frames: where it was called, the innermost first, as "file:line function".
+        record: its place among what the rank recorded.
+    """
+
+    group: str
+    description: str
+    sequence: int
+    name: str
+    input_sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    completed: bool
+    p2p: bool
+    frames: tuple[str, ...]
+    record: int
+
+    @property
+    def title(self) -> str:
+        """What it is, for people."""
+        group = self.description if self.description and self.description != "undefined" else self.group
+        return f"{self.name} number {self.sequence} of group {group}"
+
+
+@dataclass(frozen=True)
+class FlightTrace:
+    """The flight recorder's dump of one rank.
+
+    Attributes:
+        rank: whose.
+        operations: what it recorded, in order.
+        groups: ranks of its process groups by their names; without those that it does not know.
+        enqueued: number of the last collective that it enqueued in each group, where it says so.
+    """
+
+    rank: int
+    operations: tuple[Operation, ...]
+    groups: Mapping[str, tuple[int, ...]]
+    enqueued: Mapping[str, int]
+
+    @property
+    def waiting(self) -> list[Operation]:
+        """Collectives and messages that it enqueued and that are not over."""
+        return [operation for operation in self.operations if not operation.completed]
+
+
+@dataclass(frozen=True)
+class FlightVerdict:
+    """Which rank is behind, of those that wait for each other.
+
+    Attributes:
+        missing: ranks that did not enter a collective that others wait in, and that wait for nobody themselves.
+        mismatched: ranks that entered another collective than the others under the same number.
+        stalled: ranks that entered a collective and whose device did not complete it although their peers' did.
+        silent: ranks of the job without a dump.
+        operation: the first collective that was not entered, or not alike.
+        waiting: ranks that wait in it.
+        stacks: last known stack of each culprit, the innermost first.
+    """
+
+    missing: tuple[int, ...] = ()
+    mismatched: tuple[int, ...] = ()
+    stalled: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+    operation: Operation | None = None
+    waiting: tuple[int, ...] = ()
+    stacks: Mapping[int, tuple[str, ...]] = ()  # type: ignore[assignment]
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks to look at."""
+        return self.mismatched or self.missing or self.silent or self.stalled
+
+    def sentences(self) -> list[str]:
+        """What was found, for people."""
+        said = []
+        title = self.operation.title if self.operation is not None else "a collective"
+        if self.mismatched:
+            said.append(f"{_ranks(self.mismatched)} entered another collective than the others: {title}")
+        elif self.missing:
+            said.append(f"{_ranks(self.missing)} did not enter {title}; {_ranks(self.waiting)} wait in it")
+        if self.silent:
+            said.append(f"{_ranks(self.silent)} left no dump")
+        if self.stalled:
+            said.append(f"{_ranks(self.stalled)} did not complete on the device what peers completed")
+        said += [f"rank {rank} was last seen in {'; '.join(stack)}" for rank, stack in self.stacks.items() if stack]
+        return said or ["no rank is behind the others"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
+
+def parse_trace(rank: int, dump: Mapping[str, Any]) -> FlightTrace:
+    """Reads a dump.
+
+    Args:
+        rank: whose.
+        dump: what torch wrote, unpickled or from JSON.
+
+    Raises:
+        ValueError: it is no flight recorder's dump.
+    """
+    entries, config = dump.get("entries"), dump.get("pg_config") or {}
+    if not isinstance(entries, Sequence) or not isinstance(config, Mapping):
+        raise ValueError("holds no entries of a flight recorder")
+    try:
+        operations = tuple(_operation(entry) for entry in entries)
+        groups = {name: _rank_list(group.get("ranks")) for name, group in config.items() if group.get("name")}
+        names = {str(entry["pg_id"]): str(entry["process_group"][0]) for entry in entries}
+        status = dump.get("pg_status") or {}
+        enqueued = {
+            names[number]: int(state["last_enqueued_collective"]) for number, state in status.items() if number in names
+        }
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"is not as torch writes it ({type(error).__name__}: {error})") from error
+    for operation in operations:
+        if not operation.p2p:
+            enqueued[operation.group] = max(enqueued.get(operation.group, 0), operation.sequence)
+    return FlightTrace(rank, operations, {name: ranks for name, ranks in groups.items() if ranks}, enqueued)
+
+
+def _operation(entry: Mapping[str, Any]) -> Operation:
+    group = entry["process_group"]
+    return Operation(
+        str(group[0]),
+        str(group[1]) if len(group) > 1 else "",
+        int(entry["collective_seq_id"]),
+        str(entry["profiling_name"]),
+        tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes") or ()),
+        tuple(str(kind) for kind in entry.get("input_dtypes") or ()),
+        entry.get("state") == _COMPLETED,
+        bool(entry.get("is_p2p")),
+        tuple(f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in entry.get("frames") or ()),
+        int(entry.get("record_id", 0)),
+    )
+
+
+def _rank_list(text: Any) -> tuple[int, ...]:
+    found = ast.literal_eval(text) if isinstance(text, str) else text
+    return tuple(int(rank) for rank in found or ())
+
+
+def judge_traces(traces: Sequence[FlightTrace]) -> FlightVerdict:
+    """Decides which rank is behind.
+
+    A rank that did not enter a collective which others wait in may itself wait for a third one: to blame are those at
+    the end of such a chain.
+
+    Args:
+        traces: of as many ranks as there are dumps of.
+    """
+    by_rank = {trace.rank: trace for trace in traces}
+    members = _members(by_rank)
+    silent = tuple(sorted(set().union(*members.values()) - by_rank.keys())) if members else ()
+    stalled = tuple(rank for rank, trace in sorted(by_rank.items()) if _is_stalled(trace, by_rank, members))
+    if mismatch := _mismatch(by_rank):
+        operation, ranks = mismatch
+        others = tuple(rank for rank in members.get(operation.group, ()) if rank not in ranks)
+        return FlightVerdict((), ranks, stalled, silent, operation, others, _stacks(ranks, by_rank))
+    waits = _waits(by_rank, members) or _message_waits(by_rank, members)
+    blamed = {rank for targets in waits.values() for rank in targets}
+    roots = tuple(sorted(blamed - waits.keys())) or tuple(sorted(blamed & waits.keys()))
+    first = min(
+        (operation for rank, targets in waits.items() for target, operation in targets.items() if target in roots),
+        key=lambda operation: operation.record,
+        default=None,
+    )
+    waiting = tuple(
+        sorted(rank for rank, targets in waits.items() if first is not None and targets.keys() & set(roots))
+    )
+    missing = tuple(rank for rank in roots if rank not in silent)
+    return FlightVerdict(missing, (), stalled, silent, first, waiting, _stacks(missing or stalled, by_rank))
+
+
+def _members(by_rank: Mapping[int, FlightTrace]) -> dict[str, tuple[int, ...]]:
+    """Returns the ranks of every group; where no dump says, all ranks that have it, and of the default group all."""
+    found: dict[str, tuple[int, ...]] = {}
+    for trace in by_rank.values():
+        found |= trace.groups
+    seen = {operation.group: operation.description for trace in by_rank.values() for operation in trace.operations}
+    for group in seen.keys() - found.keys():
+        users = {rank for rank, trace in by_rank.items() if group in trace.enqueued}
+        # gloo names no ranks. A group that only one rank does not know is one that it did not enter.
+        everybody = seen[group] == _DEFAULT_GROUP or len(users) >= max(2, len(by_rank) - 1)
+        found[group] = tuple(sorted(by_rank if everybody else users))
+    return found
+
+
+def _waits(
+    by_rank: Mapping[int, FlightTrace], members: Mapping[str, Collection[int]]
+) -> dict[int, dict[int, Operation]]:
+    """Returns for every rank those which it waits for, each with the first collective that they did not enter."""
+    found: dict[int, dict[int, Operation]] = {}
+    for rank, trace in by_rank.items():
+        for operation in trace.waiting:
+            if operation.p2p:
+                continue
+            for peer in members.get(operation.group, ()):
+                behind = peer not in by_rank or by_rank[peer].enqueued.get(operation.group, 0) < operation.sequence
+                if behind:
+                    found.setdefault(rank, {}).setdefault(peer, operation)
+    return found
+
+
+def _message_waits(
+    by_rank: Mapping[int, FlightTrace], members: Mapping[str, Sequence[int]]
+) -> dict[int, dict[int, Operation]]:
+    """Returns for every rank the peers that did not post the message which it waits for."""
+    posted: dict[tuple[str, int, int], int] = {}
+    waiting: list[tuple[int, int, str, Operation]] = []
+    for rank, trace in by_rank.items():
+        for operation in trace.waiting:
+            said = _P2P.search(operation.name)
+            ranks = members.get(operation.group, ())
+            if not operation.p2p or said is None or int(said[4]) >= len(ranks):
+                continue
+            peer = ranks[int(said[4])]
+            posted[operation.group, rank, peer] = posted.get((operation.group, rank, peer), 0) + 1
+            waiting.append((rank, peer, operation.group, operation))
+    found: dict[int, dict[int, Operation]] = {}
+    for rank, peer, group, operation in waiting:
+        if not posted.get((group, peer, rank)):
+            found.setdefault(rank, {}).setdefault(peer, operation)
+    return found
+
+
+def _is_stalled(trace: FlightTrace, by_rank: Mapping[int, FlightTrace], members: Mapping[str, Collection[int]]) -> bool:
+    """Whether the first collective that a rank waits in is over for all of its peers."""
+    first = next((operation for operation in trace.waiting if not operation.p2p), None)
+    if first is None or first.name.startswith("gloo"):  # gloo's dumps do not say what is completed
+        return False
+    peers = [by_rank[rank] for rank in members.get(first.group, ()) if rank in by_rank and rank != trace.rank]
+    return bool(peers) and any(
+        peer.enqueued.get(first.group, 0) >= first.sequence
+        and all((operation.group, operation.sequence) != (first.group, first.sequence) for operation in peer.waiting)
+        for peer in peers
+    )
+
+
+def _mismatch(by_rank: Mapping[int, FlightTrace]) -> tuple[Operation, tuple[int, ...]] | None:
+    """Returns the first collective that ranks did not enter alike, with the ranks that are in the minority."""
+    entered: dict[tuple[str, int], dict[int, Operation]] = {}
+    for rank, trace in by_rank.items():
+        for operation in trace.operations:
+            if not operation.p2p:
+                entered.setdefault((operation.group, operation.sequence), {})[rank] = operation
+    for _, operations in sorted(entered.items(), key=lambda item: min(one.record for one in item[1].values())):
+        kinds = {rank: _kind(operation) for rank, operation in operations.items()}
+        counts = Counter(kinds.values())
+        if len(counts) > 1:
+            (most, number), *others = counts.most_common()
+            tied = number == others[0][1]
+            ranks = tuple(sorted(rank for rank, kind in kinds.items() if tied or kind != most))
+            return operations[ranks[0]], ranks
+    return None
+
+
+def _kind(operation: Operation) -> tuple[object, ...]:
+    """What must be the same on all ranks."""
+    name = operation.name.rpartition(":")[2]
+    return (name, operation.input_sizes, operation.dtypes) if name in _EQUAL_SIZES else (name,)
+
+
+def _stacks(ranks: Sequence[int], by_rank: Mapping[int, FlightTrace]) -> dict[int, tuple[str, ...]]:
+    """Returns the last known stack of each rank, without torch's own frames where others are there."""
+    found = {}
+    for rank in ranks:
+        frames = next((one.frames for one in reversed(by_rank[rank].operations) if one.frames), ())
+        own = tuple(frame for frame in frames if not any(part in frame for part in _LIBRARY_FRAMES))
+        found[rank] = (own or frames)[:5]
+    return found

@@ -1,0 +1,133 @@
+"""The tables of signatures: each finds what it is for, and no line is dismissed that one of them would find."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megads.diagnosis.causes import FACTS, Cause, Domain
+from megads.diagnosis.decision import decide
+from megads.diagnosis.evidence import survey_log
+from megads.diagnosis.signature import Signature, SignatureTable, Strength, literal_parts, signature_table
+
+ALL = signature_table().signatures
+MESSAGES = yaml.safe_load((Path(__file__).parent / "messages.yaml").read_text())
+
+
+@pytest.mark.parametrize("signature", [s for s in ALL if not s.frames], ids=lambda s: s.example[:40])
+def test_every_signature_finds_its_example(signature: Signature) -> None:
+    """Catches a pattern that finds nothing, and one that a stronger one of another cause hides."""
+    found = signature_table().match(signature.example)
+    assert found is not None and found.signature.cause == signature.cause
+
+
+@pytest.mark.parametrize("case", MESSAGES, ids=lambda case: case["source"])
+def test_messages_of_public_issues(case: dict[str, str]) -> None:
+    """Catches a change of a signature that takes another one's messages away."""
+    found = decide([survey_log("job.log", ["\n".join(case["lines"]).encode()])])
+    assert (found.cause, found.restartable) == (case["cause"], case["restartable"])
+
+
+def test_every_cause_has_a_signature() -> None:
+    """Catches a cause that no log could ever be given."""
+    assert {signature.cause for signature in ALL} == set(Cause) == set(FACTS)
+    assert all(isinstance(facts.domain, Domain) and facts.advice for facts in FACTS.values())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts"),
+    [
+        ("CUDA out of memory", ["CUDA out of memory"]),
+        (r"exitcode *: -9\b", ["exitcode"]),
+        ("colou?r of it", ["r of it"]),
+        ("(?:error|failure) x", ["error", "failure"]),
+        ("(?:error|failure)? of it", [" of it"]),
+        ("one|another", []),
+        (r"a{2,3}\d+", []),
+        (r"x[abc](?:no|yes)", []),
+        (r"\[Errno 5\]", ["[Errno 5]"]),
+        ("(?!not this)", []),
+    ],
+)
+def test_required_parts(pattern: str, parts: list[str]) -> None:
+    """Catches a text taken for required that is optional, repeated or one of several."""
+    assert literal_parts(pattern) == parts
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_no_line_is_dismissed_that_a_pattern_finds(data: st.DataObject) -> None:
+    """Catches a required part that some match of the pattern lacks, so that its line is never looked at."""
+    pattern = data.draw(st.sampled_from([pattern for signature in ALL for pattern in signature.patterns]))
+    line = data.draw(st.from_regex(re.compile(pattern, re.IGNORECASE), alphabet=st.characters(codec="ascii")))
+    parts = literal_parts(pattern)
+    assert not parts or any(part.lower() in line.lower() for part in parts)
+
+
+def signature(cause: Cause, strength: Strength, pattern: str, **fields: object) -> Signature:
+    return Signature(cause, strength, (pattern,), "", **fields)  # type: ignore[arg-type]
+
+
+def test_order_within_a_line() -> None:
+    """Catches a weaker or general signature that hides what is more definite in the same line."""
+    weak = signature(Cause.nccl_timeout_hang, Strength.cascade, "watchdog")
+    strong = signature(Cause.cuda_oom, Strength.root, "out of memory")
+    later = signature(Cause.host_oom_kill, Strength.root, "memory")
+    general = signature(Cause.user_code_exception, Strength.root, "RuntimeError", fallback=True)
+    table = SignatureTable((general, weak, strong, later))
+
+    def cause(line: str) -> Cause | None:
+        found = table.match(line)
+        return found.signature.cause if found else None
+
+    assert cause("watchdog: RuntimeError: out of memory") == Cause.cuda_oom
+    assert cause("RuntimeError: watchdog") == Cause.nccl_timeout_hang
+    assert cause("RuntimeError: 7") == Cause.user_code_exception
+    assert cause("MEMORY") == Cause.host_oom_kill
+    assert cause("all is well") is None
+
+
+def test_frames_decide_for_general_exceptions_only() -> None:
+    """Catches a traceback through the data loader that turns every error into the data loader's."""
+    reset = signature(Cause.nccl_remote_or_network, Strength.cascade, "Connection reset")
+    worker = signature(Cause.dataloader_worker_killed, Strength.failure, "Connection", frames="dataloader.py")
+    full = signature(Cause.disk_full, Strength.root, "No space")
+    table = SignatureTable((reset, full, worker))
+    frames = '  File "torch/utils/data/dataloader.py", line 1, in get'
+    found = [table.match("Connection reset by peer", at) for at in (frames, "")]
+    assert [one.signature.cause for one in found if one] == [
+        Cause.dataloader_worker_killed,
+        Cause.nccl_remote_or_network,
+    ]
+    both = table.match("Connection: No space", frames)
+    assert both is not None and both.signature.cause == Cause.disk_full
+
+
+RESET = "ConnectionResetError: [Errno 104] Connection reset by peer"
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "cause"),
+    [
+        ("torch/utils/data/dataloader.py", RESET, "dataloader_worker_killed"),
+        ("site-packages/huggingface_hub/file_download.py", RESET, "aux_service_network"),
+        ("site-packages/requests/adapters.py", "TimeoutError: timed out", "aux_service_network"),
+        ("torch/distributed/rendezvous.py", "RuntimeError: connect() timed out.", "port_or_rendezvous"),
+        ("megatron/training/arguments.py", "AssertionError: experts", "config_or_shape_error"),
+        ("/data/mine/train.py", "AssertionError: experts", "user_code_exception"),
+        ("/data/mine/train.py", "ValueError: bad", "user_code_exception"),
+        ("site-packages/peft/tuners.py", "ValueError: bad", "config_or_shape_error"),
+        ("torch/utils/cpp_extension.py", "subprocess.CalledProcessError: Command died", "import_or_build_error"),
+    ],
+)  # fmt: skip
+def test_where_it_was_raised(frame: str, error: str, cause: str) -> None:
+    """Catches a general exception that is read without its traceback."""
+    frames = f'  File "main.py", line 1, in <module>\n    main()\n  File "{frame}", line 3, in get\n    x = y(z)\n'
+    log = f"Traceback (most recent call last):\n{frames}{error}\n"
+    assert decide([survey_log("job.log", [log.encode()])]).cause == cause

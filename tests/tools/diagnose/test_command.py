@@ -1,0 +1,287 @@
+"""`megads diagnose` on logs of every sort, on runs, with past incidents, and as a command."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from megads.diagnosis.causes import Cause
+from megads.errors import ConfigError, DataError
+from megads.tools.diagnose.command import FinishedRun, Report, diagnose
+from megads.tools.diagnose.config import DiagnoseConfig, IncidentsConfig, LanguageModelConfig
+from megads.tools.diagnose.log_files import rank_of_name
+from tests.command import REPOSITORY, Command
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
+
+
+def report(*logs: Path | str, **fields: Any) -> Report:
+    found = diagnose(DiagnoseConfig(logs=[str(log) for log in logs], **fields))
+    assert isinstance(found, Report)
+    return found
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("plain.log", OOM.encode()),
+        ("wide.log", OOM.encode("utf-16")),
+        ("packed.log.gz", gzip.compress(OOM.encode())),
+        ("packed.log.zst", zstandard.compress(OOM.encode())),
+        ("members.log.gz", gzip.compress(b"step 1\n") + gzip.compress(OOM.encode())),
+        ("frames.log.zst", zstandard.compress(b"step 1\n") + zstandard.compress(OOM.encode())),
+        ("latin.log", "\xe9\n".encode("latin-1") + OOM.encode()),
+        ("growing.log.gz", gzip.compress(os.urandom(3000) + b"\n" + OOM.encode() + os.urandom(3000))[:-1000]),
+        ("no_line_end", OOM.strip().encode()),
+    ],
+)
+def test_logs_of_every_sort(name: str, content: bytes, tmp_path: Path) -> None:
+    """Catches a log that is compressed, still written, or in another encoding, and read as nothing."""
+    found = report(write(tmp_path / name, content))
+    assert found.diagnosis.cause == Cause.cuda_oom
+    assert bool(found.notes) == name.startswith("growing")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty"), (bytes(range(256)) * 4 + bytes(1000), "is no text")],
+    ids=["empty", "binary"],
+)
+def test_nothing_to_read(content: bytes, message: str, tmp_path: Path) -> None:
+    """Catches a cause made up for a log that says nothing."""
+    path = write(tmp_path / "a.log", content)
+    with pytest.raises(DataError, match=message):
+        report(path)
+    other = write(tmp_path / "b.log", OOM)
+    assert message in report(path, other).notes[0]
+
+
+def test_missing_logs(tmp_path: Path) -> None:
+    """Catches a traceback for a name that is wrong."""
+    with pytest.raises(DataError, match="there is no file"):
+        report(tmp_path / "none.log")
+    with pytest.raises(DataError, match="holds no log"):
+        report(tmp_path)
+    (tmp_path / "pipe").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="cannot be read"):
+        report(tmp_path / "pipe")
+
+
+def test_folders_and_the_ranks_in_names(tmp_path: Path) -> None:
+    """Catches the logs of torchrun's folders, whose names hold the rank, read as one."""
+    write(tmp_path / "0" / "2" / "stderr.log", OOM)
+    write(tmp_path / "0" / "0" / "stderr.log", "RuntimeError: Connection closed by peer\n")
+    write(tmp_path / "picture.png", OOM)
+    found = report(tmp_path)
+    assert (found.diagnosis.cause, found.diagnosis.culprit, len(found.surveys)) == (Cause.cuda_oom, "rank 2", 2)
+    names = ["rank_00012.log", "job-rank3.out", "3/stdout.log", "step_7.log", "a/rank.log"]
+    assert [rank_of_name(Path(name)) for name in names] == [12, 3, 3, None, None]
+
+
+def test_templates(tmp_path: Path) -> None:
+    """Catches a log of a million lines that is shown line by line."""
+    path = write(tmp_path / "a.log", "".join(f"step {i} loss {i / 7:.3f}\n" for i in range(1000)) + OOM)
+    assert sorted(report(path).templates.values()) == [1, 1000]
+
+
+def run_folder(folder: Path, events: list[dict[str, Any]], logs: dict[int, str]) -> Path:
+    write(folder / "config.yaml", "run: {}\n")
+    write(folder / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
+    for rank, text in logs.items():
+        write(folder / "logs" / f"rank_{rank:05d}.log", f"--- rank {rank} of 2, pid 1\n{text}")
+    return folder
+
+
+def test_a_run(tmp_path: Path) -> None:
+    """Catches the failure of an earlier start, or one of its lines, taken for that of the last one."""
+    old, new = {"event": "failure", "exit_code": 7, "rank": 0, "message": "rank 0: non-finite"}, {
+        "event": "failure", "exit_code": 1, "rank": 1, "message": "rank 1 failed, RuntimeError: x", "nodes": ["n2"],
+    }  # fmt: skip
+    earlier = "RuntimeError: Error(s) in loading state_dict for M:\n--- rank 1 of 2, pid 2\n"
+    folder = run_folder(
+        tmp_path / "run", [{"event": "launch"}, old, {"event": "exit", "exit_code": 7}, {"event": "launch"}, new],
+        {0: "RuntimeError: Connection closed by peer\n", 1: earlier + OOM},
+    )  # fmt: skip
+    found = diagnose(DiagnoseConfig(run=str(folder)))
+    assert isinstance(found, Report)
+    assert (found.diagnosis.cause, found.diagnosis.culprit) == (Cause.cuda_oom, "rank 1")
+    first = found.diagnosis.evidence[0]
+    assert first.file == "logs/rank_00001.log"
+
+
+def test_a_node_that_the_launcher_blamed(tmp_path: Path) -> None:
+    """Catches a lost node that is not named."""
+    lost = {"event": "failure", "exit_code": 9, "rank": None, "message": "node n2: lost", "nodes": ["n2"]}
+    found = diagnose(DiagnoseConfig(run=str(run_folder(tmp_path / "run", [{"event": "launch"}, lost], {}))))
+    assert isinstance(found, Report) and found.diagnosis.culprit == "n2" and found.diagnosis.restartable
+
+
+def test_a_run_that_ended_well(tmp_path: Path) -> None:
+    """Catches a cause made up for a run that finished."""
+    events = [{"event": "launch"}, {"event": "exit", "exit_code": 0}]
+    assert isinstance(diagnose(DiagnoseConfig(run=str(run_folder(tmp_path / "run", events, {0: OOM})))), FinishedRun)
+
+
+def test_runs_that_are_none(tmp_path: Path) -> None:
+    """Catches a folder without anything in it, diagnosed."""
+    with pytest.raises(ConfigError, match="no such run"):
+        diagnose(DiagnoseConfig(run=str(tmp_path / "none")))
+    with pytest.raises(DataError, match="is no run directory"):
+        diagnose(DiagnoseConfig(run=str(tmp_path)))
+    with pytest.raises(DataError, match="was it started"):
+        diagnose(DiagnoseConfig(run=str(run_folder(tmp_path / "run", [], {}))))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DiagnoseConfig(), "nothing to diagnose"),
+        (DiagnoseConfig(run="a", templates=-1), "templates"),
+        (DiagnoseConfig(run="a", incidents=IncidentsConfig(store=True)), "incidents.file"),
+        (DiagnoseConfig(run="a", incidents=IncidentsConfig(file="f", note="n")), "incidents.store"),
+        (DiagnoseConfig(run="a", llm=LanguageModelConfig(endpoint="ftp://x")), "llm.endpoint"),
+        (DiagnoseConfig(run="a", llm=LanguageModelConfig(endpoint="http://x", timeout_s=0)), "llm.timeout_s"),
+    ],
+)
+def test_wrong_keys(config: DiagnoseConfig, message: str) -> None:
+    """Catches a request that cannot be met, noticed after minutes or not at all."""
+    with pytest.raises(ConfigError, match=message):
+        config.check()
+
+
+def dump(rank: int, entered: bool) -> str:
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}
+    entries = [
+        {"record_id": 0, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": 4, "p2p_seq_id": 0,
+         "profiling_name": "nccl:all_reduce", "state": "scheduled", "is_p2p": False}
+    ]  # fmt: skip
+    return json.dumps(
+        {"version": "2.10", "pg_config": {"0": group}, "pg_status": {}, "entries": entries if entered else []}
+    )
+
+
+def test_dumps_name_whom_the_logs_do_not(tmp_path: Path) -> None:
+    """Catches a hang whose culprit the flight recorder knows, reported without it."""
+    for rank in range(2):
+        write(tmp_path / "dumps" / f"nccl_trace_rank_{rank}", dump(rank, entered=rank == 0))
+    write(tmp_path / "dumps" / "notes_3", "not a dump")
+    log = write(tmp_path / "a.log", "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)\n")
+    folder = [str(tmp_path / "dumps")]
+    found = report(log, flight_recorder=folder)
+    assert (found.diagnosis.cause, found.diagnosis.culprit) == (Cause.nccl_timeout_hang, "rank 1")
+    assert "rank 1 did not enter nccl:all_reduce number 4" in found.diagnosis.evidence[0].text
+    assert report(flight_recorder=folder).diagnosis.culprit == "rank 1"
+    assert report(write(tmp_path / "b.log", OOM), flight_recorder=folder).diagnosis.cause == Cause.cuda_oom
+
+
+def test_a_dump_runs_nothing(tmp_path: Path) -> None:
+    """Catches a pickle that is executed: whoever writes a dump would own whoever reads it."""
+    mark = tmp_path / "mark"
+    evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    protocol = b"\x80\x02" + evil
+    for content in (evil, protocol):
+        with pytest.raises(DataError):
+            report(flight_recorder=[str(write(tmp_path / "dump_0", content))])
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["none_0"], "there is no file"),
+        (["."], "no dumps in"),
+        (["dump"], "must end in its rank"),
+        (["dump_1", "b/dump_1"], "second dump of rank 1"),
+    ],
+)
+def test_dumps_that_cannot_be_used(
+    names: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback, or one rank's dump counted twice."""
+    monkeypatch.chdir(tmp_path)
+    if names != ["."]:
+        for name in ("dump", "dump_1", "b/dump_1"):
+            write(tmp_path / name, dump(1, entered=True))
+    with pytest.raises(DataError, match=message):
+        report(flight_recorder=names)
+
+
+def incidents(path: Path, **fields: Any) -> IncidentsConfig:
+    return IncidentsConfig(file=str(path), **fields)
+
+
+def test_past_incidents(tmp_path: Path) -> None:
+    """Catches a failure that somebody explained last month and that is a riddle again."""
+    site = tmp_path / "site" / "incidents.jsonl"
+    strange = "step 9 loss 2.0\n%CFS-7-GREMLIN: cache line 0x7f1234 of unit 3 is haunted\n"
+    first = write(tmp_path / "a.log", strange)
+    known = incidents(site, store=True, note="the water pump of rack 3")
+    assert report(first, incidents=known).diagnosis.confidence == 0
+    report(write(tmp_path / "c.log", OOM), incidents=incidents(site, store=True))
+    stored = [json.loads(line) for line in site.read_text().splitlines()]
+    assert [one["cause"] for one in stored] == ["process_killed_unknown", "cuda_oom"]
+    again = write(tmp_path / "b.log", strange.replace("0x7f1234", "0x9abc").replace("unit 3", "unit 12"))
+    found = report(again, incidents=incidents(site))
+    assert found.recollections[0].incident.note == "the water pump of rack 3"
+    assert found.recollections[0].likeness > 0.9 and found.diagnosis.confidence == 0.4
+    assert "the water pump" in found.diagnosis.advice
+    assert report(write(tmp_path / "d.log", "KeyError: 'new'\n"), incidents=incidents(site)).recollections == ()
+    assert len(site.read_text().splitlines()) == 2, "looking up stores nothing"
+
+
+def test_signatures_come_before_the_past(tmp_path: Path) -> None:
+    """Catches a past incident that overrules what the log says."""
+    log, site = write(tmp_path / "a.log", OOM), tmp_path / "site.jsonl"
+    report(log, incidents=incidents(site, store=True))
+    site.write_text(site.read_text().replace("cuda_oom", "nvlink_error"))
+    found = report(log, incidents=incidents(site))
+    assert found.recollections[0].incident.cause == "nvlink_error" and found.diagnosis.cause == Cause.cuda_oom
+
+
+def test_incidents_that_are_damaged(tmp_path: Path) -> None:
+    """Catches one bad line that loses all others, and a file that cannot be written passed over in silence."""
+    site = write(tmp_path / "site.jsonl", '{"cause": 3}\nnothing\n{"run": "x", "templates": 7}\n')
+    log = write(tmp_path / "a.log", OOM)
+    assert report(log, incidents=incidents(site, store=True)).recollections == ()
+    assert report(log, incidents=incidents(site)).recollections[0].likeness == pytest.approx(1)
+    with pytest.raises(DataError, match="cannot be written"):
+        report(log, incidents=incidents(log / "site.jsonl", store=True))
+
+
+def command(tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
+    ended = Command(tmp_path, ["diagnose", *arguments]).end()
+    return ended.code, ended.out, ended.err
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    """Catches JSON that is not alone on standard output, or lacks a documented key, and wrong exit codes."""
+    write(tmp_path / "a.log", OOM)
+    code, out, err = command(tmp_path, "logs=[a.log]", "json=true", "templates=1")
+    content = json.loads(out)
+    assert (code, err) == (0, "")
+    assert {"cause", "domain", "restartable", "culprit", "evidence", "advice"} <= set(content)
+    assert content["cause"] == "cuda_oom" and content["evidence"][0] == {
+        "file": "a.log",
+        "line": 1,
+        "text": OOM.strip(),
+    }
+    assert content["language_model"] is None and len(content["templates"]) == 1
+    code, out, _ = command(tmp_path, "logs=[a.log]")
+    assert code == 0 and "cuda_oom" in out and "does not help" in out and "a.log:1" in out
+    assert command(tmp_path, "logs=[none.log]")[0] == 3
+    assert command(tmp_path, "lgs=[a.log]")[0] == 2
+    assert command(tmp_path)[0] == 2
+    assert (REPOSITORY / "docs" / "diagnose.md").is_file()
