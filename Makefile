@@ -36,8 +36,8 @@ test-slurm: setup ## on a private SLURM of several nodes on this machine; instal
 	@scripts/install_slurm.sh
 	$(PYTHON_BIN)/python -m pytest -m slurm $(if $(SHARE),--share $(SHARE)) tests/slurm
 
-test-attack: setup ## kills at random, damage to every file, 2,600 made-up command lines: some two hours (ROUNDS=20: so many kills)
-	$(PYTHON_BIN)/python -m pytest -m attack -s tests/attack $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
+test-attack: setup ## kills at random and at every system call, damage to every file, made-up command lines: some three hours (ROUNDS=20: so many kills)
+	$(PYTHON_BIN)/python -m pytest -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
 mutation: setup ## change 200 places of megads/, one at a time, and list the changes that no test notices (COUNT=, SEED=): an hour
 	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray

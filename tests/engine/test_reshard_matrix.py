@@ -36,6 +36,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
 }
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 TRAINED_STEPS = 2
+MOST_RANKS_IN_CI = 8
 SAVED = "saved"
 # Eight stages of pp 4 with two virtual ones each; 509 tokens leave padding rows under tensor parallelism.
 MODEL = ModelConfig(num_layers=7, hidden_size=24, num_heads=6, vocab_size=509, max_seq_len=64)
@@ -219,8 +220,17 @@ def test_what_is_covered() -> None:
     assert met == set[Pair]().union(*map(pairs_of_levels, possible_cases()))
 
 
+def cases_with_marks() -> list[Any]:
+    """Those of many ranks take a minute each and are for `make test-attack`."""
+    marked = []
+    for case in covering_cases():
+        large = max(case.home.world_size, case.away.world_size) > MOST_RANKS_IN_CI
+        marked.append(pytest.param(case, id=str(case), marks=[pytest.mark.attack] if large else []))
+    return marked
+
+
 @pytest.mark.quick("tp1pp1dp1--tp1pp1dp2-zero3--untied")
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in covering_cases()])
+@pytest.mark.parametrize("case", cases_with_marks())
 def test_there_and_back(case: Case, tmp_path: Path) -> None:
     """N3, N6. Catches a rectangle that one layout writes and another reads elsewhere, moments that are not those of
     their weights, copies that are left behind, padding taken for weights, and a state that is not the same to the bit
