@@ -50,6 +50,7 @@ PARTS = (
     Part("startup", quick="--rounds 1 --start-ranks 1 --no-groups"),
     Part("optimizer_memory", quick="--dp 1 2"),
     Part("checkpoint_stall", quick="--megabytes 100 --rounds 2"),
+    Part("local_checkpoint", quick="--megabytes 200 --rounds 3"),
     Part("pipeline", full="--wait-ms 5 --rounds 3", quick="--wait-ms 2 --rounds 1 --micro-batches 4 8"),
     Part("loader", quick="--tokens 3000000 --rounds 5"),
     Part("blend", quick="--documents 200000 --samples 200000 --rounds 3"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,24 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("plain.log", OOM.encode()),
-        ("wide.log", OOM.encode("utf-16")),
-        ("packed.log.gz", gzip.compress(OOM.encode())),
-        ("packed.log.zst", zstandard.compress(OOM.encode())),
-        ("members.log.gz", gzip.compress(b"step 1\n") + gzip.compress(OOM.encode())),
-        ("frames.log.zst", zstandard.compress(b"step 1\n") + zstandard.compress(OOM.encode())),
-        ("latin.log", "\xe9\n".encode("latin-1") + OOM.encode()),
-        ("growing.log.gz", gzip.compress(os.urandom(3000) + b"\n" + OOM.encode() + os.urandom(3000))[:-1000]),
-        ("no_line_end", OOM.strip().encode()),
-    ],
-)
-def test_logs_of_every_sort(name: str, content: bytes, tmp_path: Path) -> None:
+_DRAW = random.Random(1)
+LOGS = {
+    "plain.log": OOM.encode(),
+    "wide.log": OOM.encode("utf-16"),
+    "packed.log.gz": gzip.compress(OOM.encode()),
+    "packed.log.zst": zstandard.compress(OOM.encode()),
+    "members.log.gz": gzip.compress(b"step 1\n") + gzip.compress(OOM.encode()),
+    "frames.log.zst": zstandard.compress(b"step 1\n") + zstandard.compress(OOM.encode()),
+    "latin.log": "\xe9\n".encode("latin-1") + OOM.encode(),
+    "growing.log.gz": gzip.compress(_DRAW.randbytes(3000) + b"\n" + OOM.encode() + _DRAW.randbytes(3000))[:-1000],
+    "no_line_end": OOM.strip().encode(),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_logs_of_every_sort(name: str, tmp_path: Path) -> None:
     """Catches a log that is compressed, still written, or in another encoding, and read as nothing."""
-    found = report(write(tmp_path / name, content))
+    found = report(write(tmp_path / name, LOGS[name]))
     assert found.diagnosis.cause == Cause.cuda_oom
     assert bool(found.notes) == name.startswith("growing")
 

@@ -1,0 +1,16 @@
+"""The benchmark of local checkpoints measures real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scripts.bench.local_checkpoint import measure
+
+
+def test_everything_is_measured(tmp_path: Path) -> None:
+    """Catches a start that finds nothing, and memory that the benchmark leaves taken."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "memory").mkdir()
+    found = measure(tmp_path / "run", tmp_path / "memory", megabytes=8, rounds=3)
+    assert min(found.values()) > 0 and {"copy", "load", "plain copy", "from disk"} <= found.keys()
+    assert list((tmp_path / "memory").iterdir()) == []
