@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from scripts.bench.checkpoint_soak import rank_and_writer
@@ -51,18 +53,28 @@ def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCo
 
 def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that waits for a writer that got SIGSTOP, or that saves no more, or anything else than it would."""
-    overrides = small_model(corpus, train__steps=12, checkpoint__every_steps=2, checkpoint__keep=0)
+    overrides = small_model(corpus, train__steps=60, checkpoint__every_steps=2, checkpoint__keep=3)
     reference, run_dir = megads.folder / "reference", megads.folder / "stopped"
     assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
     behind = (*overrides, "checkpoint.async_save=true", f"run.dir={run_dir}")
     command = megads("train", *behind)
-    command.wait_for(lambda: bool(steps_of(run_dir)))
-    os.kill(rank_and_writer(command.process.pid)["writer"].pid, signal.SIGSTOP)
+
+    def writer() -> int | None:
+        # Processes come and go, and the writer is told by the copy that it has read from.
+        with suppress(psutil.Error, OSError):
+            found = rank_and_writer(command.process.pid)
+            return found["writer"].pid if "writer" in found else None
+        return None
+
+    command.wait_for(lambda: writer() is not None)
+    pid = writer()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
     ended = command.end()
     assert ended.code == 0, ended.err
     assert "(SIGSTOP)" in events_of(run_dir, "synchronous_saves")[0]["reason"]
     assert steps_of(run_dir) == steps_of(reference)
-    assert checksums(checkpoint_of(run_dir, 12)) == checksums(checkpoint_of(reference, 12))
+    assert checksums(checkpoint_of(run_dir, 60)) == checksums(checkpoint_of(reference, 60))
 
 
 def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:

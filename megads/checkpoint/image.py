@@ -20,6 +20,9 @@ from megads.checkpoint.rank_file import FileRecord, describe
 from megads.checkpoint.tensor_file import NO_CHECKSUM, checksum, encode_header
 from megads.engine.interface import Shard
 
+_ALIGNMENT = 64
+"""Of the data in an image, in bytes: copies are quicker from the start of a cache line."""
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -68,7 +71,7 @@ class ImageLayout:
         start, places = 0, []
         if kept:
             layouts, notes = describe(kept)
-            start = len(encode_header(layouts, notes([NO_CHECKSUM] * len(kept))))
+            start = len(encode_header(layouts, notes([NO_CHECKSUM] * len(kept)), _ALIGNMENT))
         for shard in kept:
             tensor, offset = shard.tensor, tuple(shard.offset)
             owns = (shard.key, offset) in speaks_for
@@ -138,7 +141,7 @@ class StateImage:
         if not self.shards:
             return FileRecord(0, "")
         layouts, notes = describe(self.shards)
-        header = encode_header(layouts, notes([checksum(shard.tensor) for shard in self.shards]))
+        header = encode_header(layouts, notes([checksum(shard.tensor) for shard in self.shards]), _ALIGNMENT)
         self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return FileRecord(self.layout.size, xxhash.xxh3_128_hexdigest(header))
 

@@ -31,8 +31,6 @@ DTYPE_NAMES = {
 """Names of dtypes in the safetensors format."""
 NO_CHECKSUM = "0" * 32
 """As long as one."""
-_ALIGNMENT = 64
-"""Of the data in the file, in bytes."""
 _MOST_HEADER_BYTES = 100_000_000
 """As safetensors says."""
 
@@ -101,8 +99,14 @@ def write_tensor_file(
     return checksums
 
 
-def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with: the inverse of `read_header` and of reading its JSON."""
+def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str], alignment: int = 8) -> bytes:
+    """What a file begins with: the inverse of `read_header` and of reading its JSON.
+
+    Args:
+        layouts: of the tensors.
+        metadata: of the file.
+        alignment: the data starts at a multiple of it; from a multiple of 8 it can be mapped as any dtype.
+    """
     header: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for layout in layouts:
@@ -110,8 +114,7 @@ def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str]) 
         dtype, shape = DTYPE_NAMES[layout.dtype], list(layout.shape)
         header[layout.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
-    # Data that starts at a multiple of 8 can be mapped as any dtype; copies are quicker from a cache line's start.
-    encoded += b" " * (-(8 + len(encoded)) % _ALIGNMENT)
+    encoded += b" " * (-(8 + len(encoded)) % alignment)
     return len(encoded).to_bytes(8, "little") + encoded
 
 

@@ -25,8 +25,9 @@ def test_the_state_has_the_size_asked_for(megabytes: int) -> None:
 def test_a_slower_step_counts() -> None:
     """Catches an asynchronous save that looks free while it takes the processor from the next step, and a limit from
     which a step is taken off that it never had."""
-    sides = {name: {"save": [10.0, 12.0, 11.0], "both": [150.0, 130.0, 140.0]} for name in (OURS, COPY, WRITE, *PEERS)}
-    found = {"state_bytes": 10**9, "num_steps": 1, "step_ms": [90.0, 100.0, 500.0], "sides": sides}
+    times = {"save": [10.0, 12.0, 11.0], "both": [150.0, 130.0, 140.0], "step": [90.0, 100.0, 500.0]}
+    sides = dict.fromkeys((OURS, COPY, WRITE, *PEERS), times)
+    found = {"state_bytes": 10**9, "num_steps": 1, "sides": sides}
     assert delays(found) == {name: 11.0 if name in (COPY, WRITE) else 40.0 for name in sides}
     verdicts = {verdict.against: verdict for verdict in verdicts_of(found)}
     assert verdicts[COPY].times == pytest.approx(11 / 40) and not verdicts[COPY].reached and verdicts[COPY].limit
