@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,37 @@ KEYS: Mapping[str, EffectiveValue | str] = {
 }
 """Every key of train, data and tokenizer: its value in force where it says what the samples are or which come next;
 else the reason why it does not. And where the first weights came from."""
+
+
+class ChangeClass(StrEnum):
+    """What a change between two starts of a run means for it."""
+
+    safe = "safe"
+    """The losses to come are the same, within what layouts and kernels may differ by."""
+    warn = "warn"
+    """The run trains differently from here on."""
+    refuse = "refuse"
+    """The samples to come would not continue those that were trained; run.allow_changes allows it by name."""
+
+
+_SAFE_ROOMS = ("parallel", "ops", "deepspeed", "checkpoint", "evaluation", "logging", "cluster", "run")
+_SAFE_KEYS = (
+    "train.micro_batch_size",
+    "train.deterministic",
+    "train.max_nonfinite_steps",
+    "model.attention",
+    "optim.impl",
+    "data.valid",
+    "tokenizer.engine",
+)
+
+
+def change_class(key: str) -> ChangeClass:
+    """Returns the class of a change of a key that `changed_keys` does not refuse, as in optim.lr."""
+    room = key.partition(".")[0]
+    if room in _SAFE_ROOMS or KEYS.get(key) == _WHERE or key.startswith(_SAFE_KEYS):
+        return ChangeClass.safe
+    return ChangeClass.warn
 
 
 @dataclass(frozen=True)

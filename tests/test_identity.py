@@ -17,7 +17,7 @@ from megads.config import RootConfig, TrainConfig
 from megads.data.config import DataConfig, DatasetConfig, Order, PackingMode, SkipConfig
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError
-from megads.identity import KEYS, changed_keys, check_allowed
+from megads.identity import KEYS, ChangeClass, change_class, changed_keys, check_allowed
 from megads.tools.generate import checkpoint_tokenizer
 from tests.command import Ended, StartCommand, checkpoint_of, events_of, steps_of
 
@@ -112,6 +112,16 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: Star
 
 
 @distributed
+def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> None:
+    """Catches a dry run that keeps a changed learning rate to itself, and a warning of what changes nothing."""
+    changed = ("optim.lr=0.02", "logging.every_steps=2")
+    told = train(megads, "run.id=one", "train.steps=2", "run.dry_run=true", *changed).out.splitlines()
+    told = [line for line in told if line.startswith("changed since the last start")]
+    differently = "; the run trains differently from here on"
+    assert [line.endswith(differently) for line in told if "optim.lr" in line] == [True]
+    assert [line.endswith(differently) for line in told if "logging.every_steps" in line] == [False]
+
+
 def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
     """Catches a run that is lost with its data cache, a copy that writes like another model, a tokenizer that was
     replaced under a run and decodes its ids to other text, and a copy that does not go on with the same text made
@@ -211,6 +221,24 @@ def test_changes_that_every_start_may_make() -> None:
     assert [change.key for change in changed_keys(before, skip, 40, ["data.skip"])] == ["data.skip"]
     # With data.valid there is no split to change.
     assert changed_keys(config_of(valid="v"), config_of(valid="v", split=[1.0, 0.0]), 40, []) == []
+
+
+@pytest.mark.parametrize(
+    ("safe", "warned"),
+    [
+        ("parallel.tp", "optim.lr"),
+        ("ops.impl", "schedule.decay_samples"),
+        ("logging.wandb.mode", "hooks.mine.rate"),
+        ("train.micro_batch_size", "train.global_batch_size"),
+        ("optim.impl", "optim.clip_grad"),
+        ("data.cache_dir", "data.weights"),
+        ("checkpoint.every_steps", "train.precision"),
+    ],
+)
+def test_classes_of_changes(safe: str, warned: str) -> None:
+    """Catches a change of the training that is told as quietly as one of the console, and the reverse."""
+    assert change_class(safe) is ChangeClass.safe
+    assert change_class(warned) is ChangeClass.warn
 
 
 def test_every_key_of_train_data_and_tokenizer_is_classified() -> None:

@@ -160,7 +160,10 @@ def test_longer_training_continues_the_run(corpus: Path, megads: StartCommand) -
     assert longer.code == 0 and longer.out.count("train.steps 2 -> 4") == 1
     (run_dir,) = (megads.folder / "runs").iterdir()
     (changed,) = events_of(run_dir, "config_changed")
-    assert changed["changes"] == [{"key": "train.steps", "before": 2, "after": 4}] and changed["level"] == "warning"
+    assert (
+        changed["changes"] == [{"key": "train.steps", "before": 2, "after": 4, "class": "warn"}]
+        and changed["level"] == "warning"
+    )
     steps = steps_of(run_dir)
     assert [(line["step"], line["samples"]) for line in steps] == [(1, 12), (2, 24), (3, 36), (4, 48)]
     assert len({line["batch_hash"] for line in steps}) == 4

@@ -145,7 +145,7 @@ def pin_checkpoint(folder: Path) -> Path | None:
         if read_regular(pin / MANIFEST_FILE) == text:
             return pin
     except FileNotFoundError:
-        pass
+        pass  # retention has removed the checkpoint meanwhile: there is nothing to upload
     except OSError:
         unpin(pin)
         raise

@@ -7,7 +7,7 @@ A start is decided before it holds the run directory, and leaves a refused one's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ class AcceptedStart:
         data: what its data holds.
         tokenizer: of the run; None where nobody knows it.
         allowed: what changes of the run because run.allow_changes says so.
-        settings: other keys that differ from the last start, with both values.
+        settings: other keys that differ from the last start, with both values and their class.
     """
 
     resolved: ResolvedRun
@@ -54,6 +54,18 @@ class AcceptedStart:
     def changed_settings(self) -> list[str]:
         """The settings that changed, each as a line."""
         return [f"{change['key']} {change['before']} -> {change['after']}" for change in self.settings]
+
+    def say_changes(self, say: Callable[[str, str], None]) -> None:
+        """Says what changed since the last start, with a warning of what changes the training.
+
+        Args:
+            say: takes a line and its level.
+        """
+        for change, text in zip(self.settings, self.changed_settings, strict=True):
+            if change["class"] == "warn":
+                say(f"changed since the last start: {text}; the run trains differently from here on", "warning")
+            else:
+                say(f"changed since the last start: {text}", "info")
 
     def record(self) -> None:
         """Writes the start's records; the caller holds the run directory.
@@ -75,7 +87,8 @@ class AcceptedStart:
                 events.write("data", **self.resolved.made)
             if self.settings:
                 message = "; ".join(self.changed_settings)
-                events.write("config_changed", level="warning", message=message, changes=list(self.settings))
+                level = "warning" if any(change["class"] == "warn" for change in self.settings) else "info"
+                events.write("config_changed", level=level, message=message, changes=list(self.settings))
             if self.allowed:
                 samples = self.past.samples if self.past is not None else 0
                 events.write(
@@ -200,13 +213,15 @@ def _computed(config: RootConfig) -> dict[str, Any]:
 
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
-    """Lists the keys outside `run` whose values differ from the last start of the same run, with both values."""
+    """Lists the keys outside `run` whose values differ from the last start, with both values and `change_class`."""
+    from megads.identity import change_class
+
     try:
         before = dict(_flat(config_dict(load_frozen(Path(str(config.run.dir)) / CONFIG_FILE))))
     except ConfigError:
         return []
     return [
-        {"key": key, "before": before.get(key), "after": value}
+        {"key": key, "before": before.get(key), "after": value, "class": change_class(key).value}
         for key, value in _flat(config_dict(config))
         if before.get(key) != value and not key.startswith("run.")
     ]

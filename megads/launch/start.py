@@ -26,7 +26,7 @@ from megads.errors import (
     UnhealthyNode,
 )
 from megads.frozen_config import config_digest
-from megads.launch.acceptance import accept_start, finished_text
+from megads.launch.acceptance import AcceptedStart, accept_start, finished_text
 from megads.launch.dry_run_warnings import of_warmup
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
@@ -117,7 +117,10 @@ def _start(asked: RootConfig, start: StartRequest) -> int:
             _refuse_shared_place(asked, start.claimed_dirs)
             resolved = resolve_run(asked, start.choices, placement)
             if asked.run.dry_run:
-                print(start.describe(_preview(resolved)))
+                accepted = _preview(resolved)
+                print(start.describe(accepted.resolved if accepted else resolved))
+                if accepted:
+                    accepted.say_changes(lambda text, _level: print(text))
                 return EXIT_OK
             ended = _run(resolved, server)
             # The run directory is free again for whoever comes next.
@@ -167,8 +170,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         if finished := accepted.finished():
             console.say(finished)
             return _Ended(EXIT_OK)
-        for text in accepted.changed_settings:
-            console.say(f"changed since the last start: {text}", "warning")
+        accepted.say_changes(console.say)
         # That there is none only a dry run says: whoever asked for that need not hear it at every start.
         for text in of_warmup(resolved.config) if resolved.config.schedule.warmup_samples else ():
             console.say(text, "warning")
@@ -182,14 +184,14 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         return ended
 
 
-def _preview(resolved: ResolvedRun) -> ResolvedRun:
-    """What a dry run describes: refused as the start would be, where the data is there to tell."""
+def _preview(resolved: ResolvedRun) -> AcceptedStart | None:
+    """What a dry run describes, refused as the start would be; None where the data is not there to tell."""
     known = dataclasses.replace(resolved, config=resolved.planned)
     # It is fetched by a start.
     unseen = is_url(resolved.asked.checkpoint.load) and not Path(known.config.checkpoint.load).is_dir()
     if known.config.model.vocab_size is None or not resolved.data.made or unseen:
-        return resolved
-    return accept_start(known).resolved
+        return None
+    return accept_start(known)
 
 
 def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) -> None:

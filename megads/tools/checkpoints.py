@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,30 +66,38 @@ def list_all(run: str) -> None:
     """
     run_dir, found = _checkpoints(run)
     losses = _losses(run_dir)
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("step", "samples", "tokens", "loss", "valid", "layout", "size", "written", ""):
-        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    rows: list[Sequence[str]] = []
     kept = _kept(run_dir, found)
     for step, manifest in found.items():
         if isinstance(manifest, str):
-            table.add_row(f"{step:,}", *[""] * 7, "not usable")
+            rows.append((f"{step:,}", *[""] * 7, "not usable"))
             continue
-        state, layout = manifest.run.state, manifest.run.layout
-        table.add_row(
-            f"{step:,}",
-            f"{state['samples']:,}",
-            f"{state['tokens']:,}",
-            *losses.get(step, ("", "")),
-            " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process",
-            f"{manifest.nbytes / 1e6:,.1f} MB",
-            _when(_folder(run_dir, step) / MANIFEST_FILE),
-            kept.get(step, ""),
-        )
-    # A file or a pipe is read by whoever gives it room.
-    VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+        samples, tokens, layout, size = manifest_cells(manifest)
+        written = _when(_folder(run_dir, step) / MANIFEST_FILE)
+        loss = losses.get(step, ("", ""))
+        rows.append((f"{step:,}", samples, tokens, *loss, layout, size, written, kept.get(step, "")))
+    print_table(("step", "samples", "tokens", "loss", "valid", "layout", "size", "written", ""), rows)
     for step, manifest in found.items():
         if isinstance(manifest, str):
             print(f"{_folder(run_dir, step)}: {manifest}")
+
+
+def manifest_cells(manifest: Manifest) -> tuple[str, str, str, str]:
+    """Samples, tokens, layout and size of a checkpoint, as lists show them."""
+    state, layout = manifest.run.state, manifest.run.layout
+    axes = " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process"
+    return f"{state['samples']:,}", f"{state['tokens']:,}", axes, f"{manifest.nbytes / 1e6:,.1f} MB"
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table of checkpoints; numbers are aligned to the right."""
+    table = Table(box=SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    for row in rows:
+        table.add_row(*row)
+    # A file or a pipe is read by whoever gives it room.
+    VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
 
 
 def verify(run: str, steps: Sequence[int] | None) -> int:

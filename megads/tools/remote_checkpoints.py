@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints, step_folder
 from megads.checkpoint.download import fetch_file, open_remote_run, remote_run, restore_newest
@@ -24,12 +20,11 @@ from megads.launch.uploader import Uploader, run_url
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.visible_console import VisibleConsole
+from megads.tools.checkpoints import manifest_cells, print_table
 from megads.tools.generate import run_path
 from megads.tools.output_folder import require_free, require_room, write_origin
 
 _DOWNLOADED_BY = "megads checkpoint download"
-_PIPE_WIDTH = 120
 _TRIES = 3
 
 
@@ -121,25 +116,15 @@ def list_remote(url: str) -> None:
         CheckpointError: there is none.
     """
     store, found = _found(url, None)
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("step", "samples", "tokens", "layout", "size", ""):
-        table.add_column(name, justify="left" if name in ("layout", "") else "right")
+    rows: list[Sequence[str]] = []
     newest = max(found.values(), key=lambda checkpoint: checkpoint.sequence)
     for step, checkpoint in found.items():
         manifest = checkpoint.manifest
         if manifest is None or checkpoint.problem:
-            table.add_row(f"{step:,}", *[""] * 4, f"not usable: {checkpoint.problem}")
-            continue
-        state, layout = manifest.run.state, manifest.run.layout
-        table.add_row(
-            f"{step:,}",
-            f"{state['samples']:,}",
-            f"{state['tokens']:,}",
-            " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process",
-            f"{manifest.nbytes / 1e6:,.1f} MB",
-            "newest" if checkpoint is newest else "",
-        )
-    VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+            rows.append((f"{step:,}", *[""] * 4, f"not usable: {checkpoint.problem}"))
+        else:
+            rows.append((f"{step:,}", *manifest_cells(manifest), "newest" if checkpoint is newest else ""))
+    print_table(("step", "samples", "tokens", "layout", "size", ""), rows)
     print(store.url)
 
 

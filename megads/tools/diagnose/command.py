@@ -90,8 +90,8 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
             return FinishedRun(end.folder)
         surveys += end.surveys
         nodes = end.nodes
-    surveys += [survey_file(path, str(path)) for path in find_logs(config.logs)]
-    flight = judge_traces(read_dumps(config.flight_recorder)) if config.flight_recorder else None
+    surveys += [survey_file(path, str(path)) for path in find_logs(config.log_paths)]
+    flight = judge_traces(read_dumps(config.dump_paths)) if config.flight_recorder else None
     notes = [f"{survey.file} {note}" for survey in surveys for note in survey.notes]
     if not flight and not any(survey.lines or survey.findings for survey in surveys):
         raise DataError(f"nothing to diagnose: {'; '.join(notes) or 'the logs are empty'}")
@@ -107,7 +107,7 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
         diagnosis = with_past(diagnosis, recollections)
     advice = _ask(config, diagnosis, notes)
     if config.incidents.store and config.incidents.file is not None:
-        what = config.run or next(iter(config.logs + config.flight_recorder))
+        what = config.run or next(iter(config.log_paths + config.dump_paths))
         store_incident(Path(config.incidents.file), what, diagnosis, config.incidents.note or "", telling)
     seconds = time.perf_counter() - start
     return Report(diagnosis, tuple(surveys), flight, tuple(recollections), advice, tuple(notes), seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 from megads.errors import ConfigError
@@ -40,11 +41,11 @@ class DiagnoseConfig:
 
     run: str | None = None
     """Run directory, or the id of a run in runs/: its records and the logs of its last start are read."""
-    logs: list[str] = field(default_factory=list)
-    """Log files or folders of them, also of other trainers, of SLURM and of the kernel; .gz and .zst too."""
-    flight_recorder: list[str] = field(default_factory=list)
-    """Dumps of torch's flight recorder (NCCL or gloo, pickled or JSON), or folders of them; a dump's name ends in its
-    rank."""
+    logs: Any = field(default_factory=list)
+    """A log file or folder, or a list of them, also of other trainers, SLURM and the kernel; .gz and .zst too."""
+    flight_recorder: Any = field(default_factory=list)
+    """A dump of torch's flight recorder (NCCL or gloo, pickled or JSON) or a folder of them, or a list; a dump's name
+    ends in its rank."""
     json: bool = False
     """Print one JSON object."""
     templates: int = 0
@@ -54,8 +55,24 @@ class DiagnoseConfig:
     llm: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     """A language model that is asked for advice."""
 
+    @property
+    def log_paths(self) -> list[str]:
+        """logs as a list."""
+        return [self.logs] if isinstance(self.logs, str) else list(self.logs)
+
+    @property
+    def dump_paths(self) -> list[str]:
+        """flight_recorder as a list."""
+        return [self.flight_recorder] if isinstance(self.flight_recorder, str) else list(self.flight_recorder)
+
     def check(self) -> None:
         """Raises ConfigError unless there is something to read, and what is asked can be done."""
+        for name in ("logs", "flight_recorder"):
+            paths = getattr(self, name)
+            if not isinstance(paths, str | list) or not all(isinstance(path, str) and path for path in paths):
+                raise ConfigError(
+                    f"{name} = {paths!r}: want a file or folder, or a list, as in {name}='[a.log, b.log]'"
+                )
         if not self.run and not self.logs and not self.flight_recorder:
             raise ConfigError(
                 "nothing to diagnose: give run=<run directory>, logs=[<file>, ...] or flight_recorder=[<folder>]"

@@ -70,6 +70,12 @@ def test_nothing_to_read(content: bytes, message: str, tmp_path: Path) -> None:
     assert message in report(path, other).notes[0]
 
 
+def test_one_path_is_no_list(tmp_path: Path) -> None:
+    """Catches logs=<file>, as a shell completes it, refused for want of brackets."""
+    found = diagnose(DiagnoseConfig(logs=str(write(tmp_path / "a.log", OOM))))
+    assert isinstance(found, Report) and found.diagnosis.cause == Cause.cuda_oom
+
+
 def test_missing_logs(tmp_path: Path) -> None:
     """Catches a traceback for a name that is wrong."""
     with pytest.raises(DataError, match="there is no file"):
@@ -151,6 +157,8 @@ def test_runs_that_are_none(tmp_path: Path) -> None:
     ("config", "message"),
     [
         (DiagnoseConfig(), "nothing to diagnose"),
+        (DiagnoseConfig(logs=5), "logs = 5: want a file or folder, or a list"),
+        (DiagnoseConfig(flight_recorder=[""]), "flight_recorder = .*: want a file or folder, or a list"),
         (DiagnoseConfig(run="a", templates=-1), "templates"),
         (DiagnoseConfig(run="a", incidents=IncidentsConfig(store=True)), "incidents.file"),
         (DiagnoseConfig(run="a", incidents=IncidentsConfig(file="f", note="n")), "incidents.store"),

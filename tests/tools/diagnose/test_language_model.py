@@ -14,7 +14,7 @@ import pytest
 from megads.errors import ConfigError
 from megads.tools.diagnose.command import Report, diagnose
 from megads.tools.diagnose.config import DiagnoseConfig, LanguageModelConfig
-from megads.tools.diagnose.secrets import mask_secrets
+from megads.tools.diagnose.language_model import mask_secrets
 
 SECRETS = {
     "hf": "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
