@@ -41,6 +41,7 @@ from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
+from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
 from megads.errors import ConfigError, DataError, Preempted, StopRequested
 from megads.evaluate.harness_tasks import documents_within, load_tasks
@@ -123,7 +124,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
         ]
-        hooks += [*timeline_hooks(config, run_dir, engine), GarbageCollectionHook(config.cluster.gc_every_steps)]
+        hooks += [*timing_hooks(config, run_dir, engine, events), GarbageCollectionHook(config.cluster.gc_every_steps)]
         hooks += evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)
         hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
         record_start(config, engine, device, kernels, state, events)
@@ -404,10 +405,14 @@ def checkpoint_hook(
     )
 
 
-def timeline_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine) -> list[Hook]:
-    """Times steps, where that is asked for."""
-    every_steps = config.logging.timeline_every_steps
-    return [] if every_steps is None else [TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid)]
+def timing_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter) -> list[Hook]:
+    """Times steps: action by action where that is asked for, and to find stragglers where there are several ranks."""
+    hooks: list[Hook] = []
+    if (every_steps := config.logging.timeline_every_steps) is not None:
+        hooks.append(TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
+    if (every_steps := config.logging.straggler_every_steps) is not None and engine.grid.world_size > 1:
+        hooks.append(StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
+    return hooks
 
 
 def evaluation_hooks(

@@ -42,6 +42,7 @@ LONG_FUNCTIONS: dict[str, int] = {}
 
 # Which tool uses another one; none is used by a storey below.
 TOOLS = {
+    "chaos": set(),
     "checkpoints": {"generate", "output_folder"},
     "diagnose": {"exchange"},
     "doctor": set(),
@@ -54,7 +55,7 @@ TOOLS = {
     "output_folder": set(),
     "plan": {"report"},
     "rehearse": {"doctor"},
-    "remote_checkpoints": {"generate", "output_folder"},
+    "remote_checkpoints": {"checkpoints", "generate", "output_folder"},
     "report": set(),
     "sweep": {"report"},
     "verify": set(),

@@ -36,6 +36,7 @@ VERBS = {
     "dataset": "merge, split, inspect, count or check indexed datasets",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",
+    "chaos": "inject real faults into real runs: is anything lost?",
     "check_nodes": "which nodes of a SLURM job are fit to train?",
     "report": "draw a run as one HTML page and pictures",
 }

@@ -181,7 +181,7 @@ class TrainEngine(Protocol):
         ...
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
-        """Times the next step, and calls `watch` at its end with what this rank did in it."""
+        """Times the next step, and calls `watch` at its end with what this rank did in it, beside others who asked."""
         ...
 
     @property

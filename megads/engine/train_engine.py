@@ -297,7 +297,14 @@ class BaseTrainEngine(ABC):
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
         """See TrainEngine.watch_spans."""
-        self._engine.watch_spans = watch
+        earlier = self._engine.watch_spans
+
+        def both(spans: list[Span]) -> None:
+            if earlier is not None:
+                earlier(spans)
+            watch(spans)
+
+        self._engine.watch_spans = both
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         """See TrainEngine.named_shards."""

@@ -132,6 +132,9 @@ class LoggingConfig:
     logging.trackers.<name>={} (docs/extending.md)."""
     timeline_every_steps: int | None = None
     """Time every n-th step on every rank, action by action, in <run.dir>/timeline; null times none."""
+    straggler_every_steps: int | None = 10
+    """Time the forward and backward passes of every n-th step on every rank, and name ranks that are slower than others
+    with the same work; null times none."""
     flush_s: float = 10.0
     """Longest wait for wandb and TensorBoard at the end of a run; what is missing then can be sent later."""
 
@@ -141,10 +144,10 @@ class LoggingConfig:
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
             raise ConfigError(f"logging.every_steps = {self.every_steps}: must be at least 1")
-        if self.timeline_every_steps is not None and self.timeline_every_steps < 1:
-            raise ConfigError(
-                f"logging.timeline_every_steps = {self.timeline_every_steps}: must be at least 1, or null for none"
-            )
+        for name in ("timeline_every_steps", "straggler_every_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"logging.{name} = {value}: must be at least 1, or null for none")
         for name in ("wandb", "tensorboard"):
             if name in self.trackers:
                 raise ConfigError(f"logging.trackers.{name}: this tracker is built in, with settings in logging.{name}")

@@ -174,6 +174,21 @@ class ControlPlane:
         dist.broadcast(shared, src=source, group=self.group)
         return value if sends else decode(shared.numpy().tobytes(), kind, source)  # type: ignore[no-any-return]
 
+    def gather_numbers(self, own: Tensor) -> Tensor | None:
+        """Every rank's numbers, by rank, on rank 0; None on the others.
+
+        Args:
+            own: [n], n and dtype the same on all ranks.
+
+        Returns:
+            [world_size, n].
+        """
+        if self._is_alone():
+            return own[None]
+        rows = torch.empty(self.world_size, own.numel(), dtype=own.dtype) if self.rank == 0 else None
+        dist.gather(own, list(rows) if rows is not None else None, dst=0, group=self.group)
+        return rows
+
     def gather_bytes(self, own: Tensor) -> Tensor:
         """Every rank's bytes, by rank, on all of them.
 

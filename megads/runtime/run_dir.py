@@ -60,6 +60,11 @@ def rank_log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 
+def slowdowns_path(run_dir: Path) -> Path:
+    """Returns the file that holds how much longer than its peers each rank computed, in the steps that were timed."""
+    return run_dir / "slowdowns.jsonl"
+
+
 def agent_log_path(run_dir: Path, node: int) -> Path:
     """Returns the file that holds everything that the agent of a node prints."""
     return run_dir / "logs" / f"agent_{node:05d}.log"

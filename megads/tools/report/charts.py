@@ -10,9 +10,12 @@ from itertools import cycle, product
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgba
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import slowdowns_path
 from megads.tools.report.history import FloatArray, RunHistory
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.tools.report.timeline import draw_step_timeline, draw_timeline, read_steps
@@ -94,6 +97,9 @@ def axis_top(values: FloatArray) -> float | None:
 
 
 _MOST_RESTART_MARKS = 50
+_MOST_CELLS = 256
+"""Rows and columns of a heat map."""
+_DARKEST_SLOWDOWN = 0.25
 _TASK_LOOKS = tuple(product(("o", "s", "D", "^"), (BLUE, GREEN, ORANGE, RED, INK)))
 _VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
 
@@ -116,6 +122,11 @@ def run_charts(history: RunHistory) -> list[Chart]:
             "What every rank did in one step, measured and simulated",
             partial(draw_step_timeline, history, steps),
             wide=True,
+        ),
+        Chart(
+            "stragglers",
+            "How much longer than its peers each rank computed, over steps",
+            partial(draw_stragglers, history),
         ),
         Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),
     ]
@@ -262,6 +273,43 @@ def draw_memory(history: RunHistory, wide: bool = False) -> Figure | None:
     _draw_line(axes, history.step, memory / scale, BLUE)
     axes.set_ylim(0, 1.12 * largest / scale)
     return _finish(figure, axes, history, unit)
+
+
+def draw_stragglers(history: RunHistory, wide: bool = False) -> Figure | None:
+    """A heat map of ranks over steps: the darker, the longer a rank computed than those with the same work."""
+    steps, slowdown = _read_slowdowns(history)
+    if not len(steps):
+        return None
+    num_ranks = slowdown.shape[0]
+    # Of neighbours that share a row or a column, the slowest is seen.
+    rows, columns = (np.arange(0, size, -(-size // _MOST_CELLS)) for size in slowdown.shape)
+    cells = np.maximum.reduceat(np.maximum.reduceat(slowdown, rows, axis=0), columns, axis=1)
+    top = max(_DARKEST_SLOWDOWN, float(cells.max()))
+    figure, axes = open_panel("Slowdown of ranks against their peers", wide)
+    colors = LinearSegmentedColormap.from_list("slowdown", [to_rgba(RED, 0.0), to_rgba(RED, 1.0)])
+    image = axes.imshow(
+        100 * np.maximum(cells, 0.0), cmap=colors, vmin=0, vmax=100 * top, aspect="auto", interpolation="nearest",
+        extent=(float(steps[0]), float(steps[-1]) + 1, num_ranks - 0.5, -0.5),
+    )  # fmt: skip
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    figure.colorbar(image, ax=axes, label="% longer")
+    count_axis(axes)
+    close_panel(axes, "step", "rank")
+    return figure
+
+
+def _read_slowdowns(history: RunHistory) -> tuple[FloatArray, FloatArray]:
+    """Steps that were timed, ascending, and [ranks, steps] slowdowns of the last layout."""
+    found: dict[int, list[float]] = {}
+    for line in read_json_lines(slowdowns_path(history.run_dir)):
+        step, values = line.get("step"), line.get("slowdown")
+        if isinstance(step, int) and isinstance(values, list) and all(isinstance(v, int | float) for v in values):
+            # A step that was trained again counts as it was at last.
+            found.pop(step, None)
+            found[step] = values
+    width = len(found[next(reversed(found))]) if found else 0
+    steps = sorted(step for step, values in found.items() if len(values) == width)
+    return np.array(steps, dtype=np.float64), np.array([found[step] for step in steps], dtype=np.float64).T
 
 
 def _draw_raw(axes: Axes, step: FloatArray, values: FloatArray, label: str, color: str, strong: bool) -> None:

@@ -1,0 +1,34 @@
+"""`megads chaos`: real faults for a real run, and whether anything was lost."""
+
+from __future__ import annotations
+
+import sys
+
+from megads.cli.verb import Invocation, Verb
+from megads.errors import EXIT_OK, CheckpointError
+from megads.tools.chaos.config import ChaosConfig
+
+
+def run(config: ChaosConfig, _invocation: Invocation) -> int:
+    """Runs a campaign, or lists the faults."""
+    config.check()
+    from megads.tools.chaos.campaign import Campaign, chosen_faults
+    from megads.tools.chaos.scorecard import as_json, list_faults, show, write
+
+    if config.dry_run:
+        list_faults(chosen_faults(config))
+        return EXIT_OK
+    out = sys.stderr if config.json else sys.stdout
+    result = Campaign(config, lambda line: print(line, file=out, flush=True)).run()
+    path = write(result)
+    if config.json:
+        print(as_json(result))
+    else:
+        show(result)
+        print(path)
+    if result.failed:
+        raise CheckpointError(f"{len(result.failed)} of {len(result.results)} faults were not survived; see {path}")
+    return EXIT_OK
+
+
+VERB = Verb("chaos", ChaosConfig, run, flags={"--json": "json=true"})

@@ -1,0 +1,235 @@
+"""Stragglers: ranks that compute more slowly than the others of their kind, and so slow down all of them.
+
+In synchronous training all ranks' steps take as long as the slowest one's: the time of a step names nobody. Every n-th
+step each rank therefore times its forward and backward passes alone, without receives, reductions and waiting for them,
+and rank 0 compares ranks that hold the same pipeline stage (as MegaScale does, arXiv 2402.15627, section 5.1).
+
+Tensor- and context-parallel ranks wait for each other within a forward pass: a slow one slows down its whole group, and
+all ranks of the group are named.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megads.engine.timeline import Span
+from megads.parallel.grid import ParallelGrid
+from megads.parallel.pipeline_actions import ActionKind
+from megads.runtime.environment import node_name
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.metrics import EventWriter
+from megads.runtime.run_dir import slowdowns_path
+
+WINDOW = 9
+"""Timed steps over which a rank is judged."""
+SLOWER_BY = 0.10
+"""A rank is a straggler from a slowdown of this share on."""
+LEAST_SCORE = 6.0
+"""Standard errors above its peers. At 1% noise a healthy rank never has a slowdown of 10%; where the noise is larger, a
+score of 6 comes up by chance once in 10^9 windows."""
+_MEDIAN_ERROR = 1.2533
+"""The standard error of a median of n normal values is so many times that of their mean."""
+_DIFFERENCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
+"""From the median absolute difference of two normal values to their standard deviation."""
+_NOISE_STEPS = 100
+_LEAST_NOISE = 1e-3
+_MOST_CELLS = 4_000_000
+"""Numbers in the file of slowdowns over a run of 100,000 timed steps; with more ranks, fewer steps are written."""
+_COMPUTE = (ActionKind.forward, ActionKind.backward, ActionKind.backward_input, ActionKind.backward_weight)
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def compute_seconds(spans: Sequence[Span]) -> float:
+    """Returns the seconds that a rank spent in its own forward and backward passes of a step."""
+    return sum(span.end_s - span.start_s for span in spans if span.kind in _COMPUTE)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that became a straggler, or is none any more.
+
+    Attributes:
+        rank: the rank.
+        slowdown: its compute time over that of its peers, less 1.
+        score: how many standard errors that is above 0.
+        over: it computes as fast as its peers again.
+    """
+
+    rank: int
+    slowdown: float
+    score: float
+    over: bool = False
+
+    @property
+    def confidence(self) -> float:
+        """Probability that the slowdown is no chance: of the score, by the normal distribution."""
+        return 1 - 0.5 * math.erfc(self.score / math.sqrt(2))
+
+
+class StragglerDetector:
+    """Judges ranks by the times of their own compute; a pure function of what `add` was given.
+
+    Each time is divided by the median of the rank's peers in the same step, which takes out what all of them share:
+    the batch, a clock that throttles all, a longer sequence. A rank's slowdown is the median of these ratios over the
+    window, so single slow steps name nobody. The noise is the median difference between two steps' ratios, of all ranks
+    and over a longer time than the window, so that no rank's own slowdown counts as noise.
+
+    Args:
+        peers: for every rank, a number that ranks with the same work share.
+    """
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        self._groups = [np.flatnonzero(np.asarray(peers) == group) for group in sorted(set(peers))]
+        self._window: deque[FloatArray] = deque(maxlen=WINDOW)
+        self._differences: deque[float] = deque(maxlen=_NOISE_STEPS)
+        self._known: set[int] = set()
+
+    def add(self, slowdown: FloatArray) -> list[Straggler]:
+        """Takes one step.
+
+        Args:
+            slowdown: [ranks], see `relative`.
+
+        Returns:
+            Ranks that became stragglers with this step, and those that are none any more.
+        """
+        if self._window:
+            self._differences.append(float(np.median(np.abs(slowdown - self._window[-1]))))
+        self._window.append(slowdown)
+        if len(self._window) < WINDOW:
+            return []
+        slowdown = np.median(np.stack(self._window), axis=0)
+        noise = max(_DIFFERENCE_TO_DEVIATION * float(np.median(self._differences)), _LEAST_NOISE)
+        score = slowdown / (_MEDIAN_ERROR * noise / math.sqrt(WINDOW))
+        found = []
+        for rank in np.flatnonzero((slowdown >= SLOWER_BY) & (score >= LEAST_SCORE)).tolist():
+            if rank not in self._known:
+                self._known.add(rank)
+                found.append(Straggler(rank, float(slowdown[rank]), float(score[rank])))
+        for rank in sorted(self._known):
+            if slowdown[rank] < SLOWER_BY / 2:
+                self._known.remove(rank)
+                found.append(Straggler(rank, float(slowdown[rank]), float(score[rank]), over=True))
+        return found
+
+    def relative(self, compute_s: FloatArray) -> FloatArray:
+        """How much longer than the median of its peers each rank took, as a share; 0 for a rank without peers.
+
+        Args:
+            compute_s: [ranks] seconds, see `compute_seconds`.
+        """
+        relative = np.zeros_like(compute_s)
+        for members in self._groups:
+            if len(members) < 2:
+                continue
+            times = compute_s[members]
+            # Of the others alone: of two ranks, one's own time would pull the median half of the way.
+            order = np.argsort(times, kind="stable")
+            rank_of = np.empty_like(order)
+            rank_of[order] = np.arange(len(order))
+            ordered, half = times[order], (len(times) - 1) / 2
+            low, high = math.floor(half - 0.5), math.ceil(half - 0.5)
+            others = (ordered[low + (rank_of <= low)] + ordered[high + (rank_of <= high)]) / 2
+            relative[members] = np.divide(times, others, out=np.ones_like(times), where=others > 0) - 1
+        return relative
+
+
+class StragglerHook:
+    """Has the engine time every n-th step, and names ranks that are slower than their peers.
+
+    Args:
+        watch_spans: `TrainEngine.watch_spans` of the engine that trains.
+        run_dir: the run's folder.
+        every_steps: n.
+        grid: the ranks.
+        events: takes what is found.
+    """
+
+    def __init__(
+        self,
+        watch_spans: Callable[[Callable[[list[Span]], None]], None],
+        run_dir: Path,
+        every_steps: int,
+        grid: ParallelGrid,
+        events: EventWriter,
+    ) -> None:
+        self._watch_spans, self._path, self._every_steps = watch_spans, slowdowns_path(run_dir), every_steps
+        self._grid, self._events = grid, events
+        self._detector: StragglerDetector | None = None
+        self._nodes: list[str] = []
+        self._compute_s = 0.0
+        self._write_every = every_steps * -(-grid.world_size * 100_000 // _MOST_CELLS)
+
+    def on_start(self, state: TrainState) -> None:
+        control = self._grid.control
+        self._nodes = control.gather(node_name(), str)
+        peers = control.gather(self._grid.pp.rank, int)
+        self._detector = StragglerDetector(peers) if self._grid.rank == 0 else None
+        self._prepare(state.step + 1)
+
+    def on_step(self, info: StepInfo) -> None:
+        if info.step % self._every_steps == 0:
+            self._compare(info.step)
+        if not info.last:
+            self._prepare(info.step + 1)
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    def _prepare(self, step: int) -> None:
+        if step % self._every_steps == 0:
+            self._watch_spans(self._note)
+
+    def _note(self, spans: list[Span]) -> None:
+        self._compute_s = compute_seconds(spans)
+
+    def _compare(self, step: int) -> None:
+        rows = self._grid.control.gather_numbers(torch.tensor([self._compute_s], dtype=torch.float64))
+        if rows is None or self._detector is None:
+            return
+        slowdown = self._detector.relative(rows[:, 0].numpy())
+        for found in self._detector.add(slowdown):
+            event, level = ("straggler_over", "info") if found.over else ("straggler", "warning")
+            self._events.write(
+                event,
+                level=level,
+                step=step,
+                rank=found.rank,
+                node=self._nodes[found.rank],
+                slowdown=round(found.slowdown, 4),
+                score=round(found.score, 1),
+                confidence=round(found.confidence, 6),
+                message=_told(found, self._nodes[found.rank]),
+            )
+        if step % self._write_every == 0:
+            self._write(step, slowdown)
+
+    def _write(self, step: int, slowdown: FloatArray) -> None:
+        line = {"step": step, "slowdown": [round(share, 4) for share in slowdown.tolist()]}
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            # A full disk is no reason to end a run.
+            logging.getLogger(__name__).warning("the slowdowns of step %d are not written: %s", step, error)
+
+
+def _told(found: Straggler, node: str) -> str:
+    share = f"{100 * abs(found.slowdown):.0f}%"
+    if found.over:
+        return f"rank {found.rank} on {node} computes as fast as its peers again"
+    return (
+        f"rank {found.rank} on {node} computes {share} longer than its peers over the last {WINDOW} timed steps: every "
+        "step waits for it. Look at its node: other processes, clocks and temperature of its GPU, its memory bandwidth"
+    )

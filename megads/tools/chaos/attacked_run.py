@@ -1,0 +1,176 @@
+"""The run under attack: its command, its processes, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.local import node_folder
+from megads.checkpoint.manifest import read_manifest
+from megads.errors import CheckpointError
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, rank_log_path
+
+COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
+"""Keys of a line of the ledger that must not differ; the others are times and memory."""
+POLL_S = 0.02
+
+
+class AttackedRun:
+    """One run directory and the command that trains in it.
+
+    Args:
+        run_dir: the run directory.
+        overrides: of `megads train`.
+        local_folder: checkpoint.local_folder of the run.
+        local_ranks: ranks on this machine.
+    """
+
+    def __init__(self, run_dir: Path, overrides: Sequence[str], local_folder: Path, local_ranks: int):
+        self.run_dir, self.num_ranks = run_dir, local_ranks
+        self._overrides, self._local_folder = list(overrides), local_folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *further: str) -> None:
+        """Gives the command, with further overrides."""
+        self._process = self.give_command(*further)
+
+    def give_command(self, *further: str) -> subprocess.Popen[bytes]:
+        """Starts the command as another process would, beside the one that runs."""
+        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        words = ["train", *self._overrides, f"run.dir={self.run_dir}", *further]
+        with self.command_log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "megads.cli.main", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def command_log(self) -> Path:
+        """What the commands printed."""
+        return self.run_dir.with_name(f"{self.run_dir.name}.log")
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        """The command that was given last."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether the command has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def end(self, timeout_s: float) -> int | None:
+        """Waits for the end of the command; its exit code, None where it does not end."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.launcher.wait(timeout_s)
+        return None
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, *, running: bool = True) -> bool:
+        """Whether a condition came true in time, and while the command ran if that is asked for."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline or (running and not self.running):
+                return condition()
+            time.sleep(POLL_S)
+        return True
+
+    def kill_everything(self) -> None:
+        """SIGKILL to the command and everything it started, as a power cut would."""
+        if self._process is None:
+            return
+        try:
+            launcher = psutil.Process(self._process.pid)
+            processes = [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            processes = []
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        # Ranks die a moment after the launcher; the next command must not find them.
+        psutil.wait_procs(processes, timeout=10)
+
+    def rank(self, rank: int) -> psutil.Process | None:
+        """The process of a rank, by its log; None where it has none."""
+        with suppress(OSError, ValueError, psutil.NoSuchProcess):
+            text = rank_log_path(self.run_dir, rank).read_text(errors="replace")
+            process = psutil.Process(int(text.rpartition(", pid ")[2].partition(",")[0]))
+            return process if process.status() != psutil.STATUS_ZOMBIE else None
+        return None
+
+    def writers(self) -> list[psutil.Process]:
+        """The processes that write checkpoints: what the ranks have forked."""
+        found: list[psutil.Process] = []
+        for number in range(self.num_ranks):
+            rank = self.rank(number)
+            with suppress(psutil.NoSuchProcess):
+                found += rank.children() if rank is not None else []
+        return found
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The command and everything it started."""
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.launcher.pid)
+            return [launcher, *launcher.children(recursive=True)]
+        return []
+
+    @property
+    def memory(self) -> Path:
+        """Where this machine's memory keeps the local checkpoints of the run."""
+        return node_folder(self._local_folder, self.run_dir)
+
+    def checkpoints(self) -> list[Path]:
+        """The committed checkpoints on disk, oldest first."""
+        return [folder for folder in list_checkpoints(self.run_dir).values() if (folder / "manifest.json").exists()]
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What was computed in each step, by the ledger."""
+        lines = read_json_lines(self.run_dir / METRICS_FILE)
+        return [{key: line.get(key) for key in COMPUTED} for line in lines if "batch_hash" in line]
+
+    def validations(self) -> list[dict[str, Any]]:
+        """The ledger's lines of validations, without times."""
+        lines = read_json_lines(self.run_dir / METRICS_FILE)
+        return [
+            {key: value for key, value in line.items() if not key.endswith("_s")}
+            for line in lines
+            if "batch_hash" not in line
+        ]
+
+    def step_times(self) -> list[float]:
+        """Seconds of each step."""
+        lines = read_json_lines(self.run_dir / METRICS_FILE)
+        return [float(line["step_time_s"]) for line in lines if "step_time_s" in line]
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the ledger; 0 for none."""
+        return max((int(line["step"]) for line in self.steps()), default=0)
+
+    def events(self, name: str = "") -> list[dict[str, Any]]:
+        """The events of a name, or all."""
+        return [event for event in read_json_lines(self.run_dir / EVENTS_FILE) if name in ("", event.get("event"))]
+
+    def state_checksums(self) -> dict[str, str]:
+        """The checksum of every stored rectangle of the newest checkpoint; empty where there is none to be read."""
+        try:
+            folder = self.checkpoints()[-1]
+            manifest = read_manifest(folder)
+            stored = [tensor for name in manifest.files for tensor in manifest.stored_in(folder, name)]
+        except (IndexError, CheckpointError):
+            return {}
+        return {f"{tensor} of {list(tensor.shape)}": tensor.checksum for tensor in stored}

@@ -1,0 +1,347 @@
+"""The campaign: one run after the other, faults at random moments, and what became of each."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megads.data.indexed.writer import IndexedDatasetWriter
+from megads.errors import EXIT_OK, ConfigError
+from megads.tools.chaos.attacked_run import AttackedRun
+from megads.tools.chaos.config import ChaosConfig
+from megads.tools.chaos.faults import FAULTS, Consequence, Fault, Injected, Target
+
+_VOCABULARY = 509
+_DOCUMENTS = 4000
+_STEPS_BETWEEN = (2, 7)
+_LAST_STEPS = 4
+"""No fault comes so shortly before the end: the run could be over first."""
+_LONGEST_RUN_S = 3600.0
+_LOCAL_FOLDER = Path("/dev/shm")
+_SMALL_RUN = {
+    "model.num_layers": "2",
+    "model.hidden_size": "96",
+    "model.num_heads": "6",
+    "model.vocab_size": str(_VOCABULARY),
+    "model.max_seq_len": "64",
+    "parallel.dp": "2",
+    "train.seq_len": "64",
+    "train.global_batch_size": "24",
+    "train.micro_batch_size": "2",
+    "train.precision": "fp32",
+    "schedule.warmup_samples": "0",
+    "data.split": "[0.9, 0.1]",
+    "evaluation.every_steps": "20",
+    "checkpoint.every_steps": "5",
+    "checkpoint.async_save": "true",
+    "checkpoint.local_every_steps": "2",
+    "cluster.max_restarts": "10",
+    "cluster.heartbeat_timeout_s": "10",
+    "cluster.timeout_s": "30",
+    "cluster.peak_tflops": "1",
+    "cluster.threads_per_rank": "1",
+    "run.stop_timeout_s": "30",
+}
+
+
+@dataclass
+class FaultResult:
+    """What became of one fault.
+
+    Attributes:
+        kind: its name.
+        where: into what it was injected.
+        run: number of the run.
+        step: last step in the ledger at that moment.
+        detected_s: until the run's first event about it; None where nobody was there to notice it, or nothing was
+            to be noticed.
+        recovered_s: until the first step that was not there before; None where none came.
+        lost_steps: trained again.
+        problem: why it is not survived; empty for none.
+    """
+
+    kind: str
+    where: str
+    run: int
+    step: int
+    detected_s: float | None = None
+    recovered_s: float | None = None
+    lost_steps: int = 0
+    problem: str = ""
+
+
+@dataclass
+class CampaignResult:
+    """What a campaign found.
+
+    Attributes:
+        folder: of the campaign.
+        seconds: it took.
+        runs: that were attacked.
+        results: of the faults, in order.
+        step_s: median time of a step of the undisturbed run.
+    """
+
+    folder: Path
+    seconds: float = 0.0
+    runs: int = 0
+    step_s: float = 0.0
+    results: list[FaultResult] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[FaultResult]:
+        """Faults that were not survived."""
+        return [result for result in self.results if result.problem]
+
+
+class Campaign:
+    """Attacks runs until all faults are injected or the time is over.
+
+    Args:
+        config: of the campaign.
+        tell: takes a line of progress.
+
+    Raises:
+        ConfigError: there is no such kind of fault.
+    """
+
+    def __init__(self, config: ChaosConfig, tell: Callable[[str], None]):
+        self._config, self._tell = config, tell
+        self._random = random.Random(config.seed)
+        self._kinds = self._deck(chosen_faults(config))
+        self._next: Fault = next(self._kinds)
+        name = time.strftime("%Y-%m-%d_%H-%M-%S")
+        self._folder = Path(config.dir or f"runs/chaos/{name}").absolute()
+        self._dataset = self._folder / "corpus"
+        self._overrides = _SMALL_RUN | config.overrides
+        self._local_folder = Path(self._overrides.get("checkpoint.local_folder", str(_LOCAL_FOLDER)))
+        self._reference: AttackedRun | None = None
+        self.result = CampaignResult(self._folder)
+
+    def run(self) -> CampaignResult:
+        """Trains an undisturbed run, then attacks others.
+
+        Raises:
+            ConfigError: the folder is taken, or the run does not train even undisturbed.
+        """
+        if self._folder.exists() and any(self._folder.iterdir()):
+            raise ConfigError(f"dir = {self._folder} is not empty: choose another folder")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        begin = time.monotonic()
+        self._write_corpus()
+        self._reference = self._train_undisturbed()
+        deadline = begin + 60 * self._config.minutes
+        while len(self.result.results) < self._config.faults and time.monotonic() < deadline:
+            self.result.runs += 1
+            self._attack(self._new_run(f"run_{self.result.runs:03d}"), deadline)
+        self.result.seconds = time.monotonic() - begin
+        if not self.result.failed:
+            self._remove(self._reference)
+        return self.result
+
+    def _deck(self, faults: Sequence[Fault]) -> Iterator[Fault]:
+        """Every kind once before any comes again."""
+        while True:
+            yield from self._random.sample(faults, len(faults))
+
+    def _write_corpus(self) -> None:
+        draw = np.random.default_rng(self._config.seed)
+        with IndexedDatasetWriter(self._dataset, np.int32) as writer:
+            for _ in range(_DOCUMENTS):
+                writer.append(draw.integers(0, _VOCABULARY, int(draw.integers(8, 200))))
+
+    def _new_run(self, name: str) -> AttackedRun:
+        overrides = [f"{key}={value}" for key, value in self._overrides.items()]
+        overrides += [
+            f"data.train=[{{path: {self._dataset}}}]",
+            f"train.steps={self._config.steps}",
+            "plugins=[megads.tools.chaos.hook]",
+            "hooks.chaos={}",
+        ]
+        sizes = [int(self._overrides.get(f"parallel.{axis}", 1)) for axis in ("tp", "cp", "pp", "dp")]
+        return AttackedRun(self._folder / name, overrides, self._local_folder, int(np.prod(sizes)))
+
+    def _train_undisturbed(self) -> AttackedRun:
+        self._tell(f"an undisturbed run of {self._config.steps} steps, to compare with")
+        run = self._new_run("undisturbed")
+        run.start()
+        try:
+            code = run.end(_LONGEST_RUN_S)
+        finally:
+            run.kill_everything()
+        if code != EXIT_OK:
+            text = run.command_log.read_text(errors="replace").strip()[-2000:]
+            raise ConfigError(f"the run does not train even undisturbed (exit code {code}):\n{text}")
+        self.result.step_s = statistics.median(run.step_times())
+        return run
+
+    def _attack(self, run: AttackedRun, deadline: float) -> None:
+        """Trains one run to its end under fire, and verifies what it has become."""
+        results: list[FaultResult] = []
+        run.start()
+        try:
+            while len(self.result.results) < self._config.faults and time.monotonic() < deadline:
+                if not self._wait_for_moment(run):
+                    break
+                fault = self._next
+                result = self._inject(run, fault)
+                if result is None:
+                    break
+                self._next = next(self._kinds)
+                results.append(result)
+                self.result.results.append(result)
+                self._say(result)
+                if result.problem:
+                    break
+            problem = "" if results and results[-1].problem else self._verify_end(run)
+        finally:
+            run.kill_everything()
+            shutil.rmtree(run.memory, ignore_errors=True)
+        for result in results:
+            result.problem = result.problem or problem
+        if problem:
+            self._tell(f"{run.run_dir.name}: {problem}")
+        if not any(result.problem for result in results):
+            self._remove(run)
+
+    def _wait_for_moment(self, run: AttackedRun) -> bool:
+        """Waits some steps and a part of one; False where the run is too near its end."""
+        step = run.last_step + self._random.randint(*_STEPS_BETWEEN)
+        if step > self._config.steps - _LAST_STEPS:
+            return False
+        reached = run.wait_until(lambda: run.last_step >= step, self._config.recover_s)
+        time.sleep(self._random.uniform(0, self.result.step_s))
+        return reached and run.running
+
+    def _inject(self, run: AttackedRun, fault: Fault) -> FaultResult | None:
+        """Injects one fault and waits for what follows; None where it could not be injected."""
+        step, since, begin, restarts = run.last_step, time.time(), time.monotonic(), len(run.events("restart"))
+        injected = fault.inject(Target(run, self._dataset, self._random))
+        if injected is None:
+            return None
+        result = FaultResult(fault.name, injected.where, self.result.runs, step)
+        result.problem = self._follow(run, fault.consequence, injected, restarts)
+        if not result.problem:
+            if run.wait_until(lambda: run.last_step > step, self._config.recover_s):
+                result.recovered_s = time.monotonic() - begin
+            else:
+                result.problem = f"no new step within {self._config.recover_s:.0f} s"
+        if not result.problem and fault.consequence is Consequence.unharmed and len(run.events("restart")) > restarts:
+            result.problem = "the ranks were started again"
+        self._judge(run, result, injected, since)
+        return result
+
+    def _follow(self, run: AttackedRun, consequence: Consequence, injected: Injected, restarts: int) -> str:
+        """Waits for what must follow, gives the command again where a person or scheduler would; what is wrong."""
+        limit_s = self._config.recover_s
+        if consequence is Consequence.in_place:
+            restarted = run.wait_until(lambda: len(run.events("restart")) > restarts, limit_s)
+            return "" if restarted else f"no restart in place within {limit_s:.0f} s"
+        if consequence is Consequence.unharmed:
+            return "a second start was not refused" if injected.codes == (EXIT_OK,) else ""
+        if consequence is Consequence.refused:
+            return self._refused(run, injected)
+        code = run.end(limit_s)
+        if code is None:
+            return f"the command did not end within {limit_s:.0f} s"
+        if injected.codes and code not in injected.codes:
+            return f"exit code {code}, expected {' or '.join(map(str, injected.codes))}"
+        run.start()
+        return ""
+
+    def _refused(self, run: AttackedRun, injected: Injected) -> str:
+        """Gives the command, which must be refused, mends the fault and gives it again; what is wrong."""
+        ledger = run.steps()
+        run.start(*injected.further)
+        code = run.end(self._config.recover_s)
+        run.kill_everything()
+        injected.mend()
+        if code not in injected.codes:
+            return f"exit code {code}, expected {' or '.join(map(str, injected.codes))}"
+        if run.steps() != ledger:
+            return "a refused start changed the ledger"
+        run.start()
+        return ""
+
+    def _judge(self, run: AttackedRun, result: FaultResult, injected: Injected, since: float) -> None:
+        """Reads from the run's records when the fault was noticed and what it cost, and holds the ledger to the
+        undisturbed one."""
+        assert self._reference is not None
+        events = [event for event in run.events() if event.get("time", 0.0) >= since]
+        noticed = [event["time"] for event in events if event.get("level") in ("warning", "error")]
+        if noticed:
+            result.detected_s = max(0.0, min(noticed) - since)
+        resumed = [event for event in events if event.get("event") in ("resume", "fresh_start")]
+        if resumed:
+            result.lost_steps = max(0, result.step - min(int(event["step"]) for event in resumed))
+        if injected.passed_by and not any(event.get("passed_by") for event in resumed):
+            result.problem = result.problem or "the damage was not named by the next start"
+        result.problem = result.problem or difference(run, self._reference)
+
+    def _verify_end(self, run: AttackedRun) -> str:
+        """Trains to the end; what differs from the undisturbed run there, empty for nothing."""
+        assert self._reference is not None
+        code = run.end(_LONGEST_RUN_S)
+        if code != EXIT_OK:
+            return f"the run ended with exit code {code}"
+        if found := difference(run, self._reference, whole=True):
+            return found
+        if run.validations() != self._reference.validations():
+            return "validations differ from the undisturbed run's"
+        if run.state_checksums() != self._reference.state_checksums():
+            return "the last checkpoint differs from the undisturbed run's"
+        return ""
+
+    def _say(self, result: FaultResult) -> None:
+        seconds = f"recovered in {result.recovered_s:.1f} s" if result.recovered_s is not None else "lost"
+        if result.detected_s is not None:
+            seconds = f"noticed after {result.detected_s:.1f} s, {seconds}"
+        told = f"; {result.problem}" if result.problem else ""
+        number = len(self.result.results)
+        self._tell(
+            f"{number}/{self._config.faults} {result.kind}: {result.where}, after step {result.step}: {seconds}, "
+            f"{result.lost_steps} steps trained again{told}"
+        )
+
+    def _remove(self, run: AttackedRun) -> None:
+        shutil.rmtree(run.run_dir, ignore_errors=True)
+        shutil.rmtree(run.memory, ignore_errors=True)
+        run.command_log.unlink(missing_ok=True)
+
+
+def chosen_faults(config: ChaosConfig) -> list[Fault]:
+    """The kinds of faults that a campaign chooses from.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    wanted = config.wanted_kinds or list(FAULTS)
+    unknown = [name for name in wanted if name not in FAULTS]
+    if unknown:
+        raise ConfigError(f"kinds: there is no fault {unknown[0]!r}; kinds are {', '.join(FAULTS)}")
+    return [FAULTS[name] for name in wanted]
+
+
+def difference(run: AttackedRun, reference: AttackedRun, *, whole: bool = False) -> str:
+    """What of a run's ledger is not bit for bit the undisturbed run's; empty for nothing.
+
+    Args:
+        run: under attack.
+        reference: undisturbed.
+        whole: the run has come to its end.
+    """
+    found, wanted = run.steps(), reference.steps()
+    for ours, theirs in zip(found, wanted, strict=False):
+        if ours != theirs:
+            keys = ", ".join(key for key in theirs if ours.get(key) != theirs[key])
+            return f"the ledger differs from the undisturbed run's in step {theirs['step']}: {keys}"
+    if whole and len(found) != len(wanted):
+        return f"the ledger has {len(found)} steps, the undisturbed run's {len(wanted)}"
+    return ""

@@ -1,0 +1,54 @@
+"""A hook with which a rank goes wrong from inside, when the campaign says so: a plugin of the run under attack."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+
+from megads.errors import EXIT_BUG
+from megads.monitor.hooks import HookContext
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.registry import NoOptions, register_hook
+
+FOREVER_S = 3600
+
+
+class InjectedFault(RuntimeError):
+    """Stands for any error in the code of a rank."""
+
+
+def order_path(run_dir: Path, rank: int) -> Path:
+    """Returns the file whose text is the order to a rank; it is removed before the order is carried out."""
+    return run_dir / f"chaos_rank_{rank:05d}"
+
+
+@register_hook("chaos")
+class ChaosHook:
+    """Looks for an order after every step."""
+
+    def __init__(self, _options: NoOptions, context: HookContext) -> None:
+        self._path = order_path(context.run_dir, context.rank)
+
+    def on_start(self, state: TrainState) -> None:
+        pass
+
+    def on_step(self, info: StepInfo) -> None:
+        if not self._path.exists():
+            return
+        order = self._path.read_text().strip()
+        self._path.unlink()
+        match order:
+            case "sleep":
+                time.sleep(FOREVER_S)
+            case "hold_gil":
+                # Called through PyDLL, sleep keeps the interpreter's lock: no other thread runs.
+                ctypes.PyDLL(None).sleep(FOREVER_S)
+            case "raise":
+                raise InjectedFault(f"ordered after step {info.step}")
+            case "exit":
+                os._exit(EXIT_BUG)
+
+    def on_end(self, state: TrainState) -> None:
+        pass
