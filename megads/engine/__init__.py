@@ -21,6 +21,7 @@ __all__ = [
     "interface",
     "operator_trials",
     "scoring_engine",
+    "stragglers",
     "timeline",
 ]
 
