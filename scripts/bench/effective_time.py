@@ -1,0 +1,193 @@
+"""Replays the interruptions of Llama 3's pre-training through megads' restart policy: the effective training time.
+
+    python -m scripts.bench.effective_time [--spares 0 16] [--start-s 30 60 120 300] [--save-every-s 60 1800]
+
+The faults are those of Table 5 of The Llama 3 Herd of Models (arXiv 2407.21783): 419 unexpected interruptions in 54
+days on 16,384 GPUs, here at random times. Each goes through `megads.resilience.next_attempt`, which decides as it does
+for a real run: restart in place, with a spare node for one that is lost, or back to the queue when the spares are used
+up. What each costs at that size is no measurement of ours: the options give it, and the table shows what depends on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from megads.errors import RankKilled, UnhealthyNode
+from megads.resilience import Attempt, GiveUp, Means, Requeue, next_attempt
+
+GPUS_PER_NODE = 8
+NODES = 16_384 // GPUS_PER_NODE
+DAYS, DAY_S = 54, 86_400.0
+
+
+@dataclass(frozen=True)
+class Category:
+    """Interruptions of one cause.
+
+    Attributes:
+        name: as in the paper.
+        count: in 54 days.
+        loses_node: the node is not used any more.
+        hangs: nobody dies: the fault is noticed by a phase that lasts too long.
+    """
+
+    name: str
+    count: int
+    loses_node: bool = True
+    hangs: bool = False
+
+
+INTERRUPTIONS = (
+    Category("faulty GPU", 148),
+    Category("GPU HBM3 memory", 72),
+    Category("software bug", 54, loses_node=False),
+    Category("network switch or cable", 35, hangs=True),
+    Category("host maintenance", 32),
+    Category("GPU SRAM memory", 19),
+    Category("GPU system processor", 17),
+    Category("network card", 7, hangs=True),
+    Category("NCCL watchdog timeout", 7, loses_node=False, hangs=True),
+    Category("silent data corruption", 6),
+    Category("GPU thermal", 6),
+    Category("SSD", 3),
+    Category("power supply", 3),
+    Category("server chassis", 2),
+    Category("IO expansion board", 2),
+    Category("dependency", 2, loses_node=False),
+    Category("CPU", 2),
+    Category("system memory", 2),
+)
+
+
+_GIVEN = ("spares", "save every", "start")
+_FOUND = {
+    "effective": "train",
+    "lost work": "lost_work",
+    "recover": "recover",
+    "detect": "detect",
+    "save": "save",
+    "queue": "queue",
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each part takes, in seconds.
+
+    Attributes:
+        crash: until a rank that ended is noticed.
+        hang: until a rank that hangs is noticed.
+        start: from the decision to the first step: node check, processes, groups, load.
+        save_every: between two states that survive the fault.
+        stall: a step waits so long for each of them.
+        queue: a job waits so long for its next nodes.
+    """
+
+    crash: float
+    hang: float
+    start: float
+    save_every: float
+    stall: float
+    queue: float
+
+
+@dataclass
+class Spent:
+    """Seconds of a replay by what they were spent on, and what the policy decided."""
+
+    train: float = 0.0
+    save: float = 0.0
+    detect: float = 0.0
+    recover: float = 0.0
+    lost_work: float = 0.0
+    queue: float = 0.0
+    restarts: int = 0
+    requeues: int = 0
+
+    @property
+    def wall(self) -> float:
+        """All of them."""
+        return self.train + self.save + self.detect + self.recover + self.lost_work + self.queue
+
+
+def replay(costs: Costs, spares: int, seed: int) -> Spent:
+    """Replays 54 days' worth of interruptions, at random moments of the time in which the ranks run."""
+    draw = np.random.default_rng(seed)
+    causes = [category for category in INTERRUPTIONS for _ in range(category.count)]
+    gaps = draw.exponential(DAYS * DAY_S / len(causes), len(causes))
+    means = Means(tuple(f"node-{number}" for number in range(NODES + spares)), NODES, max_restarts=10, queue=True)
+    places, history, spent = means.nodes[:NODES], list[Attempt](), Spent()
+    for number, (gap, index) in enumerate(zip(gaps.tolist(), draw.permutation(len(causes)).tolist(), strict=True)):
+        cause = causes[index]
+        saves, since_save = divmod(gap, costs.save_every + costs.stall)
+        spent.save += saves * costs.stall
+        spent.lost_work += since_save
+        spent.train += saves * costs.save_every
+        spent.detect += costs.hang if cause.hangs else costs.crash
+        blamed = places[int(draw.integers(NODES))]
+        code = UnhealthyNode.exit_code if cause.loses_node else RankKilled.exit_code
+        # It got further than the start before wherever it saved once.
+        saved = number + int(saves > 0)
+        history.append(Attempt(places, code, (blamed,), lost=cause.loses_node, from_step=number, saved_step=saved))
+        decision = next_attempt(history, means)
+        if isinstance(decision, GiveUp):
+            raise RuntimeError(f"the policy gave up after {number + 1} interruptions: {decision.reason}")
+        spent.recover += costs.start
+        if isinstance(decision, Requeue):
+            spent.requeues += 1
+            spent.queue += costs.queue
+            places, history = means.nodes[:NODES], []
+        else:
+            spent.restarts += 1
+            places = decision.nodes
+    return spent
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table of replays."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spares", type=int, nargs="+", default=[0, 16], help="spare nodes of the job")
+    parser.add_argument("--start-s", type=float, nargs="+", default=[30, 60, 120, 300])
+    parser.add_argument("--save-every-s", type=float, nargs="+", default=[60, 1800])
+    parser.add_argument("--stall-s", type=float, default=0.5)
+    parser.add_argument("--crash-s", type=float, default=2.0)
+    parser.add_argument("--hang-s", type=float, default=60.0)
+    parser.add_argument("--queue-s", type=float, default=600.0)
+    parser.add_argument("--seeds", type=int, default=3, help="replays of each line; the table has their mean")
+    options = parser.parse_args(arguments)
+    table = Table(box=SIMPLE_HEAD)
+    for name in (
+        "spares",
+        "save every",
+        "start",
+        "effective",
+        "lost work",
+        "recover",
+        "detect",
+        "save",
+        "queue",
+        "requeues",
+    ):
+        table.add_column(name, justify="right")
+    for spares, save_every, start in product(options.spares, options.save_every_s, options.start_s):
+        costs = Costs(options.crash_s, options.hang_s, start, save_every, options.stall_s, options.queue_s)
+        runs = [replay(costs, spares, seed) for seed in range(options.seeds)]
+        share = {
+            name: f"{100 * sum(getattr(run, name) / run.wall for run in runs) / len(runs):.2f}%"
+            for name in _FOUND.values()
+        }
+        requeues = f"{sum(run.requeues for run in runs) / len(runs):.0f}"
+        table.add_row(str(spares), f"{save_every:g} s", f"{start:g} s", *share.values(), requeues)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
