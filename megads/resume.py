@@ -258,6 +258,18 @@ def continue_ledger(
     metrics: MetricsWriter, events: EventWriter, step: int, known: LedgerRecord | None = None, *, keep_copy: bool
 ) -> None:
     """Cuts the ledger back to a step, see `MetricsWriter.drop_after`; what is damaged or put aside becomes an event."""
+    if dropped := metrics.steps_after(step):
+        first, last = dropped[0], dropped[-1]
+        events.write(
+            "steps_dropped",
+            level="debug",
+            step=step,
+            last_step=last["step"],
+            last_time=last.get("time"),
+            # What came between the last step that is kept and the first that is not.
+            validate_s=first.get("validate_time_s", 0.0) if first["step"] == step + 1 else 0.0,
+            save_s=first.get("save_time_s", 0.0) if first["step"] == step + 1 else 0.0,
+        )
     note = metrics.drop_after(step, known, keep_copy)
     if note:
         events.write("ledger", level="warning", step=step, message=note)
