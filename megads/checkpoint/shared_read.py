@@ -174,7 +174,9 @@ def _read_in_turns(handle: CheckpointHandle, shards: Sequence[Shard], axis: Axis
     received = torch.empty(max((block.size for block in blocks), default=0), dtype=torch.uint8, device=device)
     to_read, ahead = iter(blocks[axis.rank :: axis.size]), deque[Future[_ReadBlock]]()
     read_bytes = 0
-    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint-reader") as reader:
+    # A new thread is on the first GPU, where pinning memory would open a context of each rank.
+    prepare = partial(torch.cuda.set_device, device) if cuda else None
+    with ThreadPoolExecutor(1, "checkpoint-reader", prepare) as reader:
 
         def read_one_more() -> None:
             if (block := next(to_read, None)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,24 @@ def test_the_same_bits_of_fewer_bytes(
         assert rank.read == {"all": "all", "one": "one" if replicas > 1 else "all"}
         assert rank.replicas == {"all": 1, "one": replicas}
         assert rank.read_bytes["all"] == replicas * rank.read_bytes["one"]
+
+
+def load_automatically(folder: Path) -> list[str]:
+    handle = find_checkpoint(folder, "auto", open_control_plane())
+    assert handle is not None
+    engine = build_engine(SCENARIO, layout(dp=2, zero_stage=0))
+    found = list[str]()
+    for ranks_per_node in ("1", "2"):
+        os.environ["LOCAL_WORLD_SIZE"] = ranks_per_node
+        found.append(load(handle, engine, CheckpointRead.auto).read)
+    return found
+
+
+def test_auto_depends_on_nodes(tmp_path: Path) -> None:
+    """Catches replicas on one node, whose page cache serves them, that wait for broadcasts, and nodes that read the
+    same bytes."""
+    run_ranks(train_and_save, 1, tmp_path, layout())
+    assert run_ranks(load_automatically, 2, tmp_path) == [["one", "all"]] * 2
 
 
 def load_damaged(folder: Path, kind: str) -> tuple[int, str]:
