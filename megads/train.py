@@ -49,7 +49,7 @@ from megads.evaluate.scoring import Batching, RescoredContinuation, Scorer
 from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
 from megads.evaluate.validation import ValidationHook
 from megads.frozen_config import computation_digest, config_digest
-from megads.monitor.hooks import FirstStepHook, HookContext, MetricsHook, plugin_hooks
+from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import load
@@ -108,7 +108,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
-        step_lines = metrics_hooks(config, environment, device, metrics, events, control, beats)
+        step_lines = metrics_hook(config, environment, device, metrics, events, control, beats)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
@@ -120,7 +120,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
         hooks: list[Hook] = [
-            *step_lines,
+            step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
         ]
@@ -318,7 +318,7 @@ def packing(config: RootConfig) -> Packing:
     return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
 
 
-def metrics_hooks(
+def metrics_hook(
     config: RootConfig,
     environment: RankEnvironment,
     device: torch.device,
@@ -326,11 +326,8 @@ def metrics_hooks(
     events: EventWriter,
     control: ControlPlane,
     beats: Heartbeat,
-) -> list[Hook]:
-    """Writes the step line, and what came before the first one.
-
-    Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it.
-    """
+) -> MetricsHook:
+    """Writes the step line. Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it."""
     peak_tflops = 1.0
     if environment.rank == 0:
         dtype, cores = weight_dtype(config.train.precision), available_cores()
@@ -340,8 +337,7 @@ def metrics_hooks(
     control.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0
-    lines = MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats)
-    return [lines, FirstStepHook(events, beats, lines)]
+    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events)
 
 
 def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:

@@ -90,7 +90,7 @@ class Period:
 
 
 @dataclass(frozen=True)
-class Fault:
+class RecordedFault:
     """An unwanted end of a start, in seconds since 1970.
 
     Attributes:
@@ -114,7 +114,7 @@ class Accounting:
     """
 
     periods: tuple[Period, ...]
-    faults: tuple[Fault, ...]
+    faults: tuple[RecordedFault, ...]
 
     @property
     def wall_us(self) -> int:
@@ -368,13 +368,13 @@ def _add_tail(clock: _Clock, start: _Start) -> None:
         clock.until(start.last_sign_of_life, Activity.train if start.is_last else Activity.lost)
 
 
-def _faults(starts: Sequence[_Start]) -> tuple[Fault, ...]:
+def _faults(starts: Sequence[_Start]) -> tuple[RecordedFault, ...]:
     found = []
     for place, start in enumerate(starts):
         if not start.failure or not start.failed:
             continue
         following = (_time(later.first_step) for later in starts[place + 1 :] if later.first_step)
-        found.append(Fault(start.sign_s, _time(start.failure), next(following, None)))
+        found.append(RecordedFault(start.sign_s, _time(start.failure), next(following, None)))
     return tuple(found)
 
 

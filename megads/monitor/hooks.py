@@ -66,6 +66,7 @@ class MetricsHook:
         peak_tflops: peak of one device.
         restarts: how often the run was started before.
         beats: of this rank, which know what its time went to; None: it sends none.
+        events: where the time up to the first step is said, and what came after the last one; None says nothing.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class MetricsHook:
         peak_tflops: float,
         restarts: int = 0,
         beats: Heartbeat | None = None,
+        events: EventWriter | None = None,
     ) -> None:
         self._metrics = metrics
         self._flops_per_token = flops_per_token
@@ -85,10 +87,14 @@ class MetricsHook:
         self._beats = beats or Heartbeat()
         self._before = dict[str, float]()
         self._effective: EffectiveTime | None = None
+        self._events = events
+        self._first = FirstStepReport(events, self._beats) if events is not None else None
 
     def on_start(self, state: TrainState) -> None:
         if self._metrics.enabled:
             self._effective = EffectiveTime(self._metrics.path.parent)
+            if self._first is not None:
+                self._first.begin(state)
 
     def times(self) -> dict[str, float]:
         """Seconds of validations and saves since the last line."""
@@ -134,32 +140,35 @@ class MetricsHook:
                 "effective_time": effective.after(StepTime.of({"time": now, "step_time_s": info.step_time_s, **times})),
             }
         )
+        if self._first is not None:
+            self._first.after(info)
 
     def on_end(self, state: TrainState) -> None:
-        pass
+        if self._events is not None:
+            self._events.write("after_last_step", level="debug", **self.times())
 
 
-class FirstStepHook:
-    """Says after the first step of a start how long everything up to there took; rank 0 alone.
+class FirstStepReport:
+    """Says after the first step of a start how long everything up to there took.
 
     Args:
         events: where it is said.
         beats: of this rank.
-        lines: writes the lines of steps; what came after the last one is said at the end.
     """
 
-    def __init__(self, events: EventWriter, beats: Heartbeat, lines: MetricsHook) -> None:
-        self._events, self._beats, self._lines = events, beats, lines
-        self._resumed_step: int | None = None
+    def __init__(self, events: EventWriter, beats: Heartbeat) -> None:
+        self._events, self._beats = events, beats
+        self._due, self._resumed = False, False
 
-    def on_start(self, state: TrainState) -> None:
-        self._resumed_step = state.step
+    def begin(self, state: TrainState) -> None:
+        """A start goes on from a state."""
+        self._due, self._resumed = True, state.step > 0
 
-    def on_step(self, info: StepInfo) -> None:
-        if self._resumed_step is None or not self._events.enabled:
+    def after(self, info: StepInfo) -> None:
+        """Says it, once."""
+        if not self._due:
             return
-        resumed, self._resumed_step = self._resumed_step > 0, None
-        now, started = time.time(), process_started_s()
+        self._due, now, started = False, time.time(), process_started_s()
         events = read_end(self._events.path, _END_BYTES)
         launch: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") == "launch"), {})
         launched = min(float(launch.get("time", started)), started)
@@ -168,7 +177,7 @@ class FirstStepHook:
         longest = sorted(seconds.items(), key=lambda item: -item[1])[:_NAMED]
         self._events.write(
             "first_step",
-            level="info" if resumed else "debug",
+            level="info" if self._resumed else "debug",
             step=info.step,
             since_launch_s=now - launched,
             since_command_s=now - float(launch.get("command_start", launched)),
@@ -177,9 +186,6 @@ class FirstStepHook:
             message=f"done {now - launched:.1f} s after the start: "
             + ", ".join(f"{phase} {spent_s:.1f}" for phase, spent_s in longest),
         )
-
-    def on_end(self, state: TrainState) -> None:
-        self._events.write("after_last_step", level="debug", **self._lines.times())
 
 
 def peak_memory_bytes() -> int:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from megads.monitor.accounting import Accounting, Activity, EffectiveTime, Fault, StepTime, account, read_accounting
+from megads.monitor.accounting import (
+    Accounting,
+    Activity,
+    EffectiveTime,
+    RecordedFault,
+    StepTime,
+    account,
+    read_accounting,
+)
 from megads.runtime.metrics import MetricsWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE
 from tests.command import StartCommand, events_of, small_model
@@ -71,7 +79,7 @@ def test_a_fault_and_a_restart_in_place() -> None:
         {"start": 6.5, "train": 5.0, "validate": 0.4, "save": 0.5, "lost work": 4.1, "detect": 1.0, "recover": 4.5}
     )
     found = account(events, steps)
-    assert found is not None and found.faults == (Fault(111.0, 112.0, 118.0),)
+    assert found is not None and found.faults == (RecordedFault(111.0, 112.0, 118.0),)
     assert (found.mean_time_to_detect_s, found.mean_time_to_recover_s) == (1.0, 6.0)
     assert found.effective_time == pytest.approx(5 / 22)
 
