@@ -90,6 +90,7 @@ def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
     drop = {"step": 2, "last_step": 3, "last_time": 108.0, "validate_s": 0.4, "save_s": 0.5}
     events = [
         *first_start(),
+        event(109, "heartbeat_lost", rank=1),
         event(1000, "launch", command_start=999.0),
         event(1004, "steps_dropped", **drop),
         event(2000, "launch", command_start=1998.0),
@@ -98,7 +99,7 @@ def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
     ]
     found = spent(events, [*STEPS[:2], StepTime(2006, 1.0, step=3)])
     assert found == pytest.approx(
-        {"start": 6, "train": 3, "validate": 0.4, "save": 0.5, "lost work": 1.1, "stopped": 891 + 998, "recover": 8}
+        {"start": 6, "train": 3, "validate": 0.4, "save": 0.5, "lost work": 2.1, "stopped": 890 + 998, "recover": 8}
     )
 
 
