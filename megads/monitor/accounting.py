@@ -254,7 +254,13 @@ class _Start:
     @property
     def sign_s(self) -> float | None:
         """First sign of the fault."""
-        signs = [_number(self.failure.get("first_sign")), _time(self.last("heartbeat_lost"))]
+        missing = dict[str, float]()
+        for event in self.events:
+            if event.get("event") == "heartbeat_lost":
+                missing[str(event.get("rank"))] = _time(event)
+            elif event.get("event") == "heartbeat_back":
+                missing.pop(str(event.get("rank")), None)
+        signs = [_number(self.failure.get("first_sign")), *missing.values()]
         return min((sign for sign in signs if sign), default=None)
 
     @property

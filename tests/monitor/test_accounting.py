@@ -84,6 +84,23 @@ def test_a_fault_and_a_restart_in_place() -> None:
     assert found.effective_time == pytest.approx(5 / 22)
 
 
+def test_a_rank_that_was_silent_before() -> None:
+    """Catches a heartbeat that came back and counts as the first sign of a fault hours later, and a silent rank that
+    does not."""
+    events = [
+        *first_start(),
+        event(106, "heartbeat_lost", rank=1),
+        event(107, "heartbeat_back", rank=1),
+        event(109, "heartbeat_lost", rank=0),
+        event(120, "failure", exit_code=9),
+        event(120, "exit", exit_code=9),
+    ]
+    found = account(events, STEPS)
+    assert found is not None and found.faults == (RecordedFault(109.0, 120.0, None),)
+    assert (found.mean_time_to_detect_s, found.mean_time_to_recover_s) == (11.0, None)
+    assert spent(events, STEPS)["detect"] == 11.0
+
+
 def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
     """Catches hours in which nobody ran it that count as training or recovery, also where the next start dies, too,
     between noting what it cuts off and cutting it off."""
