@@ -11,7 +11,8 @@ from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
-from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder, read_into
+from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
+from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
 from megads.config import RootConfig, batch_size_schedule
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
@@ -19,7 +20,7 @@ from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.sampling.blend import continued
 from megads.data.sampling.datasets import train_weights
 from megads.data.sampling.sampler import skips_of
-from megads.engine.interface import TrainEngine
+from megads.engine.interface import Shard, TrainEngine
 from megads.frozen_config import config_of_start
 from megads.identity import Change, changed_data, changed_keys, require_allowed_data
 from megads.runtime.distributed import ControlPlane
@@ -112,7 +113,12 @@ def resume(
         if origin.weights is not None:
             take_weights(origin.weights, config, engine, events)
         return
-    engine.load_shards(lambda shards: read_into(handle, shards, engine.grid.rank), handle.optimizer_steps)
+
+    def read(shards: list[Shard]) -> None:
+        report = read_shards(handle, shards, engine.grid, config.checkpoint.read)
+        events.write("checkpoint_read", level="debug", step=handle.state["step"], **asdict(report))
+
+    engine.load_shards(read, handle.optimizer_steps)
     state.load_state_dict(handle.state)
     events.write(
         "resume",
@@ -258,6 +264,18 @@ def continue_ledger(
     metrics: MetricsWriter, events: EventWriter, step: int, known: LedgerRecord | None = None, *, keep_copy: bool
 ) -> None:
     """Cuts the ledger back to a step, see `MetricsWriter.drop_after`; what is damaged or put aside becomes an event."""
+    if dropped := metrics.steps_after(step):
+        first, last = dropped[0], dropped[-1]
+        events.write(
+            "steps_dropped",
+            level="debug",
+            step=step,
+            last_step=last["step"],
+            last_time=last.get("time"),
+            # What came between the last step that is kept and the first that is not.
+            validate_s=first.get("validate_time_s", 0.0) if first["step"] == step + 1 else 0.0,
+            save_s=first.get("save_time_s", 0.0) if first["step"] == step + 1 else 0.0,
+        )
     note = metrics.drop_after(step, known, keep_copy)
     if note:
         events.write("ledger", level="warning", step=step, message=note)

@@ -104,11 +104,11 @@ def train(config: RootConfig, run_dir: Path) -> int:
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir))
-        kernels = load_kernels(config, device, control)
+        kernels = load_kernels(config, device, control, beats)
         metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
         events = EventWriter(run_dir, enabled=grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
-        step_lines = metrics_hook(config, environment, device, metrics, control)
+        step_lines = metrics_hook(config, environment, device, metrics, events, control, beats)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
@@ -211,12 +211,13 @@ def weight_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
-def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane) -> Kernels:
+def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane, beats: Heartbeat) -> Kernels:
     """Loads the kernels that this run takes; all ranks take the same, or replicas would drift apart.
 
     Raises:
         ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
     """
+    beats.enter("preparing kernels")
     kernels = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
     control.require_equal(
         "what ops.impl stands for", kernels.text, "install a C++ compiler everywhere, or use ops.impl=torch"
@@ -322,7 +323,9 @@ def metrics_hook(
     environment: RankEnvironment,
     device: torch.device,
     metrics: MetricsWriter,
+    events: EventWriter,
     control: ControlPlane,
+    beats: Heartbeat,
 ) -> MetricsHook:
     """Writes the step line. Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it."""
     peak_tflops = 1.0
@@ -334,7 +337,7 @@ def metrics_hook(
     control.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0
-    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts)
+    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events)
 
 
 def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:

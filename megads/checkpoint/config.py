@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,18 @@ LATEST_FILE = "latest"
 SMALLEST_COPY_BYTES = 64 * 2**20
 """Of a rank: less is on disk about as soon as it is copied."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
+
+
+class CheckpointRead(StrEnum):
+    """Which ranks read what data-parallel replicas share of the checkpoint that a start continues from.
+
+    all: each reads it itself. one: each part is read by one of them, which broadcasts it. auto: one where the ranks are
+    on several nodes; on a single node replicas have it of the page cache.
+    """
+
+    auto = "auto"
+    all = "all"
+    one = "one"
 
 
 @dataclass
@@ -53,6 +65,9 @@ class CheckpointConfig:
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
     the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
     command again continues from what was saved since."""
+    read: CheckpointRead = CheckpointRead.auto
+    """Which data-parallel replicas read the state that they share: all of them, or one, which broadcasts it; auto: one
+    where the ranks are on several nodes. ZeRO leaves nothing to share: each rank then reads its own part."""
     upload: str | None = None
     """URL of a second place for checkpoints, for example s3://bucket/prefix: a process beside the ranks copies each one
     to <upload>/<run.id>/checkpoints, and a start whose run directory is gone continues from there

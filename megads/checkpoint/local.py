@@ -103,6 +103,10 @@ class LocalCheckpoint(CheckpointHandle):
     start: int = 0
 
     @property
+    def is_shared(self) -> bool:
+        return False
+
+    @property
     def home(self) -> Path:
         return self.run_dir
 

@@ -89,6 +89,11 @@ class CheckpointHandle:
             yield from self.stored_in(file_name(holder)).get(key, ())
 
     @property
+    def is_shared(self) -> bool:
+        """Whether every rank can read all of it."""
+        return True
+
+    @property
     def home(self) -> Path:
         """Folder of the run that wrote it."""
         return self.folder.parent.parent
@@ -208,7 +213,7 @@ def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | Non
     return None, passed_by
 
 
-def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) -> None:
+def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) -> int:
     """Fills every shard from whichever stored rectangles overlap it, whatever layout wrote them; not collective.
 
     Files are mapped: only the bytes a shard needs are read. So are headers: a rank that loads what it saved reads its
@@ -219,9 +224,13 @@ def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) 
         shards: to fill.
         rank: whose shards they are: the files of ranks near it are looked at first.
 
+    Returns:
+        The bytes that were read.
+
     Raises:
         CheckpointError: a key is missing or has another shape, or a file went away; names the tensor.
     """
+    read_bytes = 0
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for shard in shards:
@@ -233,11 +242,13 @@ def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) 
                 source = files[part.file].get_tensor(part.name)[overlap.within(part.rectangle)]
                 shard.tensor[overlap.within(target)].copy_(source)
                 filled += overlap.elements
+                read_bytes += source.nbytes
             if filled != target.elements:
                 raise CheckpointError(
                     f"{handle.folder}: {shard.key} at {list(target.offset)} of shape {list(target.shape)}: "
                     f"{filled} of {target.elements} elements are stored"
                 )
+    return read_bytes
 
 
 def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[tuple[StoredTensor, Rectangle]]:

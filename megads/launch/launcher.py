@@ -26,7 +26,7 @@ from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
 from megads.runtime import environment
-from megads.runtime.heartbeat import RankPosition, render_positions
+from megads.runtime.heartbeat import RankPosition, process_started_s, render_positions
 from megads.runtime.machine_memory import oom_kills
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import rank_log_path, tracker_log_path
@@ -234,6 +234,7 @@ class _Launch:
             pid=os.getpid(),
             level="debug",
             start=spec.lease,
+            command_start=process_started_s(),
             **self._scheduler.description(),
             **self._ranks.description(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,16 @@ import torch
 
 from megads.engine.interface import TrainEngine
 from megads.errors import ConfigError
+from megads.monitor.accounting import EffectiveTime, StepTime
+from megads.runtime.files import read_end
+from megads.runtime.heartbeat import SAVING, VALIDATING, Heartbeat, process_started_s
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.registry import HOOKS
+
+_END_BYTES = 1 << 20
+_NAMED = 4
+"""Phases that a message lists, the longest ones."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class MetricsHook:
         world_size: devices.
         peak_tflops: peak of one device.
         restarts: how often the run was started before.
+        beats: of this rank, which know what its time went to; None: it sends none.
+        events: where the time up to the first step is said, and what came after the last one; None says nothing.
     """
 
     def __init__(
@@ -66,17 +76,39 @@ class MetricsHook:
         world_size: int,
         peak_tflops: float,
         restarts: int = 0,
+        beats: Heartbeat | None = None,
+        events: EventWriter | None = None,
     ) -> None:
         self._metrics = metrics
         self._flops_per_token = flops_per_token
         self._world_size = world_size
         self._peak_tflops = peak_tflops
         self._restarts = restarts
+        self._beats = beats or Heartbeat()
+        self._before = dict[str, float]()
+        self._effective: EffectiveTime | None = None
+        self._events = events
+        self._first = FirstStepReport(events, self._beats) if events is not None else None
 
     def on_start(self, state: TrainState) -> None:
-        pass
+        if self._metrics.enabled:
+            self._effective = EffectiveTime(self._metrics.path.parent)
+            if self._first is not None:
+                self._first.begin(state)
+
+    def times(self) -> dict[str, float]:
+        """Seconds of validations and saves since the last line."""
+        spent = self._beats.spent()
+        since = {phase: spent.get(phase, 0.0) - self._before.get(phase, 0.0) for phase in (VALIDATING, SAVING)}
+        self._before = spent
+        return {"validate_time_s": since[VALIDATING], "save_time_s": since[SAVING]}
 
     def on_step(self, info: StepInfo) -> None:
+        if not self._metrics.enabled:
+            return
+        now, times = time.time(), self.times()
+        effective = self._effective or EffectiveTime(self._metrics.path.parent)
+        self._effective = effective
         speed = throughput(
             info.global_batch_size * info.seq_len,
             info.step_time_s,
@@ -103,11 +135,57 @@ class MetricsHook:
                 "skipped": info.skipped,
                 "batch_hash": info.batch_hash,
                 "restarts": self._restarts,
+                "time": now,
+                **times,
+                "effective_time": effective.after(StepTime.of({"time": now, "step_time_s": info.step_time_s, **times})),
             }
         )
+        if self._first is not None:
+            self._first.after(info)
 
     def on_end(self, state: TrainState) -> None:
-        pass
+        if self._events is not None:
+            self._events.write("after_last_step", level="debug", **self.times())
+
+
+class FirstStepReport:
+    """Says after the first step of a start how long everything up to there took.
+
+    Args:
+        events: where it is said.
+        beats: of this rank.
+    """
+
+    def __init__(self, events: EventWriter, beats: Heartbeat) -> None:
+        self._events, self._beats = events, beats
+        self._due, self._resumed = False, False
+
+    def begin(self, state: TrainState) -> None:
+        """A start goes on from a state."""
+        self._due, self._resumed = True, state.step > 0
+
+    def after(self, info: StepInfo) -> None:
+        """Says it, once."""
+        if not self._due:
+            return
+        self._due, now, started = False, time.time(), process_started_s()
+        events = read_end(self._events.path, _END_BYTES)
+        launch: Mapping[str, Any] = next((event for event in reversed(events) if event.get("event") == "launch"), {})
+        launched = min(float(launch.get("time", started)), started)
+        seconds = {"starting the processes": started - launched, "imports": max(0.0, self._beats.made_s - started)}
+        seconds |= self._beats.spent()
+        longest = sorted(seconds.items(), key=lambda item: -item[1])[:_NAMED]
+        self._events.write(
+            "first_step",
+            level="info" if self._resumed else "debug",
+            step=info.step,
+            since_launch_s=now - launched,
+            since_command_s=now - float(launch.get("command_start", launched)),
+            step_time_s=info.step_time_s,
+            seconds=seconds,
+            message=f"done {now - launched:.1f} s after the start: "
+            + ", ".join(f"{phase} {spent_s:.1f}" for phase, spent_s in longest),
+        )
 
 
 def peak_memory_bytes() -> int:

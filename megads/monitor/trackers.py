@@ -103,7 +103,9 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         key if key.startswith(_MEASURED) else f"{prefix}{key}": float(value)
         for key, value in record.items()
-        if isinstance(value, bool | int | float) and key != "step" and (prefix or key.startswith(_MEASURED))
+        if isinstance(value, bool | int | float)
+        and key not in ("step", "time")
+        and (prefix or key.startswith(_MEASURED))
     }
 
 

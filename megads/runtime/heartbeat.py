@@ -17,6 +17,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ class Heartbeat:
 
     Args:
         record: of `_RECORD.size` bytes; None sends nothing.
+
+    Attributes:
+        made_s: when it was made, in seconds since 1970.
     """
 
     def __init__(self, record: mmap.mmap | None = None) -> None:
@@ -63,6 +67,8 @@ class Heartbeat:
         self._beats = self._changes = self._step = 0
         self._phase = b"starting"
         self._ended = threading.Event()
+        self.made_s = time.time()
+        self._spent, self._timed, self._since_s = defaultdict[str, float](float), "starting", time.perf_counter()
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Notes what the rank does from here on.
@@ -71,10 +77,19 @@ class Heartbeat:
             phase: a few words.
             step: number of the step; None leaves it.
         """
+        now_s = time.perf_counter()
+        self._spent[self._timed] += now_s - self._since_s
+        self._timed, self._since_s = phase.partition(",")[0], now_s
         self._changes += 1
         self._step = self._step if step is None else step
         self._phase = phase.encode()[:_PHASE_BYTES]
         self._write()
+
+    def spent(self) -> dict[str, float]:
+        """Seconds in each phase so far, in the order of their first begin; what follows a comma in one is left out."""
+        seconds = dict(self._spent)
+        seconds[self._timed] = seconds.get(self._timed, 0.0) + time.perf_counter() - self._since_s
+        return seconds
 
     def beat(self) -> None:
         """Body of the second thread."""
@@ -266,6 +281,18 @@ def process_stat(pid: int) -> list[str]:
         # The name before them may hold spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
+
+
+def process_started_s() -> float:
+    """When this process started or was forked, in seconds since 1970, to a hundredth of a second.
+
+    Where there is no /proc that is unknown: now.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        ticks = int(process_stat(os.getpid())[19])
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - uptime_s + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time()
 
 
 def render_positions(positions: Iterable[RankPosition]) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import xxhash
 
 from megads.errors import DISK_FULL
-from megads.runtime.files import atomic_writer, is_readable, parse_json
+from megads.runtime.files import atomic_writer, is_readable, parse_json, read_end
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 _BLOCK_BYTES = 1 << 20
@@ -47,6 +47,16 @@ class JsonLinesWriter:
             is_readable(path)
             self._file = path.open("ab", buffering=0)
             self._end_partial_line(self._file)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this process writes the file."""
+        return self._file is not None
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._path
 
     def _end_partial_line(self, file: FileIO) -> None:
         """A process killed while writing leaves half a line: keep it from swallowing the next one."""
@@ -140,6 +150,11 @@ class MetricsWriter(JsonLinesWriter):
         if self._file is None:
             return False
         return not any(line.get("step") == step and key in line for line in read_json_lines(self._path))
+
+    def steps_after(self, step: int) -> list[dict[str, Any]]:
+        """Lines of steps beyond a step, of the last megabyte; empty where another process writes the file."""
+        lines = read_end(self._path, _BLOCK_BYTES) if self._file is not None else []
+        return [line for line in lines if "loss" in line and isinstance(line.get("step"), int) and line["step"] > step]
 
     def drop_after(self, step: int, known: LedgerRecord | None = None, keep_copy: bool = False) -> str:
         """Cuts off what an earlier start wrote beyond the checkpoint that the run now continues from.

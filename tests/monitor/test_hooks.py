@@ -25,7 +25,8 @@ def test_throughput() -> None:
 
 KEYS = (
     "step samples tokens loss grad_norm lr global_batch_size seq_len step_time_s data_time_s tokens_per_s "
-    "tflops_per_device mfu peak_memory_bytes skipped batch_hash restarts"
+    "tflops_per_device mfu peak_memory_bytes skipped batch_hash restarts time validate_time_s save_time_s "
+    "effective_time"
 )
 
 

@@ -9,15 +9,18 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megads.runtime.heartbeat import (
     INTERVAL_S,
     LOST_AFTER_S,
+    Heartbeat,
     HeartbeatMonitor,
     RankPosition,
     heartbeat,
     heartbeat_path,
+    process_started_s,
     render_positions,
 )
 from megads.runtime.metrics import read_json_lines
@@ -41,6 +44,26 @@ def looks(monitor: HeartbeatMonitor, pids: dict[int, int], seconds: float) -> li
         found += monitor.look(pids)
         time.sleep(INTERVAL_S / 5)
     return found
+
+
+def test_seconds_by_phase() -> None:
+    """Catches a phase that is entered twice and counts once, batches of a validation that are phases of their own, and
+    the phase that goes on which is left out."""
+    begin, beats = time.perf_counter(), Heartbeat()
+    for phase in ("training", "validating, batch 1/2", "validating, batch 2/2", "training"):
+        time.sleep(0.02)
+        beats.enter(phase)
+    time.sleep(0.02)
+    spent, passed_s = beats.spent(), time.perf_counter() - begin
+    assert list(spent) == ["starting", "training", "validating"]
+    assert spent["starting"] >= 0.02 and spent["training"] >= 0.04 and spent["validating"] >= 0.04
+    assert sum(spent.values()) == pytest.approx(passed_s, abs=0.01)
+
+
+def test_when_this_process_started() -> None:
+    """Catches a start in the wrong unit, or that of the machine."""
+    ours = psutil.Process().create_time()
+    assert process_started_s() == pytest.approx(ours, abs=0.1)
 
 
 def test_a_stopped_process_is_told_from_one_that_waits() -> None:

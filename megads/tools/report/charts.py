@@ -18,7 +18,7 @@ from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import slowdowns_path
 from megads.tools.report.history import FloatArray, RunHistory
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
-from megads.tools.report.timeline import draw_step_timeline, draw_timeline, read_steps
+from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline, read_steps
 
 MOST_POINTS = 1000
 """Points a curve is drawn with; a longer one becomes an envelope."""
@@ -129,6 +129,7 @@ def run_charts(history: RunHistory) -> list[Chart]:
             partial(draw_stragglers, history),
         ),
         Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),
+        Chart("activities", "What the time of the run went to, over time", partial(draw_activities, history)),
     ]
 
 

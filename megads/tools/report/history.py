@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import yaml
 from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.errors import ConfigError
+from megads.monitor.accounting import Accounting, StepTime, account
 from megads.runtime.files import is_readable
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, recorded_config
@@ -25,7 +26,7 @@ FloatArray = npt.NDArray[np.float64]
 
 STEP_KEYS = (
     "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
-    "mfu", "peak_memory_bytes", "skipped",
+    "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s",
 )  # fmt: skip
 """Columns of the step lines; a key that a line lacks is NaN there."""
 
@@ -95,6 +96,7 @@ class RunHistory:
         config_text: the file as it is.
         checkpoints: on disk now, ascending by step.
         unreadable_lines: complete lines of the metrics and events that hold no JSON object.
+        accounting: where the time went; None where an earlier version wrote the run, without times.
     """
 
     run_dir: Path
@@ -108,6 +110,7 @@ class RunHistory:
     config_text: str = ""
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     unreadable_lines: int = 0
+    accounting: Accounting | None = None
 
     def setting(self, key: str) -> Any:
         """Value of a dotted config key, None where there is none."""
@@ -163,7 +166,16 @@ def read_history(run_dir: Path) -> RunHistory:
         config_text=config_text,
         checkpoints=tuple(_read_checkpoints(run_dir)),
         unreadable_lines=max(0, lines - ledger.lines - len(events)),
+        accounting=account(events, _step_times(ledger)),
     )
+
+
+def _step_times(ledger: _Ledger) -> Iterator[StepTime]:
+    keys = ("time", "step_time_s", "validate_time_s", "save_time_s")
+    ended, *spent = (ledger.columns[key] for key in keys)
+    times = np.stack([ended, *map(np.nan_to_num, spent)], axis=1)
+    for (ended_s, step_s, validate_s, save_s), step in zip(times.tolist(), ledger.step.tolist(), strict=True):
+        yield StepTime(ended_s, step_s, validate_s, save_s, int(step))
 
 
 def number(value: Any) -> float:

@@ -19,6 +19,7 @@ from matplotlib.ticker import FuncFormatter
 
 from megads import __version__
 from megads.errors import ConfigError
+from megads.monitor.accounting import Accounting, Activity
 from megads.monitor.console import render_event
 from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import find_run
@@ -54,6 +55,7 @@ def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
     words, kind = status(history)
     badge = f'<span class="status {kind}">{html.escape(words)}</span>'
     rest = [
+        ("Where the time went", _activities(history.accounting)),
         ("Evaluations", _evaluations(history.events)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", _checkpoints(history.checkpoints)),
@@ -156,6 +158,33 @@ def _evaluations(events: Sequence[Mapping[str, Any]]) -> str:
         if not name.endswith("_stderr")
     )
     return table((">step", "what", ">value"), rows) if found else ""
+
+
+_MEANINGS = {
+    Activity.queue: "waiting for the scheduler to start the job again",
+    Activity.start: "starting the command and its ranks up to the first step, and ending them",
+    Activity.load: "verifying and loading the checkpoint that a start continues from",
+    Activity.train: "steps that count",
+    Activity.validate: "validations and tasks in mid-run",
+    Activity.save: "waiting for checkpoints",
+    Activity.detect: "from the first sign of a fault until all ranks had ended",
+    Activity.recover: "from there to the next step",
+    Activity.lost: "steps that were trained again, or not finished",
+    Activity.stopped: "nobody ran it",
+}
+
+
+def _activities(accounting: Accounting | None) -> str:
+    """Every second of the run by what it was spent on, all activities, and their sum."""
+    if accounting is None or not accounting.wall_us:
+        return ""
+    rows = [(str(activity), us, _MEANINGS[activity]) for activity, us in accounting.spent_us.items()]
+    cells = (
+        f'<tr><td>{name}</td><td class="number">{us / 1e6:,.1f}</td>'
+        f'<td class="number">{us / accounting.wall_us:.2%}</td><td>{meaning}</td></tr>'
+        for name, us, meaning in [*rows, ("wall time", accounting.wall_us, "from the first command on")]
+    )
+    return table(("activity", ">seconds", ">share", "what it is"), cells)
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:

@@ -61,6 +61,7 @@ def key_numbers(history: RunHistory) -> list[KeyNumber]:
         KeyNumber("tokens", short(last(columns["tokens"])), f"{_count(last(columns['samples']))} samples"),
         _speed(history),
         _time(history),
+        *_effective_time(history),
     ]
 
 
@@ -142,6 +143,20 @@ def _time(history: RunHistory) -> KeyNumber:
         return KeyNumber("time in steps", render_duration(trained_s))
     wall_s = sum(start.end - start.begin for start in starts)
     return KeyNumber("wall time", render_duration(wall_s), f"{render_duration(trained_s)} in the steps shown")
+
+
+def _effective_time(history: RunHistory) -> list[KeyNumber]:
+    """The share of time that counts, and how fast faults were noticed and got over."""
+    accounting = history.accounting
+    if accounting is None or not accounting.wall_us:
+        return []
+    found = [KeyNumber("effective time", f"{accounting.effective_time:.1%}", "of the wall time in steps that count")]
+    if accounting.faults:
+        detect_s, recover_s = accounting.mean_time_to_detect_s, accounting.mean_time_to_recover_s
+        noticed = f"noticed in {detect_s:.1f} s" if detect_s is not None else "noticed at once"
+        again = f"training again {recover_s:.1f} s later" if recover_s is not None else "not trained since"
+        found.append(KeyNumber("faults", f"{len(accounting.faults):,}", f"{noticed}, {again}, on average"))
+    return found
 
 
 def _model(history: RunHistory) -> str:

@@ -19,6 +19,7 @@ from matplotlib.patches import Patch
 
 from megads.engine.timeline import Span
 from megads.errors import ConfigError
+from megads.monitor.accounting import Activity
 from megads.parallel.pipeline_actions import ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.schedule_simulation import run_clock
@@ -143,6 +144,50 @@ def draw_timeline(history: RunHistory, wide: bool = False) -> Figure | None:
     axes.set_ylim(-0.6, max(len(lanes), 3) + 0.6)
     axes.set_xlim(-0.01 * span / scale, 1.01 * span / scale if span else 1)
     axes.tick_params(axis="y", labelcolor=INK)
+    axes.spines["left"].set_visible(False)
+    close_panel(axes, f"{unit} since the first start", "")
+    return figure
+
+
+_ACTIVITY_COLORS = {
+    Activity.train: BLUE,
+    Activity.validate: GREEN,
+    Activity.save: GREEN,
+    Activity.load: GREEN,
+    Activity.detect: ORANGE,
+    Activity.recover: ORANGE,
+    Activity.lost: RED,
+}
+"""Of the rows of activities; the others are time in which nothing is computed."""
+
+
+def draw_activities(history: RunHistory, wide: bool = False) -> Figure | None:
+    """A row an activity: when the run was busy with it, and what share of the wall time that came to."""
+    accounting = history.accounting
+    if accounting is None or not accounting.wall_us:
+        return None
+    origin, span = accounting.periods[0].begin_us / 1e6, accounting.wall_us / 1e6
+    scale, unit = next((pair for pair in _UNITS if span >= 2 * pair[0]), (1.0, "seconds"))
+    spent = {activity: share for activity, share in accounting.spent_us.items() if share}
+    figure, axes = open_panel("Where the time went", wide)
+    for row, activity in enumerate(spent):
+        bars: list[tuple[float, float]] = []
+        for period in accounting.periods:
+            if period.activity is not activity:
+                continue
+            begin, end = (moment / 1e6 - origin for moment in (period.begin_us, period.end_us))
+            if bars and begin - bars[-1][1] < span / _PLACES:
+                bars[-1] = bars[-1][0], end
+            else:
+                bars.append((begin, end))
+        ranges = [(begin / scale, max(end - begin, span / _PLACES) / scale) for begin, end in bars]
+        axes.broken_barh(ranges, (row - 0.38, 0.76), color=_ACTIVITY_COLORS.get(activity, MUTED), linewidth=0)
+    shares = [f"{activity} {share / accounting.wall_us:.1%}" for activity, share in spent.items()]
+    axes.set_yticks(range(len(spent)), shares)
+    axes.set_ylim(len(spent) - 0.4, -0.6)
+    axes.set_xlim(0, 1.01 * span / scale)
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     close_panel(axes, f"{unit} since the first start", "")
     return figure

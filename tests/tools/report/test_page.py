@@ -53,15 +53,15 @@ def assert_self_contained(page: str) -> None:
     assert balance.open == []
 
 
+CHARTS = ("loss", "learning_rate", "grad_norm", "throughput", "step_time", "memory")
+
+
 def test_one_run(tmp_path: Path) -> None:
     """Catches a missing picture, a page that fetches something, and a message that becomes markup."""
     write_eventful_run(tmp_path)
     written = write_report(ReportConfig(run=str(tmp_path)))
     assert written.page == tmp_path / "report.html"
-    assert [path.name for path in written.pictures] == [
-        f"{name}.png"
-        for name in ("loss", "learning_rate", "grad_norm", "throughput", "step_time", "memory", "timeline")
-    ]
+    assert [path.name for path in written.pictures] == [f"{name}.png" for name in (*CHARTS, "timeline", "activities")]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written.pictures) and written.trace is None
     page = written.page.read_text()
     assert_self_contained(page)
@@ -136,3 +136,28 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/x cannot be written to .*output=<folder>"):
         write_report(ReportConfig(run=str(tmp_path), output=str(tmp_path / "file" / "x")))
+
+
+def test_where_the_time_went(tmp_path: Path) -> None:
+    """Catches activities that the page leaves out, shares of something else than the wall time, and a run of an
+    earlier version, which has no times, of which something is shown."""
+    write_start(tmp_path, 0, BEGIN)
+    lines = (f'{{"step": {n}, "loss": 3.0, "time": {BEGIN + 4 + n}, "step_time_s": 1.0}}\n' for n in range(1, 6))
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    write_events(
+        tmp_path,
+        ("failure", {"time": BEGIN + 10, "first_sign": BEGIN + 9.5, "exit_code": 10}),
+        ("exit", {"time": BEGIN + 10, "exit_code": 10}),
+    )
+    page = run_page(read_history(tmp_path), [])
+    for row in (
+        '<td>train</td><td class="number">5.0</td><td class="number">50.00%</td>',
+        '<td>start</td><td class="number">4.0</td><td class="number">40.00%</td>',
+        '<td>lost work</td><td class="number">0.5</td><td class="number">5.00%</td>',
+        '<td>stopped</td><td class="number">0.0</td>',
+        '<td>wall time</td><td class="number">10.0</td><td class="number">100.00%</td>',
+        "noticed in 0.5 s, not trained since, on average",
+    ):
+        assert row in page, row
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "step_time_s": 1.0}\n')
+    assert "Where the time went" not in run_page(read_history(tmp_path), [])

@@ -1,0 +1,415 @@
+"""Where the wall time of a run went: every microsecond, over all starts, belongs to one activity.
+
+What is counted is in metrics.jsonl and events.jsonl, written while it happens, so that a killed start leaves it, too.
+Step lines say when each step ended, how long it took, and how long validations and saves took since the line before. A
+start that goes back to a checkpoint notes what it cuts off metrics.jsonl (event `steps_dropped`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megads.errors import EXIT_OK, Preempted, StopRequested
+from megads.runtime.files import read_end
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
+
+LOAD_PHASES = ("verifying a checkpoint", "loading a checkpoint")
+"""Phases of a start, as the ranks' heartbeats name them, that are the checkpoint's."""
+_KILLED = 130
+_GOOD_ENDS = (EXIT_OK, StopRequested.exit_code, Preempted.exit_code, _KILLED)
+_SIGNS_OF_LIFE = ("start", "resume", "first_step", "checkpoint_saved", "checkpoint_failed", "heartbeat_lost")
+_END_BYTES = 1 << 20
+
+
+class Activity(StrEnum):
+    """What a run spends its time on."""
+
+    queue = "queue"
+    """Waiting for the scheduler after a job was put back into the queue."""
+    start = "start"
+    """Starting the command and its ranks up to the first step, and ending them."""
+    load = "load"
+    """Verifying and loading the checkpoint that a start continues from."""
+    train = "train"
+    """Steps that count."""
+    validate = "validate"
+    """Validations and tasks in mid-run."""
+    save = "save"
+    """Waiting for checkpoints."""
+    detect = "detect"
+    """From the first sign of a fault until all ranks are known to have ended."""
+    recover = "recover"
+    """From there, and after a fault from the next launch, to the next step."""
+    lost = "lost work"
+    """Steps that are trained again, or were not finished."""
+    stopped = "stopped"
+    """Nobody ran it."""
+
+
+class StepTime(NamedTuple):
+    """What the line of a step says of time.
+
+    Attributes:
+        ended_s: seconds since 1970.
+        step_s: the step's wall time.
+        validate_s: validations since the line before, see `Heartbeat.spent`.
+        save_s: saves since then.
+        step: number of the step.
+    """
+
+    ended_s: float
+    step_s: float
+    validate_s: float = 0.0
+    save_s: float = 0.0
+    step: int = 0
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> StepTime:
+        """Of a line of metrics.jsonl; `ended_s` is NaN where it has none."""
+        ended_s, step_s, validate_s, save_s = map(
+            _number, (line.get(key) for key in ("time", "step_time_s", "validate_time_s", "save_time_s"))
+        )
+        return cls(ended_s or math.nan, step_s, validate_s, save_s, int(_number(line.get("step"))))
+
+
+@dataclass(frozen=True)
+class Period:
+    """An uninterrupted activity, in microseconds since 1970."""
+
+    begin_us: int
+    end_us: int
+    activity: Activity
+
+
+@dataclass(frozen=True)
+class RecordedFault:
+    """An unwanted end of a start, in seconds since 1970.
+
+    Attributes:
+        sign_s: when a rank first noticed it, or was missed; None where no one did.
+        detected_s: when all ranks were known to have ended.
+        recovered_s: end of the next step; None: there was none yet.
+    """
+
+    sign_s: float | None
+    detected_s: float
+    recovered_s: float | None
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """Where the time of a run went.
+
+    Attributes:
+        periods: without gaps, from the first command to what is known last.
+        faults: in order.
+    """
+
+    periods: tuple[Period, ...]
+    faults: tuple[RecordedFault, ...]
+
+    @property
+    def wall_us(self) -> int:
+        """From the begin to the end of what is known."""
+        return self.periods[-1].end_us - self.periods[0].begin_us if self.periods else 0
+
+    @property
+    def spent_us(self) -> dict[Activity, int]:
+        """Microseconds by activity, every one of them; the sum is `wall_us`."""
+        spent = dict.fromkeys(Activity, 0)
+        for period in self.periods:
+            spent[period.activity] += period.end_us - period.begin_us
+        return spent
+
+    @property
+    def effective_time(self) -> float:
+        """Share of the wall time that went into steps that count."""
+        return self.spent_us[Activity.train] / self.wall_us if self.wall_us else 0.0
+
+    @property
+    def mean_time_to_detect_s(self) -> float | None:
+        """MTTD over the faults that gave a sign; None without."""
+        return _mean(fault.detected_s - fault.sign_s for fault in self.faults if fault.sign_s is not None)
+
+    @property
+    def mean_time_to_recover_s(self) -> float | None:
+        """MTTR, from the detection to the end of the next step, over the faults after which there was one."""
+        return _mean(fault.recovered_s - fault.detected_s for fault in self.faults if fault.recovered_s is not None)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
+
+
+def account(events: Sequence[Mapping[str, Any]], steps: Iterable[StepTime]) -> Accounting | None:
+    """Divides the time of a run.
+
+    Args:
+        events: of events.jsonl, in its order.
+        steps: lines of steps in metrics.jsonl, in its order.
+
+    Returns:
+        None where the run has no start, or step lines of an earlier version, which have no time.
+    """
+    launches = [place for place, event in enumerate(events) if event.get("event") == "launch" and _time(event)]
+    parts = [events[begin:end] for begin, end in pairwise([*launches, len(events)])]
+    lines = sorted(steps)
+    if not parts or any(line.ended_s != line.ended_s for line in lines):
+        return None
+    begins = [_time(part[0]) for part in parts]
+    by_start: list[list[StepTime]] = [[] for _ in range(len(parts) + 1)]
+    for line in lines:
+        by_start[bisect_right(begins, line.ended_s)].append(line)
+    drops = [event for event in events if event.get("event") == "steps_dropped" and _number(event.get("last_time"))]
+    starts = [
+        _Start(part, own, _dropped(drops, begin, end), is_last=end is None)
+        for part, own, begin, end in zip(parts, by_start[1:], begins, [*begins[1:], None], strict=True)
+    ]
+    # Steps of before the first event: the run directory came from a store, which has no events.
+    earlier = by_start[0]
+    clock = _Clock(earlier[0].ended_s - earlier[0].step_s if earlier else starts[0].began)
+    _add_lines(clock, earlier, ())
+    before: _Start | None = None
+    for start in starts:
+        _add_start(clock, start, before)
+        before = start
+    return Accounting(tuple(clock.periods), _faults(starts))
+
+
+def read_accounting(run_dir: Path) -> Accounting | None:
+    """Divides the time of a run by its files; None as in `account`."""
+    lines = (line for line in read_json_lines(run_dir / METRICS_FILE) if "loss" in line)
+    return account(list(read_json_lines(run_dir / EVENTS_FILE)), map(StepTime.of, lines))
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    return _number(event.get("time"))
+
+
+def _number(value: Any) -> float:
+    """0 for everything that is no number."""
+    return float(value) if isinstance(value, int | float) and value == value and abs(value) < 1e12 else 0.0
+
+
+def _dropped(drops: Sequence[Mapping[str, Any]], begin: float, end: float | None) -> tuple[Mapping[str, Any], ...]:
+    """What later starts cut off a start's steps; or the start itself, where it went back in mid-run."""
+    return tuple(
+        drop
+        for drop in drops
+        if begin <= _number(drop["last_time"]) and (end is None or _number(drop["last_time"]) < end)
+    )
+
+
+class _Start:
+    """One launch of the ranks: its events, its steps that count, and what was cut off them."""
+
+    def __init__(
+        self,
+        events: Sequence[Mapping[str, Any]],
+        lines: Sequence[StepTime],
+        drops: Sequence[Mapping[str, Any]],
+        *,
+        is_last: bool,
+    ) -> None:
+        self.events, self.lines, self.drops, self.is_last = events, lines, drops, is_last
+        self.launched = _time(events[0])
+        self.began = _number(events[0].get("command_start")) or self.launched
+        self.failure, self.ended = self.last("failure"), self.last("end")
+        self.exit = self.last("exit") or self.last("killed")
+        self.first_step = self.last("first_step")
+
+    def last(self, name: str) -> Mapping[str, Any]:
+        """The newest event of a name; empty where there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") == name), {})
+
+    @property
+    def loop_began(self) -> float | None:
+        """When the first step began; None: no step was made."""
+        if self.first_step:
+            return _time(self.first_step) - _number(self.first_step.get("step_time_s"))
+        return self.lines[0].ended_s - self.lines[0].step_s if self.lines else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by a fault, or left no word of its end although another one followed."""
+        if self.exit:
+            return self.exit.get("exit_code") not in _GOOD_ENDS
+        return bool(self.failure) or not self.is_last
+
+    @property
+    def requeued(self) -> bool:
+        """Whether the scheduler is to start the next one."""
+        on_slurm = self.events[0].get("slurm_job") is not None
+        return on_slurm and (bool(self.last("requeue")) or self.exit.get("exit_code") == Preempted.exit_code)
+
+    @property
+    def sign_s(self) -> float | None:
+        """First sign of the fault."""
+        missing = dict[str, float]()
+        for event in self.events:
+            if event.get("event") == "heartbeat_lost":
+                missing[str(event.get("rank"))] = _time(event)
+            elif event.get("event") == "heartbeat_back":
+                missing.pop(str(event.get("rank")), None)
+        signs = [_number(self.failure.get("first_sign")), *missing.values()]
+        return min((sign for sign in signs if sign), default=None)
+
+    @property
+    def last_sign_of_life(self) -> float:
+        """Of a start that left no word of its end."""
+        known = [_time(event) for event in self.events if event.get("event") in _SIGNS_OF_LIFE]
+        known += [_number(drop["last_time"]) for drop in self.drops] + [line.ended_s for line in self.lines[-1:]]
+        return max([self.launched, *known])
+
+
+class _Clock:
+    """Goes forward only: what a wrong clock says of the past counts for nothing, and nothing counts twice."""
+
+    def __init__(self, begin_s: float) -> None:
+        self._now_us = round(begin_s * 1e6)
+        self.periods: list[Period] = []
+
+    def until(self, moment_s: float, activity: Activity) -> None:
+        """Everything up to a moment."""
+        self._move(round(moment_s * 1e6), activity)
+
+    def spend(self, seconds: float, activity: Activity, limit_s: float) -> None:
+        """So many seconds, but not beyond a limit."""
+        self._move(min(self._now_us + round(seconds * 1e6), round(limit_s * 1e6)), activity)
+
+    def _move(self, to_us: int, activity: Activity) -> None:
+        if to_us <= self._now_us:
+            return
+        begin = self._now_us
+        if self.periods and self.periods[-1].activity is activity:
+            begin = self.periods.pop().begin_us
+        self.periods.append(Period(begin, to_us, activity))
+        self._now_us = to_us
+
+
+def _add_start(clock: _Clock, start: _Start, before: _Start | None) -> None:
+    after_fault = before is not None and before.failed
+    if before is not None:
+        # The ranks of a restart in place are started by the same command.
+        in_place = before.exit and start.began <= _time(before.exit)
+        gap = Activity.recover if in_place else Activity.queue if before.requeued else Activity.stopped
+        clock.until(start.launched if in_place else start.began, gap)
+    opening = Activity.recover if after_fault else Activity.start
+    began = start.loop_began
+    if began is None:
+        _end_before_a_step(clock, start, opening)
+        return
+    if not after_fault:
+        phases = start.first_step.get("seconds")
+        load_s = sum(_number(phases.get(name)) for name in LOAD_PHASES) if isinstance(phases, Mapping) else 0.0
+        clock.until(began - load_s, opening)
+        clock.until(began, Activity.load)
+    clock.until(began, opening)
+    _add_lines(clock, start.lines, start.drops)
+    _add_tail(clock, start)
+
+
+def _end_before_a_step(clock: _Clock, start: _Start, opening: Activity) -> None:
+    if start.failure:
+        clock.until(start.sign_s or _time(start.failure), opening)
+        clock.until(_time(start.failure), Activity.detect)
+    clock.until(_time(start.exit) if start.exit else start.last_sign_of_life, opening)
+
+
+def _add_lines(clock: _Clock, lines: Sequence[StepTime], drops: Sequence[Mapping[str, Any]]) -> None:
+    """Steps that count, and between them what was trained again within the start."""
+    for number, line in enumerate(lines):
+        begin = line.ended_s - line.step_s
+        # The first line's validations and saves are of before the loop.
+        if number:
+            for drop in drops:
+                if lines[number - 1].ended_s < _number(drop["last_time"]) < begin:
+                    _add_dropped(clock, drop, lines[number - 1], Activity.lost)
+                    clock.until(begin, Activity.recover)
+            clock.spend(line.validate_s, Activity.validate, begin)
+            clock.spend(line.save_s, Activity.save, begin)
+        clock.until(line.ended_s, Activity.train)
+
+
+def _add_dropped(clock: _Clock, drop: Mapping[str, Any], kept: StepTime | None, activity: Activity) -> None:
+    """Steps that were cut off; what came between them and the last one that counts does count."""
+    end = _number(drop["last_time"])
+    if kept is not None and drop.get("step") == kept.step:
+        clock.spend(_number(drop.get("validate_s")), Activity.validate, end)
+        clock.spend(_number(drop.get("save_s")), Activity.save, end)
+    clock.until(end, activity)
+
+
+def _add_tail(clock: _Clock, start: _Start) -> None:
+    """From the last step that counts to the end of the start."""
+    last = start.lines[-1] if start.lines else None
+    since = last.ended_s if last is not None else 0.0
+    cut = [drop for drop in start.drops if _number(drop["last_time"]) > since]
+    saved = start.last("checkpoint_saved")
+    if cut:
+        _add_dropped(clock, max(cut, key=lambda drop: _number(drop["last_time"])), last, Activity.lost)
+    elif saved and last is not None and saved.get("step") == last.step and not start.ended:
+        clock.spend(_number(saved.get("save_s")), Activity.save, _time(saved))
+    if start.failure:
+        clock.until(start.sign_s or _time(start.failure), Activity.lost)
+        clock.until(_time(start.failure), Activity.detect)
+        clock.until(_time(start.exit), Activity.recover)
+    elif start.ended:
+        end, after = _time(start.ended), start.last("after_last_step")
+        clock.spend(_number(after.get("validate_time_s")), Activity.validate, end)
+        clock.spend(_number(after.get("save_time_s")), Activity.save, end)
+        clock.until(max(end, _time(start.exit)), Activity.start)
+    elif start.exit:
+        clock.until(_time(start.exit), Activity.lost)
+    else:
+        clock.until(start.last_sign_of_life, Activity.train if start.is_last else Activity.lost)
+
+
+def _faults(starts: Sequence[_Start]) -> tuple[RecordedFault, ...]:
+    found = []
+    for place, start in enumerate(starts):
+        if not start.failure or not start.failed:
+            continue
+        following = (_time(later.first_step) for later in starts[place + 1 :] if later.first_step)
+        found.append(RecordedFault(start.sign_s, _time(start.failure), next(following, None)))
+    return tuple(found)
+
+
+class EffectiveTime:
+    """Share of a run's wall time that went into steps that count, after each step; see `Accounting`.
+
+    Args:
+        run_dir: of the run, its metrics.jsonl cut back to where this start goes on.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        events = read_json_lines(run_dir / EVENTS_FILE)
+        launch: Mapping[str, Any] = next((event for event in events if event.get("event") == "launch"), {})
+        began = _number(launch.get("command_start")) or _time(launch)
+        ends = read_end(run_dir / METRICS_FILE, _END_BYTES)
+        line: Mapping[str, Any] = next((line for line in reversed(ends) if "loss" in line), {})
+        share, ended = _number(line.get("effective_time")), _number(line.get("time"))
+        # The events of a run that came from a store are younger than its steps.
+        known = 0 < began < ended
+        self._began_s = began if known or not ended else ended
+        self._trained_s = share * (ended - began) if known else 0.0
+        self._last_s: float | None = None
+
+    def after(self, step: StepTime) -> float:
+        """Counts one more step; returns the share."""
+        since = step.ended_s - step.step_s if self._last_s is None else self._last_s + step.validate_s + step.save_s
+        self._trained_s += max(0.0, step.ended_s - since)
+        self._last_s = step.ended_s
+        if not self._began_s:
+            self._began_s = since
+        wall_s = step.ended_s - self._began_s
+        return self._trained_s / wall_s if wall_s > 0 else 0.0
