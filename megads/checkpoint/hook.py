@@ -12,7 +12,7 @@ import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.image import ImageLayout, StateImage
-from megads.checkpoint.local import forget
+from megads.checkpoint.local import forget, newest_step
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord, software
 from megads.checkpoint.retention import KEEP_ALL, Retention
@@ -110,14 +110,10 @@ class CheckpointHook:
         self._saved_step, self._finite = state.step, state.state_dict()
         if self._local is not None and self._local.base is not None:
             # Any other state that a run starts from is on disk already, or is a fresh one.
-            self._saved_step = on_first(self._engine.grid.control, lambda: max(self._on_disk(), default=0), int)
+            self._saved_step = on_first(self._engine.grid.control, lambda: newest_step(self._run_dir), int)
         self._look_for_room()
         self._begin_local_checkpoints()
         self._decide_on_writers()
-
-    def _on_disk(self) -> dict[int, Path]:
-        """Of this part of the run: later steps belong to one that was left behind."""
-        return {step: path for step, path in list_checkpoints(self._run_dir).items() if step <= self._state.step}
 
     def _begin_local_checkpoints(self) -> None:
         local = self._local

@@ -22,7 +22,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.image import ImageLayout, StateImage, allocate
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest_manifest, software
 from megads.checkpoint.rank_file import STRICT, Count, file_name
@@ -200,7 +201,7 @@ class LocalFolder:
         Returns:
             This rank's part; and why later ones are not used. None where there is none.
         """
-        valid, on_disk = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int])
+        valid, on_disk, folders = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int, list[int]])
         if valid is None:
             return None, []
         own = {
@@ -208,7 +209,7 @@ class LocalFolder:
             for saved, at in _committed(self._folder).items()
             if saved[0] == valid.start or saved == valid.base
         }
-        reasons = {saved: self._unfit(commit, on_disk) for saved, (_, commit) in own.items()}
+        reasons = {saved: self._unfit(commit, on_disk, folders) for saved, (_, commit) in own.items()}
         fitting = sorted(saved for saved, reason in reasons.items() if not reason)
         found = self._control.gather((fitting, first_reason(reasons.values())), tuple[list[Saved], str])
         shared = set.intersection(*(set(saved) for saved, _ in found))
@@ -230,25 +231,27 @@ class LocalFolder:
             passed_by.append(f"checkpoints in memory: {reason}")
         return None, passed_by
 
-    def _state_of_run(self) -> tuple[_RunsLocal | None, int]:
-        """Whose local checkpoints are the run's, None for nobody's; and the newest step on disk, 0 for none."""
-        newest = newest_manifest(self._run_dir)
-        on_disk = newest.run.state["step"] if newest is not None else 0
+    def _state_of_run(self) -> tuple[_RunsLocal | None, int, list[int]]:
+        """Whose local checkpoints are the run's, None for nobody's; the newest readable step on disk, 0 for none; and
+        all steps with a folder there, damaged ones too."""
+        on_disk, folders = newest_step(self._run_dir), list(list_checkpoints(self._run_dir))
         try:
-            return _RUNS_LOCAL.validate_json(read_regular(self._run_dir / RECORD_FILE)), on_disk
+            return _RUNS_LOCAL.validate_json(read_regular(self._run_dir / RECORD_FILE)), on_disk, folders
         except (OSError, ValidationError):
-            return None, on_disk
+            return None, on_disk, folders
 
-    def _unfit(self, commit: _Commit, on_disk: int) -> str:
+    def _unfit(self, commit: _Commit, on_disk: int, folders: Collection[int]) -> str:
         """Why a local checkpoint is not what this start continues from; empty where it is."""
         manifest = Manifest.decode(commit.manifest.encode())
-        step = manifest.run.state["step"]
+        step, before = manifest.run.state["step"], commit.step_on_disk
+        # Who removes a checkpoint wants to go on from an earlier one; a damaged one is still there.
+        removed = on_disk < before and before not in folders
         for wrong, why in (
             (commit.computation != self._computation, "what the run computes, or its layout, has changed since"),
             (commit.world_size != self._control.world_size, f"they are of {commit.world_size} ranks"),
             (manifest.software != self._software, "they are of other software"),
             (step < on_disk, f"the disk has a later one, step {on_disk}"),
-            (on_disk < commit.step_on_disk, f"the checkpoint of step {commit.step_on_disk} has left the disk since"),
+            (removed, f"the checkpoint of step {before} has left the disk since"),
         ):
             if wrong:
                 return why
@@ -352,6 +355,12 @@ def node_folder(root: Path, run_dir: Path) -> Path:
     """Where the ranks of a node keep the local checkpoints of a run."""
     run = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
     return root / f"megads-{os.getuid()}-{run}"
+
+
+def newest_step(run_dir: Path) -> int:
+    """Of the newest checkpoint on disk whose manifest can be read; 0: there is none."""
+    newest = newest_manifest(run_dir)
+    return newest.run.state["step"] if newest is not None else 0
 
 
 def forget(run_dir: Path) -> None:
