@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint import local as local_module
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.local import RECORD_FILE, node_folder
+from megads.checkpoint.local import RECORD_FILE
+from megads.checkpoint.local_files import committed, node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.read import read_into
 from megads.checkpoint.rectangle import whole
@@ -39,6 +39,11 @@ def holding_engine() -> SteppedEngine:
     return SteppedEngine(own, [part for part in others if part not in own and part[0] == "weight/a"])
 
 
+def memory_of(run_dir: Path, node: int) -> Path:
+    """What stands for the memory of a node."""
+    return run_dir / ("memory" if node == 0 else f"memory_{node}")
+
+
 class Run:
     """A rank of one start of a run with local checkpoints.
 
@@ -46,12 +51,15 @@ class Run:
         run_dir: of the run.
         start: number of the start.
         behind: checkpoints are written to disk while it trains.
+        num_nodes: over which the ranks are spread, each with a folder of its own for its memory.
         options: of CheckpointConfig.
     """
 
-    def __init__(self, run_dir: Path, start: int = 1, behind: bool = False, **options: Any) -> None:
+    def __init__(self, run_dir: Path, start: int = 1, behind: bool = False, num_nodes: int = 1, **options: Any) -> None:
         control = open_control_plane()
-        self.memory, self.run_dir = run_dir / "memory", run_dir
+        per_node = control.world_size // num_nodes
+        node, local_rank = divmod(control.rank, per_node)
+        self.memory, self.run_dir = memory_of(run_dir, node), run_dir
         self.memory.mkdir(exist_ok=True)
         self.writer = CheckpointWriter(control.rank, control.world_size) if behind else None
         config = CheckpointConfig(
@@ -60,7 +68,7 @@ class Run:
                 **options,
             }
         )  # fmt: skip
-        environment = RankEnvironment(control.rank, world_size=control.world_size, lease=start)
+        environment = RankEnvironment(control.rank, local_rank, control.world_size, per_node, lease=start)
         self.saves = LocalSaves(config, environment, COMPUTATION, 20.0)
         assert self.saves._writer is not None
         self.local_writer = self.saves._writer
@@ -122,7 +130,7 @@ def trained(run_dir: Path, steps: int, start: int = 1, **options: Any) -> None:
 def files_of(run_dir: Path, rank: int = 0) -> dict[int, Path]:
     """The images that are complete, by step."""
     folder = node_folder(run_dir / "memory", run_dir) / f"rank_{rank:05d}"
-    return {step: path for (_, step), (path, _) in sorted(local_module._committed(folder).items())}
+    return {step: path for (_, step), (path, _) in sorted(committed(folder).items())}
 
 
 class Kept:

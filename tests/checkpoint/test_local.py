@@ -19,10 +19,12 @@ import pytest
 
 from megads.checkpoint import image as image_module
 from megads.checkpoint import local as local_module
+from megads.checkpoint import local_files as local_files_module
 from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint import writer as writer_module
 from megads.checkpoint.config import list_checkpoints, step_folder
-from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget, held_in_memory, node_folder
+from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget
+from megads.checkpoint.local_files import held_in_memory, node_folder
 from megads.checkpoint.manifest import newest_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
@@ -33,7 +35,7 @@ from tests.checkpoint.local_runs import Kept, Run, events_of, files_of, flip, st
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
-TRACED = (image_module.__file__, local_module.__file__, local_saves_module.__file__)
+TRACED = tuple(module.__file__ for module in (image_module, local_module, local_files_module, local_saves_module))
 
 
 def several_starts(run_dir: Path) -> list[tuple[int, list[str]]]:
@@ -378,7 +380,7 @@ def test_a_node_without_memory(tmp_path: Path) -> None:
 
 def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a state that another user has planted, and two processes that write into one image."""
-    monkeypatch.setattr(local_module, "_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(local_files_module, "_LOCK_WAIT_S", 0.1)
     (tmp_path / "elsewhere").mkdir()
 
     def opened() -> str:

@@ -208,9 +208,12 @@ def _print(
         for name, size in fullest.beside_tensors.items():
             console.print(f"  {gib(size):>12} {name}")
     if config.checkpoint.local_every_steps:
+        size, of_whom, keys = 2 * largest.saved, "two copies of the state", "checkpoint.local_every_steps"
+        if config.checkpoint.replicate:
+            size += 2 * max(stage.saved for stage in plan.stages)
+            of_whom, keys = "two copies of its state and two of another node's rank", f"{keys}, checkpoint.replicate"
         console.print(
-            f"{gib(2 * largest.saved):>12} of the node's memory for two copies of the state in "
-            f"{config.checkpoint.local_folder} (checkpoint.local_every_steps)"
+            f"{gib(size):>12} of the node's memory for {of_whom} in {config.checkpoint.local_folder} ({keys})"
         )
     elif config.checkpoint.copies(largest.saved):
         console.print(
