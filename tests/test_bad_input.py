@@ -53,7 +53,8 @@ BAD_CONFIGS = {
     "unknown group option": (["model=tinny"], ["model=tinny: there is no such option: did you mean tiny?"]),
     "unknown experiment": (["experiment=demos"], ["experiment=demos: there is no such option: did you mean demo?"]),
     "copies of no local checkpoints": (
-        ["checkpoint.replicate=true"], ["checkpoint.replicate = true", "set checkpoint.local_every_steps"]
+        ["checkpoint.replicate=true"],
+        ["checkpoint.replicate = true", "set checkpoint.local_every_steps"],
     ),
     "copies on no other node": (
         ["checkpoint.replicate=true", "checkpoint.local_every_steps=5"],
