@@ -26,7 +26,7 @@ from megads.checkpoint.replica_process import ReplicaServer, SendOrder, ServeOrd
 from megads.checkpoint.replica_transfer import ImageAction, ImageRequest, ReplicaConnection, fetch_image
 from megads.errors import CheckpointError
 from megads.runtime.run_secret import Secret
-from tests.checkpoint.local_runs import memory_of, trained
+from tests.checkpoint.local_runs import memory_of, started
 
 TRACED = tuple(module.__file__ for module in (local_files_module, process_module, transfer_module))
 LOOPBACK = "127.0.0.1"
@@ -34,14 +34,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Nodes:
-    """Rank 0's node, which holds steps 1 and 2, and the folder of another one."""
+    """Rank 0's images of steps 1 to 3, and the folder of another node."""
 
-    own: Path
+    own: tuple[Path, ...]
     other: Path
     secret: Secret
 
     def order(self, step: int, port: int) -> SendOrder:
-        image, _ = committed(self.own)[1, step]
+        image = next(committed(folder)[1, step][0] for folder in self.own if (1, step) in committed(folder))
         return SendOrder(image, 0, (1, step), 1, None, (LOOPBACK, port))
 
     def send(self, step: int, port: int) -> None:
@@ -63,8 +63,14 @@ class Nodes:
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """An image is many chunks."""
     monkeypatch.setattr(transfer_module, "_CHUNK_BYTES", 500)
-    trained(tmp_path, 2)
-    return Nodes(own_folder(node_folder(memory_of(tmp_path, 0), tmp_path), 0), tmp_path / "other_node", Secret.random())
+    own, before = own_folder(node_folder(memory_of(tmp_path, 0), tmp_path), 0), tmp_path / "before"
+    with started(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.step()
+            run.wait()
+            if step == 2:
+                shutil.copytree(own, before)
+    return Nodes((before, own), tmp_path / "other_node", Secret.random())
 
 
 @contextmanager
@@ -119,10 +125,11 @@ def test_a_receiver_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Pa
         theirs.close()
         port = ours.recv()
         nodes.send(1, port)
+        nodes.send(2, port)
         armed.touch()
         survived = True
         try:
-            nodes.send(2, port)
+            nodes.send(3, port)
         except OSError:
             survived = False
         os.kill(pid, signal.SIGKILL)
@@ -130,8 +137,8 @@ def test_a_receiver_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Pa
         kept.append(nodes.kept())
         if survived:
             break
-    assert kept[-1] == [1, 2] and len(kept) * stride > 100, "not every line was tried"
-    assert set(map(tuple, kept)) == {(1,), (1, 2)}
+    assert kept[-1] == [2, 3] and len(kept) * stride > 100, "not every line was tried"
+    assert set(map(tuple, kept)) == {(1, 2), (2,), (2, 3)}
 
 
 @pytest.mark.parametrize("stride", STRIDES)
@@ -139,24 +146,25 @@ def test_a_sender_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Path
     """Catches a moment at which the death of the sender costs the older copy, or leaves the receiver waiting for it."""
     server, armed, kept = ReplicaServer(nodes.served), tmp_path / "armed", []
     armed.touch()
-    nodes.send(1, server.port)
+    for step in (1, 2):
+        nodes.send(step, server.port)
     for number in range(1, 3000, stride):
 
         def send(number: int = number) -> None:
             with killed_at(number, armed):
-                nodes.send(2, server.port)
+                nodes.send(3, server.port)
 
         status = os.waitpid(in_a_process(send), 0)[1]
         if status == 0:
             break
         kept.append(nodes.kept())
-        if kept[-1] == [1, 2]:
-            image, _ = committed(replica_folder(nodes.other, 0))[1, 2]
+        if kept[-1] == [2, 3]:
+            image, _ = committed(replica_folder(nodes.other, 0))[1, 3]
             local_files_module.invalidate_image(image)
     assert len(kept) * stride > 100, "not every line was tried"
-    assert set(map(tuple, kept)) <= {(1,), (1, 2)}
-    nodes.send(2, server.port)
-    assert nodes.kept() == [1, 2]
+    assert set(map(tuple, kept)) <= {(1, 2), (2,), (2, 3)}
+    nodes.send(3, server.port)
+    assert nodes.kept() == [2, 3]
 
 
 def test_an_image_that_is_copied_over_is_given_up(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
