@@ -219,6 +219,10 @@ def test_only_who_knows_the_secret(nodes: Nodes, tmp_path: Path, monkeypatch: py
         stranger.send(2, server.port)
     with pytest.raises((OSError, CheckpointError)):
         fetch_image((LOOPBACK, server.port), stranger.secret, 0, (1, 1), tmp_path)
+    with socket.create_connection((LOOPBACK, server.port)) as raw:
+        raw.sendall(bytes(64))
+        nonce = raw.recv(1000)
+        assert len(nonce) == 32 and raw.recv(1000) == b"", "a proof for somebody who has none"
     # Messages of another connection are no messages of this one.
     with closing(ReplicaConnection.to((LOOPBACK, server.port), nodes.secret)) as connection:
         connection._session = "of another connection"
